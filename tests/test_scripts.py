@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -437,6 +438,55 @@ def test_gpu_benchmark(tmp_path):
         assert sorted(measured) == sorted(itertools.product(compared, [4_000, 64_000]))
         assert stored["copies"] == [] and stored["verdicts"] == {}
     assert len(stored["kernels"]) == 12
+
+
+def test_sequential_benchmark(tmp_path):
+    """Delays as their authors published them: a pickle with things of NumPy, of which nothing is called."""
+
+    class Calls:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "called"),)
+
+    seconds = np.random.default_rng(0).exponential(0.5, (7, 8)) + 1
+    rounds = [
+        {
+            "round": number,
+            "results": [
+                {
+                    "worker_id": np.int32(worker),
+                    "started": 3.0,
+                    "finished": 3.0 + float(took),
+                    "response": Calls(),
+                }
+                for worker, took in enumerate(row)
+            ],
+        }
+        for number, row in enumerate(seconds)
+    ]
+    profile = tmp_path / "profile.pkl"
+    profile.write_bytes(pickle.dumps(rounds))
+    command = [sys.executable, "benchmarks/sequential.py", "--smoke", "--work", "0.8"]
+    subprocess.run(
+        [*command, "--profile", profile, "--out", tmp_path],
+        check=True,
+        cwd=ROOT,
+        timeout=120 * slowness(),
+        capture_output=True,
+    )
+    assert not (tmp_path / "called").exists()
+    with (tmp_path / "sequential.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    times = {row["scheme"]: float(row["seconds"]) for row in rows}
+    shared = [float(row["seconds"]) for row in rows if row["scheme"] == "shared"]
+    assert times["uncoded"] == pytest.approx((seconds[:4].max(axis=1) + 0.1).sum())
+    any_of = [
+        (np.sort(seconds[:4], axis=1)[:, 7 - s] + 0.1 * (s + 1)).sum() for s in (1, 2)
+    ]
+    assert times["GC by any n - s"] == pytest.approx(min(any_of))
+    # all 8 workers hold all: the first ones that are up compute it
+    assert times["ideal"] <= shared[-1] <= shared[0] <= times["uncoded"]
+    for scheme in ("GC", "SR-SGC", "M-SGC"):
+        assert times["ideal"] < times[f"{scheme}, waits one by one"]
 
 
 def test_coded_reduce_benchmark(tmp_path):

@@ -1,19 +1,27 @@
 """How long a job would take, without running it: the engine's rounds, for up to millions
 of ranks."""
 
+from jaxcoded.tools.simulator.gradient_coding import GradientCoding
 from jaxcoded.tools.simulator.ideal import ideal_seconds
 from jaxcoded.tools.simulator.layout import Layout
+from jaxcoded.tools.simulator.multiplexed import Multiplexed
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.order_statistics import expected_runtime
 from jaxcoded.tools.simulator.protocol import Outcome, simulate
 from jaxcoded.tools.simulator.ring import Ring
+from jaxcoded.tools.simulator.selective_repeat import SelectiveRepeat
+from jaxcoded.tools.simulator.sequential import simulate_sequence
 
 __all__ = [
+    "GradientCoding",
     "Layout",
+    "Multiplexed",
     "Network",
     "Outcome",
     "Ring",
+    "SelectiveRepeat",
     "expected_runtime",
     "ideal_seconds",
     "simulate",
+    "simulate_sequence",
 ]

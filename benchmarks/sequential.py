@@ -1,0 +1,234 @@
+"""What would sequential gradient coding gain, beside codes of one round and shared work?
+
+    .venv/bin/python benchmarks/sequential.py
+
+Simulated (`jaxcoded.tools.simulator`): 20 jobs on 256 workers with SR-SGC and M-SGC (Krishnan et al.
+2023), gradient coding as they wait for it, gradient coding by any n - s workers, shared work, and no
+code. Of fractional repetition one worker of each group suffices. Delays have the form that the authors published: the seconds of each worker in each round with
+load 0, plus its load times the seconds of a whole batch. All messages are in these seconds. Each scheme
+has the parameters that are best for these delays, of all whose jobs end at most 10 rounds late.
+
+The delays are drawn unless ``--profile`` names a file: one of those that the authors published
+(``delay_profiles/*.pkl`` in github.com/mamaj/Sequential-Gradient-Coding-2), or a table of seconds with
+a line for each round and a column for each worker (.csv, .npy). For theirs ``--work`` is the slope of
+their runtimes over the loads, 1.12 s for ``sam-gc-cnn_profile_est_desktop_long``.
+
+Drawn delays resemble those: a worker takes 0.55 s (1 + x) with x exponential of mean 0.2, and twice
+that while it is slow, which begins with probability 0.04 and ends with probability 0.8 in each round.
+
+Of shared work there are two cases. In the first one a worker takes part when its seconds are over,
+as an invocation that has not started yet; in the other it is late within its first block.
+"""
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import pathlib
+import pickle
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxcoded import Shared, make_plan
+from jaxcoded.tools.simulator import (
+    GradientCoding,
+    Layout,
+    Multiplexed,
+    Network,
+    SelectiveRepeat,
+    ideal_seconds,
+    simulate,
+    simulate_sequence,
+)
+from jaxcoded.tools.simulator.sharing import Sharing
+from jaxcoded.tools.simulator.stragglers import Measured, NoStragglers, Trace, named
+
+DRAWN = "exponential(work=0.2) + bursty(begin=0.04, end=0.8, factor=2)"
+NOTHING = Network(
+    latency=0, overhead=0, call=0, combine=np.inf, bandwidth=np.inf
+)  # messages are in the delays
+
+
+class Inert:
+    """Takes the place of everything in a pickle that is no number, text, list or dictionary."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
+class Plain(pickle.Unpickler):
+    """Reads a pickle, and calls nothing that it names."""
+
+    def find_class(self, module, name):
+        return Inert
+
+
+def published(path):
+    """The seconds of each worker in each round, float64 (rounds, workers), of a file of the authors."""
+    with path.open("rb") as file:
+        rounds = Plain(file).load()
+    return np.array(
+        [
+            [worker["finished"] - worker["started"] for worker in each["results"]]
+            for each in rounds
+        ]
+    )
+
+
+def drawn(rounds, workers):
+    return np.array(
+        [
+            delays.time(0.55)
+            for _, delays in zip(range(rounds), named(DRAWN).rounds(workers))
+        ]
+    )
+
+
+def sequences(workers, delay):
+    """What there is to choose from, by name."""
+    few = range(1, workers // 4 + 1)
+    return {
+        "GC": [GradientCoding(workers, s) for s in few],
+        "SR-SGC": [
+            SelectiveRepeat(workers, stragglers, burst, window)
+            for burst in range(1, delay + 1)
+            for window in range(burst + 1, 2 * delay + 1, burst)
+            for stragglers in few
+        ],
+        "M-SGC": [
+            Multiplexed(workers, stragglers, burst, window)
+            for window in range(2, delay + 2)
+            for burst in range(1, min(window, delay + 3 - window))
+            for stragglers in few
+        ],
+    }
+
+
+def shared(table, work, replicas, within):
+    """Seconds of all rounds. A worker is late before it takes part, or within its first block."""
+    size = table.shape[1] + 1
+    plan = make_plan(size, Shared(replicas=replicas, blocks=1, root_computes=False))
+    layout = Layout.of(plan)
+    if within:
+        return star(layout, table, work)
+    sharing = Sharing(layout, NOTHING, work)
+    usual = next(NoStragglers().rounds(size))
+    up = np.insert(table, 0, 0.0, axis=1)  # the root
+    return sum(sharing.round(row, usual).called.max() for row in up)
+
+
+def star(layout, table, work):
+    """Seconds of all rounds, each begun by all workers at once."""
+    return simulate(
+        layout,
+        NOTHING,
+        payload=0,
+        work=work,
+        stragglers=Measured(table, seconds=True),
+        rounds=len(table),
+        fresh=True,
+    ).ends[-1]
+
+
+def study(table, work, jobs, mu):
+    """Rows: scheme, which of it, load, seconds of all jobs."""
+    workers, delays = table.shape[1], Measured(table, seconds=True)
+    delay = len(table) - jobs
+    first = table[:jobs]
+    rows = []
+
+    def best(name, some, load, seconds):
+        results = [(seconds(each), each) for each in tqdm(some, desc=name, leave=False)]
+        least, which = min(results, key=lambda result: result[0])
+        rows.append((name, str(which), load(which), least))
+
+    def any_of(s, repetition=False):
+        layout = Layout.balanced(workers + 1, workers, s)
+        if not repetition:
+            root = layout.counts > 0
+            layout = dataclasses.replace(
+                layout,
+                needs=np.where(root, workers - s, 0),
+                copies=np.ones_like(layout.copies),
+            )
+        return star(layout, first, work)
+
+    best("uncoded", [0], lambda s: 1 / workers, any_of)
+    for one_by_one, (name, some) in itertools.product(
+        (False, True), sequences(workers, delay).items()
+    ):
+        best(
+            f"{name}, waits {'one by one' if one_by_one else 'for all'}",
+            some,
+            lambda scheme: scheme.load,
+            lambda scheme, one_by_one=one_by_one: simulate_sequence(
+                scheme,
+                work=work,
+                stragglers=delays,
+                jobs=jobs,
+                mu=mu,
+                one_by_one=one_by_one,
+            ).ends[-1],
+        )
+    few = range(1, workers // 4 + 1)
+    best("GC by any n - s", few, lambda s: (s + 1) / workers, any_of)
+    best(
+        "fractional repetition",
+        [s for s in few if workers % (s + 1) == 0],
+        lambda s: (s + 1) / workers,
+        lambda s: any_of(s, repetition=True),
+    )
+    for replicas, within in ((1, False), (3, False), (7, False), (7, True)):
+        best(
+            f"shared{', late in a block' if within else ''}",
+            [replicas],
+            lambda replicas: 1 / workers,
+            lambda replicas, within=within: shared(first, work, replicas, within),
+        )
+    ideal = ideal_seconds(workers, work=work, stragglers=delays, rounds=jobs).sum()
+    rows.append(("ideal", "", 1 / workers, ideal))
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small and short")
+    parser.add_argument("--profile", type=pathlib.Path, help="measured delays")
+    parser.add_argument(
+        "--work", type=float, default=1.12, help="seconds of a whole batch"
+    )
+    parser.add_argument("--mu", type=float, default=1.0)
+    parser.add_argument("--jobs", type=int, default=20)
+    parser.add_argument("--delay", type=int, default=10, help="rounds, at most")
+    parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
+    args = parser.parse_args()
+    if args.smoke:
+        args.jobs, args.delay = 4, 3
+    rounds = args.jobs + args.delay
+    if args.profile is None:
+        table = drawn(rounds, 16 if args.smoke else 256)
+    elif args.profile.suffix == ".pkl":
+        table = published(args.profile)
+    else:
+        table = Trace(args.profile).table
+    if len(table) < rounds:
+        parser.error(
+            f"{args.profile} has {len(table)} rounds; give --jobs and --delay of which the sum is no more"
+        )
+    rows = study(table[:rounds], args.work, args.jobs, args.mu)
+    args.out.mkdir(parents=True, exist_ok=True)
+    with (args.out / "sequential.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["scheme", "which", "load", "seconds"])
+        writer.writerows(rows)
+    print(f"{args.jobs} jobs on {table.shape[1]} workers, mu = {args.mu:g}")
+    for name, which, load, seconds in rows:
+        print(f"{name:26}{load:8.4f}{seconds:8.2f} s  {which}")
+
+
+if __name__ == "__main__":
+    main()

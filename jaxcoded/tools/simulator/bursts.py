@@ -1,0 +1,35 @@
+"""Which workers may be late next: the (B, W, λ)-bursty model of Krishnan et al. 2023."""
+
+import numpy as np
+
+
+class Bursts:
+    """The late workers of the last rounds, and who may be late in the next one.
+
+    In any ``window`` rounds in a row at most ``stragglers`` different workers are late, each of them
+    within ``burst`` rounds in a row.
+
+    Example:
+        >>> import numpy as np
+        >>> from jaxcoded.tools.simulator.bursts import Bursts
+        >>> bursts = Bursts(workers=2, burst=1, window=2, stragglers=1)
+        >>> first, second = np.eye(2, dtype=bool)
+        >>> bursts.record(first)
+        >>> bursts.allow(first), bursts.allow(second), bursts.allow(first & second)
+        (False, False, True)
+    """
+
+    def __init__(self, workers: int, burst: int, window: int, stragglers: int) -> None:
+        self.stragglers = stragglers
+        self.late = np.zeros((window - 1, workers), bool)  # by round, the oldest first
+        self.over = self.late[: window - burst]  # a burst that began here has ended
+
+    def allow(self, late: np.ndarray) -> bool:
+        """Return whether these workers may be late in the next round."""
+        few = (self.late.any(axis=0) | late).sum() <= self.stragglers
+        return bool(few and not (self.over.any(axis=0) & late).any())
+
+    def record(self, late: np.ndarray) -> None:
+        """Enter the late workers of a round."""
+        self.late[:-1] = self.late[1:].copy()
+        self.late[-1] = late

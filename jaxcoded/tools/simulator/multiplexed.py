@@ -1,0 +1,99 @@
+"""M-SGC: part of each job repeated if late, part of it coded, over several rounds."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.tools.simulator.bursts import Bursts
+from jaxcoded.tools.simulator.sequential import Play, Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class Multiplexed(Scheme):
+    """Multiplexed (M-SGC, Krishnan et al. 2023).
+
+    A worker has one task of each job in ``W − 1 + B`` rounds: first ``W − 1`` chunks that no other worker
+    has, then ``B`` tasks in which it computes a chunk that it missed, if any, or its part of a gradient
+    code that tolerates ``λ`` workers. It tolerates the bursty model (`Bursts`), and any pattern in which
+    ``λ`` workers are late in ``W − 1 + B`` rounds in a row, each in at most ``B``. A dead worker ends
+    it, as nobody else has its chunks. Each worker sends ``W − 1 + B`` vectors in a round.
+
+    Attributes:
+        stragglers: ``λ``, how many workers are late in a window at most.
+        burst: ``B``, for how many rounds in a row a worker is late at most.
+        window: ``W``, above ``B``.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import Multiplexed
+        >>> scheme = Multiplexed(4, stragglers=2, burst=2, window=3)
+        >>> scheme.load, scheme.delay  # 4 tasks of 3/32
+        (0.375, 3)
+    """
+
+    burst: int
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        burst = _require.integer("burst", self.burst, 1)
+        _require.integer("window", self.window, burst + 1)
+
+    @property
+    def task(self) -> float:
+        """The part of a batch in one task: a chunk, or ``λ + 1`` smaller chunks of the code."""
+        own = self.window - 1
+        if self.stragglers == self.workers:  # no code: all may be late, and repeat
+            return 1 / (self.workers * own)
+        copies = self.stragglers + 1
+        return copies / (self.workers * (self.burst + own * copies))
+
+    @property
+    def load(self) -> float:
+        return (self.delay + 1) * self.task
+
+    @property
+    def delay(self) -> int:
+        return self.window - 2 + self.burst
+
+    def play(self, jobs: int) -> Play:
+        return _Multiplexing(self, jobs)
+
+
+class _Multiplexing(Play):
+    def __init__(self, scheme: Multiplexed, jobs: int) -> None:
+        self.scheme, self.jobs = scheme, jobs
+        self.round = -1
+        self.own = scheme.window - 1
+        self.chunks = np.zeros((jobs, scheme.workers), np.int64)  # returned, of its own
+        self.coded = np.zeros((jobs, scheme.burst), np.int64)  # returned, of each code
+        self.bursts = Bursts(
+            scheme.workers, scheme.burst, scheme.window, scheme.stragglers
+        )
+
+    def loads(self) -> np.ndarray:
+        self.round += 1
+        first = max(0, self.round - self.scheme.delay)
+        self.active = range(first, min(self.round + 1, self.jobs))
+        missed = self.chunks[first : self.active.stop] < self.own
+        if self.scheme.stragglers < self.scheme.workers:
+            missed[:] = True  # who has missed nothing has a task of the code
+        return self.scheme.task * missed.sum(axis=0)
+
+    def tolerates(self, late: np.ndarray) -> bool:
+        return self.bursts.allow(late)
+
+    def end(self, late: np.ndarray) -> Iterable[int]:
+        self.bursts.record(late)
+        decoded = []
+        enough = self.scheme.workers - self.scheme.stragglers
+        for job in self.active:
+            missed = self.chunks[job] < self.own
+            code = self.round - job - self.own
+            if code >= 0:
+                self.coded[job, code] = (~missed & ~late).sum()
+            self.chunks[job] += missed & ~late
+            if (self.chunks[job] == self.own).all() and self.coded[job].min() >= enough:
+                decoded.append(job)
+        return decoded

@@ -1,0 +1,106 @@
+"""SR-SGC: gradient coding that repeats what too many workers left undone."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.tools.simulator.bursts import Bursts
+from jaxcoded.tools.simulator.sequential import Play, Scheme
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectiveRepeat(Scheme):
+    """Selective repeat (SR-SGC, Krishnan et al. 2023).
+
+    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` workers. If more miss job
+    ``t``, some of them compute its part in round ``t + B``, in place of their part of job ``t + B``.
+    It tolerates the bursty model (`Bursts`), and any ``s`` workers in each round.
+
+    Attributes:
+        stragglers: ``λ``, how many workers are late in a window at most.
+        burst: ``B``, for how many rounds in a row a worker is late at most.
+        window: ``W``; ``W − 1`` is a multiple of ``B``.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import SelectiveRepeat
+        >>> scheme = SelectiveRepeat(256, stragglers=23, burst=2, window=3)
+        >>> scheme.tolerance, round(scheme.load, 4), scheme.delay  # the authors' choice
+        (12, 0.0508, 2)
+    """
+
+    burst: int
+    window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require.integer("workers", self.workers, 2)
+        burst = _require.integer("burst", self.burst, 1)
+        window = _require.integer("window", self.window, 2)
+        if (window - 1) % burst:
+            above = (window - 1) // burst * burst + burst + 1
+            raise ValueError(
+                f"window - 1 must be a multiple of burst={burst}, got window={window}; "
+                f"give window={above}"
+            )
+
+    @property
+    def tolerance(self) -> int:
+        """``s``, of the code of each job."""
+        rounds = self.window - 1 + self.burst
+        return math.ceil(self.burst * self.stragglers / rounds)
+
+    @property
+    def load(self) -> float:
+        return (self.tolerance + 1) / self.workers
+
+    @property
+    def delay(self) -> int:
+        return self.burst
+
+    def play(self, jobs: int) -> Play:
+        return _Repeating(self, jobs)
+
+
+class _Repeating(Play):
+    def __init__(self, scheme: SelectiveRepeat, jobs: int) -> None:
+        self.scheme, self.jobs = scheme, jobs
+        self.round = -1
+        self.returned = np.zeros((jobs, scheme.workers), bool)
+        self.bursts = Bursts(
+            scheme.workers, scheme.burst, scheme.window, scheme.stragglers
+        )
+
+    def loads(self) -> np.ndarray:
+        self.round += 1
+        self.repeat = np.zeros(self.scheme.workers, bool)
+        before = self.round - self.scheme.burst
+        if before >= 0:
+            missing = np.flatnonzero(~self.returned[before])
+            self.repeat[missing[: max(0, len(missing) - self.scheme.tolerance)]] = True
+        works = self.repeat | (self.round < self.jobs)
+        return np.where(works, self.scheme.load, 0.0)
+
+    def harmless(self, late: np.ndarray) -> bool:
+        """Whether the code of the round's own job does without them, and no older job needs them: nothing
+        is repeated, so later rounds are as if nobody had been late."""
+        return bool(not self.repeat.any() and late.sum() <= self.scheme.tolerance)
+
+    def tolerates(self, late: np.ndarray) -> bool:
+        return self.harmless(late) or self.bursts.allow(late)
+
+    def end(self, late: np.ndarray) -> Iterable[int]:
+        self.bursts.record(late & (not self.harmless(late)))
+        before = self.round - self.scheme.burst
+        if before >= 0:
+            self.returned[before] |= self.repeat & ~late
+        if self.round < self.jobs:
+            self.returned[self.round] = ~self.repeat & ~late
+        enough = self.scheme.workers - self.scheme.tolerance
+        return [
+            job
+            for job in (before, self.round)
+            if 0 <= job < self.jobs and self.returned[job].sum() >= enough
+        ]

@@ -1,0 +1,141 @@
+"""Schemes whose jobs last several rounds, and the rule by which their master waits.
+
+Sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023): job ``t`` begins in round ``t``
+and must be decoded ``delay`` rounds later, so that later rounds make up for late workers. A round ends
+``1 + mu`` times after its fastest worker. Who is late then has its work of the round lost, and begins the
+next round with the others.
+"""
+
+import abc
+import dataclasses
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxcoded import _require
+from jaxcoded.tools.simulator.protocol import Outcome
+from jaxcoded.tools.simulator.stragglers import Stragglers, as_model
+
+
+class Play(abc.ABC):
+    """The rounds of a scheme, one after the other; a set of workers is bool ``(workers,)``."""
+
+    @abc.abstractmethod
+    def loads(self) -> np.ndarray:
+        """Begin the next round: return the part of a batch that each worker computes in it, float64
+        ``(workers,)``."""
+
+    @abc.abstractmethod
+    def tolerates(self, late: np.ndarray) -> bool:
+        """Return whether all jobs are decoded in time although the round ends without these workers."""
+
+    @abc.abstractmethod
+    def end(self, late: np.ndarray) -> Iterable[int]:
+        """End the round without these workers, and return the jobs that are decoded by now."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme(abc.ABC):
+    """Which worker computes what in which round.
+
+    Attributes:
+        workers: how many; the master computes nothing.
+        stragglers: so many of them may be late (``s`` of gradient coding, ``λ`` of the others).
+    """
+
+    workers: int
+    stragglers: int
+
+    def __post_init__(self) -> None:
+        _require.integer("workers", self.workers, 1)
+        _require.integer("stragglers", self.stragglers, 0, self.workers)
+
+    @property
+    @abc.abstractmethod
+    def load(self) -> float:
+        """The part of a batch that a worker computes in a full round."""
+
+    @property
+    @abc.abstractmethod
+    def delay(self) -> int:
+        """How many rounds after its first one a job is decoded at the latest."""
+
+    @abc.abstractmethod
+    def play(self, jobs: int) -> Play:
+        """Return the rounds of so many jobs."""
+
+
+def simulate_sequence(
+    scheme: Scheme,
+    *,
+    work: float,
+    stragglers: Stragglers | str | None = None,
+    jobs: int = 100,
+    mu: float = 1.0,
+    one_by_one: bool = False,
+    seed: int = 0,
+) -> Outcome:
+    """How long jobs of a scheme would take. Messages take no time beyond what the model adds.
+
+    Args:
+        scheme: `GradientCoding`, `SelectiveRepeat` or `Multiplexed`.
+        work: seconds that one usual worker would take for a whole batch; each takes its load's part of
+            it, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
+        stragglers: a model, or the text that names one; default none. The delays that the authors
+            published are ``trace(path=…, seconds=True)``: the seconds of each worker with load 0.
+        jobs: how many.
+        mu: a worker is late if it takes more than ``1 + mu`` times as long as the fastest.
+        one_by_one: if the scheme does not tolerate the late workers, wait for one after the other until
+            it does. The authors' program waits for all of them at once.
+        seed: of the model.
+
+    Returns:
+        When the master has the results of each job and of those before it, how many rounds each worker
+        contributed to, and in how many its work was lost. Infinite if the master waits for a dead worker.
+
+    Raises:
+        TypeError: ``scheme`` is something else.
+        ValueError: a number is out of its range.
+
+    Example:
+        >>> from jaxcoded.tools.simulator import GradientCoding, simulate_sequence
+        >>> # the load is 2/4; the master waits for 2 × 0.5 s, and never for the slow worker
+        >>> simulate_sequence(
+        ...     GradientCoding(4, stragglers=1), work=1.0, stragglers="fixed(factor=3)", jobs=2
+        ... ).ends.tolist()
+        [1.0, 2.0]
+    """
+    if not isinstance(scheme, Scheme):
+        raise TypeError(
+            "scheme must be GradientCoding, SelectiveRepeat or Multiplexed, got "
+            f"{_require.kind(scheme)}; simulate takes a Layout or a Ring"
+        )
+    jobs = _require.integer("jobs", jobs, 1)
+    work = _require.positive("work", work)
+    mu = _require.not_negative("mu", mu)
+    _require.boolean("one_by_one", one_by_one)
+    model = as_model(stragglers)
+    drawn = model.rounds(scheme.workers, _require.integer("seed", seed, 0))
+    play = scheme.play(jobs)
+    now, ends = 0.0, np.full(jobs, np.inf)
+    used, lost = np.zeros((2, scheme.workers), np.int64)
+    for delays in itertools.islice(drawn, jobs + scheme.delay):
+        loads = play.loads()
+        works = loads > 0
+        # who has nothing to do is not waited for, even if its process stands still
+        times = np.where(works, delays.time(work * loads), 0.0)
+        patience = (1 + mu) * times[works].min(initial=np.inf)
+        later = np.unique(times[times > patience])
+        for until in (patience, *later[0 if one_by_one else -1 :]):
+            late = times > until
+            if play.tolerates(late):
+                break
+        now += float(min(until, times.max()))
+        if now == np.inf:
+            break
+        used += works & ~late
+        lost += late
+        for job in play.end(late):
+            ends[job] = min(ends[job], now)
+    return Outcome(np.maximum.accumulate(ends), used, lost)
