@@ -284,6 +284,55 @@ def test_canonical_correlations():
     assert float(module.correlation(z.T @ z)) == pytest.approx(expected, rel=1e-4)
 
 
+def chain(spins, field):
+    """The Hamiltonian of the transverse-field Ising ring, ``(2**spins, 2**spins)``."""
+    x, z = np.array([[0.0, 1], [1, 0]]), np.diag([1.0, -1])
+
+    def at(*places, what):
+        factors = [what if place in places else np.eye(2) for place in range(spins)]
+        return functools.reduce(np.kron, factors)
+
+    bonds = sum(at(i, (i + 1) % spins, what=z) for i in range(spins))
+    return -bonds - field * sum(at(i, what=x) for i in range(spins))
+
+
+def reconfigured(w, spins, hamiltonian, shift, steps):
+    """The energies by covariances of ``log ψ``'s derivatives ``O``, in NumPy."""
+    from scipy.sparse.linalg import cg
+
+    n = spins.shape[1]
+    shifted = np.stack([np.roll(spins, i, axis=1) for i in range(n)], axis=1)
+    for _ in range(steps):
+        angles = shifted @ w
+        psi = np.cosh(angles).prod(axis=(1, 2))
+        O = np.einsum("sij,sih->sjh", shifted, np.tanh(angles)).reshape(-1, w.size)
+        p = np.abs(psi) ** 2 / np.sum(np.abs(psi) ** 2)
+        local = hamiltonian @ psi / psi
+        yield (p @ local).real
+        O = O - p @ O
+        force, metric = O.conj().T @ (p * local), O.conj().T @ (p[:, None] * O)
+        metric += shift * np.eye(len(metric))
+        delta, _ = cg(metric, force, rtol=0, maxiter=5)
+        w = w - 0.2 * delta.reshape(w.shape)
+
+
+@not_alone
+def test_variational_energy(comm, monkeypatch):
+    """As with covariances in NumPy, although one rank begins late, and close to the exact ground state."""
+    module = example("variational_energy")
+    spins = module.configurations().astype(np.float64)
+    hamiltonian = chain(module.SPINS, module.FIELD)
+    last_is_late(comm, monkeypatch, module, "configurations")
+    with jax.enable_x64(True):
+        seen = np.array(module.minimise(comm, steps=12))
+        w = np.asarray(module.start())
+    expected = [*reconfigured(w, spins, hamiltonian, module.SHIFT, steps=12)]
+    np.testing.assert_allclose(seen, expected, rtol=1e-8)
+    ground = np.linalg.eigvalsh(hamiltonian)[0]
+    assert (seen > ground).all()
+    assert seen[-1] < ground + 0.005
+
+
 @not_alone
 def test_chi_square(comm):
     """What made the histogram is found again, and the histogram is met to rounding."""
