@@ -8,11 +8,12 @@ import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 logger = logging.getLogger("jaxcoded")
 
@@ -47,7 +48,8 @@ else:
 eval_jaxpr = _found("jax.core", "eval_jaxpr")
 ad = _module(
     "jax.interpreters.ad",
-    *("Zero", "deflinear2", "instantiate_zeros", "is_undefined_primal"),
+    *("Zero", "add_tangents", "deflinear2", "instantiate_zeros"),
+    "is_undefined_primal",
     *("primitive_jvps", "primitive_transposes"),
 )
 batching = _module("jax.interpreters.batching", "bdim_at_front", "primitive_batchers")
@@ -72,7 +74,10 @@ _taken_effects = [
     )
 ]
 _remat_allowed_effects = _found("jax._src.effects", "remat_allowed_effects")
-_dce_rules = _found("jax.interpreters.partial_eval", "dce_rules")
+pe = _module(
+    "jax.interpreters.partial_eval",
+    *("custom_partial_eval_rules", "dce_rules", "partial_eval_jaxpr_custom_rules"),
+)
 _emit_python_callback = _found("jax.interpreters.mlir", "emit_python_callback")
 _TokenSet = _found("jax.interpreters.mlir", "TokenSet")
 
@@ -169,7 +174,39 @@ def never_drop(primitive: Any) -> None:
         eqn = rest[-1]  # newer versions of JAX tell of the operands in between
         return [True] * len(eqn.invars), eqn
 
-    _dce_rules[primitive] = keep
+    pe.dce_rules[primitive] = keep
+
+
+def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
+    """Under ``jax.checkpoint``, whatever the policy, its results are kept: it is never run again.
+
+    ``known_by_first``: where JAX separates values from derivatives that it gets later, the result is known where the
+    first of two operands is, and is that operand.
+    """
+
+    def equation(_: Any, later: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
+        if known_by_first and list(later) == [False, True]:
+            first = eqn.invars[0]
+            eqn = eqn.replace(
+                invars=[first, Literal(first.aval.dtype.type(0), first.aval)]
+            )
+            later = False, False
+        out = [any(later)] * len(eqn.outvars)
+        if not any(later):
+            return eqn, None, out, out, []
+        kept = [
+            x for x, t in zip(eqn.invars, there) if not (t or isinstance(x, Literal))
+        ]
+        return None, eqn, out, out, kept
+
+    def call(trace: Any, first: Any, second: Any) -> Any:
+        if first.is_known() and not second.is_known():
+            return first
+        return trace.default_process_primitive(primitive, (first, second), {})
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = equation
+    if known_by_first:
+        pe.custom_partial_eval_rules[primitive] = call
 
 
 def effects_barrier(told: Collection[str] = ()) -> None:

@@ -97,7 +97,7 @@ def coded_allreduce(
             once for each message, which halves the traffic, see ``docs/theory.md`` for
             the error; all else, also numbers (leaves of no axes, such as a loss),
             travels as it is. Of an `Encoded` it is what `encode` was given.
-        token: an int32 number such as ``jnp.int32(0)`` that orders this call, in place
+        token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call, in place
             of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
             each call's to the next one; its value is never read. All calls of a group
             in one compiled function must have one, or none.

@@ -10,8 +10,8 @@ import numpy as np
 from jaxcoded import _jax_compat, _require
 from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup
+from jaxcoded.transport import tokens
 from jaxcoded.transport.leaves import array, named
-from jaxcoded.transport.primitive import checked_token
 from jaxcoded.transport.round import Operands
 
 
@@ -38,7 +38,7 @@ def checked_operands(
     devices = group._session.transport.devices(token)
     operands = Operands(
         place=None if devices is None else devices.place(),
-        token=None if token is None else checked_token(token),
+        token=None if token is None else tokens.checked(token),
         skip=None if skip is None else _checked_skip(skip, group),
         erasures=None
         if erasures is None

@@ -14,10 +14,10 @@ from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan
+from jaxcoded.transport import tokens
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.packing import checked_wire_dtype
-from jaxcoded.transport.primitive import checked_token
 
 _NAME = "coded_sum"
 
@@ -48,7 +48,8 @@ def coded_sum(
 
     Returns:
         A function ``(params, batch, *, token=None) -> sums``: a pytree like ``values``, without the
-        leading axis; with a ``token`` a `Result` of it, which cannot be differentiated. ``params`` is a pytree of
+        leading axis; with a ``token`` a `Result` of it, whose derivatives need a float32 token that is differentiated,
+        too (``docs/composing.md``). ``params`` is a pytree of
         arrays that are equal on all ranks, ``batch`` a `Batch` of ``group.epoch`` or ``group.batch``, the same one on
         all ranks. What ``per_example`` uses from around it and is differentiated counts as parameters, too.
 
@@ -114,7 +115,7 @@ def coded_sum(
             )
             data = checked_data(batch, group)
             if token is not None:
-                token = checked_token(token)
+                token = tokens.checked(token)
         reducing = reduce if _jax_compat.tracing() else compiled
         return reducing(params, data, batch.weights, token)
 

@@ -19,6 +19,7 @@ from jaxcoded._jax_compat import ad, batching, mlir
 from jaxcoded.collectives import floats, gradient, over_batch, shared
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
+from jaxcoded.transport import tokens
 from jaxcoded.transport.order import ORDER
 from jaxcoded.transport.result import Result
 
@@ -44,16 +45,16 @@ class Sum:
     group: CodedGroup
     of: Callable[[list[Any], Any, jax.Array], list[Any]]
     alike: tuple[bool, ...]
-    unit: tuple[Any, jax.ShapeDtypeStruct]
+    unit: tuple[Any, Any]
     rest: Any
     wire_dtype: Any
     tokened: bool
     derived: bool = False
 
-    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The arguments, and the other operands."""
-        count = len(self.alike)
-        return list(operands[:count]), list(operands[count:])
+    def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The arguments, the batch, and the token if there is one."""
+        args, end = len(self.alike), len(operands) - self.tokened
+        return list(operands[:args]), list(operands[args:end]), list(operands[end:])
 
     def derivative(
         self, kind: str, of: Any, alike: Sequence[bool], more: Sequence[Any]
@@ -65,8 +66,7 @@ class Sum:
 
     def round(self, *operands: Any) -> list[Any]:
         """Trace the round."""
-        args, rest = self.parts(operands)
-        token = rest.pop() if self.tokened else None
+        args, rest, token = self.parts(operands)
         data, weights = jax.tree.unflatten(self.rest, rest)
         plan = self.group.plan
         like = jax.eval_shape(self.of, args, *self.unit)
@@ -83,17 +83,18 @@ class Sum:
             same_bits=not self.derived,
             name=self.name,
             erasures=None,
-            token=token,
+            token=token[0] if token else None,
             residual=False,
             wire_dtype=self.wire_dtype,
         )
         leaves = floats.restored(out.value["sum"], like)
-        return [*leaves, out.token] if self.tokened else leaves
+        return [*leaves, out.token] if token else leaves
 
 
 sum_p = Primitive("coded_sum")
 sum_p.multiple_results = True
 _jax_compat.never_drop(sum_p)
+_jax_compat.keep_results(sum_p)
 _jax_compat.compile_alone(sum_p, lambda sum: sum.name)
 
 
@@ -101,14 +102,12 @@ def summed(
     sum: Sum, args: Sequence[Any], data: Any, weights: Any, token: Any
 ) -> Result:
     """The list of what is summed, as a `Result`."""
-    rest = [*jax.tree.leaves((data, weights)), *([token] if sum.tokened else [])]
+    rest = jax.tree.leaves((data, weights, token))
     out = sum_p.bind(*args, *rest, sum=sum)
     return Result(out[:-1], token=out[-1]) if sum.tokened else Result(out)
 
 
-def unit(
-    group: CodedGroup, data: Any, weights: Weights
-) -> tuple[Any, jax.ShapeDtypeStruct]:
+def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
     """The types of the examples and of the weights that a rank computes at once."""
     shape, dtype = weights.values.shape, jax.dtypes.canonicalize_dtype(weights.dtype)
     if group.plan.strategy.by_blocks:
@@ -116,24 +115,20 @@ def unit(
     elif group.plan.encoded:
         shape = shape[1:2]
     examples = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct((*shape, *leaf.shape[1:]), leaf.dtype), data
+        lambda leaf: _jax_compat.like(leaf, (*shape, *leaf.shape[1:])), data
     )
-    return examples, jax.ShapeDtypeStruct(shape, dtype)
+    return examples, _jax_compat.like(jnp.asarray(weights.values), shape, dtype)
 
 
 @sum_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, sum: Sum) -> Any:
-    args, rest = sum.parts(avals)
-    token = [rest.pop()] if sum.tokened else []
-    out = jax.eval_shape(sum.of, _described(args), *sum.unit)
-    leaves = [_jax_compat.ShapedArray(leaf.shape, leaf.dtype) for leaf in out]
-    return [*leaves, *token], set() if sum.tokened else {ORDER}
+    args, _, token = sum.parts(avals)
+    out = jax.make_jaxpr(sum.of)(_described(args), *sum.unit).out_avals
+    return [*out, *token], set() if token else {ORDER}
 
 
-def _described(avals: Any) -> Any:
-    return jax.tree.map(
-        lambda aval: jax.ShapeDtypeStruct(aval.shape, aval.dtype), avals
-    )
+def _described(avals: Sequence[Any]) -> list[Any]:
+    return [_jax_compat.like(aval, aval.shape) for aval in avals]
 
 
 def _lowering(ctx: Any, *operands: Any, sum: Sum) -> Any:
@@ -149,10 +144,6 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
         raise NotImplementedError(
             f"{sum.name}: the batch is {what}, but its examples are this rank's own. Compute what depends on "
             "parameters inside of per_example, from params and from examples that do not depend on them"
-        )
-    if sum.tokened:
-        raise NotImplementedError(
-            f"{sum.name}: a call with a token cannot be {what}; leave the token out"
         )
 
 
@@ -175,9 +166,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     _check(sum, "differentiated", moves)
     out = sum_p.bind(*primals, sum=sum)
-    which = [i for i, move in enumerate(moves) if move]
-    inexact = [i for i, x in enumerate(out) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    count = len(sum.alike)
+    which = [i for i, move in enumerate(moves[: len(sum.alike)]) if move]
+    token = sum.parts(tangents)[2]
+    count, values = len(sum.alike), out[: len(out) - len(token)]
+    inexact = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
         args, its = args[:count], args[count:]
@@ -185,18 +177,23 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
         _, moved = jax.jvp(function, [args[i] for i in which], its)
         return [moved[i] for i in inexact]
 
-    alike = [a or move for a, move in zip(sum.alike, moves)]
-    its = sum.derivative("jvp", of, alike, which)
-    args, rest = sum.parts(primals)
-    moved = []
-    if inexact:  # integers do not move
-        moved = sum_p.bind(*args, *(tangents[i] for i in which), *rest, sum=its)
     out_moved = [
-        ad.Zero(_jax_compat.ShapedArray(x.shape, jax.dtypes.float0)) for x in out
+        ad.Zero(_jax_compat.like(x, x.shape).to_tangent_aval()) for x in values
     ]
-    for i, x in zip(inexact, moved):
-        out_moved[i] = x
-    return out, out_moved
+    if inexact and which:  # integers do not move
+        alike = [a or move for a, move in zip(sum.alike, moves)]
+        its = sum.derivative("jvp", of, alike, which)
+        args, rest, _ = sum.parts(primals)
+        if token:
+            tokens.check_derivative(sum.name, *token)
+            token = [tokens.after(token[0], out[-1])]
+        moved = sum_p.bind(*args, *(tangents[i] for i in which), *rest, *token, sum=its)
+        if token:
+            token = [tokens.after(moved.pop(), out[-1])]
+            out[-1] = tokens.after(out[-1], token[0])
+        for i, x in zip(inexact, moved):
+            out_moved[i] = x
+    return out, out_moved + token
 
 
 ad.primitive_jvps[sum_p] = _jvp
@@ -204,13 +201,20 @@ ad.primitive_jvps[sum_p] = _jvp
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
     """One round, of the function's transpose."""
-    which = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
-    there = [i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero)]
+    args, rest, token = sum.parts(operands)
+    which = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    values = cotangents[: len(cotangents) - len(token)]
+    there = [i for i, ct in enumerate(values) if not isinstance(ct, ad.Zero)]
     back: list[Any] = [None] * len(operands)
+    if token:
+        back[-1] = cotangents[-1]
     if not there:
         return back
+    if token:
+        tokens.check_derivative(sum.name, back[-1])
+        token = [back[-1]]
     count = len(sum.alike) - len(which)
-    avals = [operands[i].aval for i in which]
+    avals = [args[i].aval for i in which]
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
         known, its = iter(args[:count]), args[count:]
@@ -221,9 +225,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
 
     alike = [a for i, a in enumerate(sum.alike) if i not in which]
     its = sum.derivative("transpose", of, alike, there)
-    args, rest = sum.parts(operands)
     args = [x for i, x in enumerate(args) if i not in which]
-    out = sum_p.bind(*args, *(cotangents[i] for i in there), *rest, sum=its)
+    args += [cotangents[i] for i in there]
+    out = sum_p.bind(*args, *rest, *token, sum=its)
+    if token:
+        back[-1] = out.pop()
     for i, x in zip(which, out):
         back[i] = x
     return back
@@ -235,13 +241,17 @@ ad.primitive_transposes[sum_p] = _transpose
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
     """One round with the stacked sums."""
     _check(sum, "batched by vmap", [axis is not None for axis in axes])
-    its, _ = sum.parts(axes)
+    its, _, token = sum.parts(axes)
+    if any(axis is not None for axis in token):
+        raise NotImplementedError(
+            f"{sum.name}: a token cannot be batched by vmap, as it orders one round: hand it in with in_axes=None"
+        )
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
         return jax.vmap(lambda args: sum.of(args, *rest), in_axes=(its,))(args)
 
     out = sum_p.bind(*operands, sum=dataclasses.replace(sum, of=of))
-    return out, [0] * len(out)
+    return out, [0] * (len(out) - len(token)) + token
 
 
 batching.primitive_batchers[sum_p] = _batch

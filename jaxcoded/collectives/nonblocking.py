@@ -14,11 +14,12 @@ from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.collectives.allreduce import prepared, results
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
+from jaxcoded.transport import tokens
 from jaxcoded.transport.kernels import Encoded
 from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing
-from jaxcoded.transport.primitive import checked_token, run
 from jaxcoded.transport.primitive import results as results_of
+from jaxcoded.transport.primitive import run
 from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 from jaxcoded.transport.round import Operands, Round
@@ -216,7 +217,7 @@ def coded_allreduce_done(
         )
     transports = [find(end.group) for end in handle.ends]
     if token is not None:
-        token = checked_token(token)
+        token = tokens.checked(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
     sums: list[Any] = []
     residuals: list[jax.Array] = []

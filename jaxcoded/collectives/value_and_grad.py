@@ -17,9 +17,9 @@ from jaxcoded.collectives.counting import present
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.group.weights import Weights
+from jaxcoded.transport import tokens
 from jaxcoded.transport.kernels import divided
 from jaxcoded.transport.packing import checked_wire_dtype
-from jaxcoded.transport.primitive import checked_token
 from jaxcoded.transport.result import Result
 
 _NAME = "coded_value_and_grad"
@@ -144,7 +144,7 @@ def coded_value_and_grad(
                 strategy.refuse("erasures")
                 erasures = checked_erasures(erasures, group.size)
             if token is not None:
-                token = checked_token(token)
+                token = tokens.checked(token)
         reducing = reduce if _jax_compat.tracing() else compiled
         out = reducing(params, data, batch.weights, erasures, token)
         reduced.note(out.value[1], group._session.index)

@@ -25,7 +25,7 @@ from jaxcoded.group.session import Session
 from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.plan.costs import checked
-from jaxcoded.transport import primitive, registry
+from jaxcoded.transport import primitive, registry, tokens
 from jaxcoded.transport.capabilities import Reports
 from jaxcoded.transport.check import DEBUG
 from jaxcoded.transport.options import Options
@@ -433,13 +433,11 @@ class CodedGroup:
             token for the next call.
 
         Raises:
-            TypeError: ``token`` is not an int32 number.
+            TypeError: ``token`` is not an int32 or float32 number.
         """
         check_open(self)
         if token is not None:
-            lag, token = primitive.lag(
-                self._session.transport, primitive.checked_token(token)
-            )
+            lag, token = primitive.lag(self._session.transport, tokens.checked(token))
             return Result(lag, token=token)
         if _jax_compat.tracing():
             return primitive.lag(self._session.transport, None)[0]

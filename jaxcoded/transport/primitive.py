@@ -48,21 +48,6 @@ def _say_what_has_failed() -> None:
     _jax_compat.effects_barrier(ending.told())
 
 
-def checked_token(token: Any) -> jax.Array:
-    """A number that can order calls.
-
-    Raises:
-        TypeError: it is not int32.
-    """
-    token = jnp.asarray(token)
-    if token.shape or token.dtype != np.int32:
-        raise TypeError(
-            "token must be an int32 number such as jnp.int32(0), or what the last call "
-            f"returned, got {token.dtype}{list(token.shape)}"
-        )
-    return token
-
-
 class Rules(NamedTuple):
     """What JAX may do with a call of one kind.
 
@@ -182,6 +167,7 @@ def results(round: Round, vectors: Sequence[Any]) -> list[ShapedArray]:
 round_p = Primitive("coded_round")
 round_p.multiple_results = True
 _jax_compat.never_drop(round_p)
+_jax_compat.keep_results(round_p)
 
 
 def _with_others(round: Round) -> str | None:
@@ -208,8 +194,25 @@ def _abstract_eval(*avals: Any, round: Round) -> Any:
 def _lowering(ctx: Any, *operands: Any, round: Round, platform: str | None) -> Any:
     if round.transposed:
         return operands[len(round.leading) :]
+    if "token" in round.leading:
+        at = round.leading.index("token")
+        if ctx.avals_in[at].dtype == np.float32:
+            rule = mlir.lower_fun(_with_integer(at, round), multiple_results=True)
+            return rule(ctx, *operands)
     _jax_compat.check_not_again(_with_others(round))
     return find(round.group).lower(ctx, operands, round, platform)
+
+
+def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:
+    """The round with a token that is an integer, as transports take it."""
+
+    def bound(*operands: jax.Array) -> list[jax.Array]:
+        given = list(operands)
+        given[at] = jax.lax.bitcast_convert_type(given[at], np.int32)
+        token, *out = round_p.bind(*given, round=round)
+        return [jax.lax.bitcast_convert_type(token, np.float32), *out]
+
+    return bound
 
 
 for _platform in ("cpu", "cuda", None):
@@ -222,10 +225,14 @@ for _platform in ("cpu", "cuda", None):
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, round: Round) -> Any:
-    """Linear: the tangents take one more round of their own."""
+    """Linear: the tangents take one more round of their own. Where the token alone moves there is none."""
+    leading = len(round.leading)
+    if all(isinstance(t, ad.Zero) for t in tangents[leading:]):
+        out = round_p.bind(*primals, round=round)
+        still = [ad.Zero(_jax_compat.like(x, x.shape).to_tangent_aval()) for x in out]
+        return out, [tangents[round.leading.index("token")], *still[1:]]
     _check(round, "differentiated")
     out = round_p.bind(*primals, round=round)
-    leading = len(round.leading)
     tangents = tangents[leading:]
     # integers have no tangent, and none is sent
     moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]

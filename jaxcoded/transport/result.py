@@ -11,7 +11,7 @@ class Result(NamedTuple):
     Attributes:
         value: what the call returns otherwise, such as ``(loss, grads)``.
         residual: how far a sum is from the exact one, float32 or float64, if ``residual=True`` asked for it.
-        token: int32, for the next call, if the calls are ordered by one.
+        token: int32 or float32, for the next call, if the calls are ordered by one.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded

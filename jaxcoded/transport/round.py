@@ -97,7 +97,7 @@ class Operands(NamedTuple):
     Attributes:
         vectors: ``(..., length)`` each.
         place: int32, which of the devices this is, where several call together.
-        token: int32, orders the round in place of JAX's effect.
+        token: int32 or float32, orders the round in place of JAX's effect.
         skip: int32, not 0 where this rank has nothing to contribute.
         erasures: bool ``(size,)``, ranks to leave out.
     """

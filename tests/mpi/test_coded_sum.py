@@ -379,7 +379,7 @@ def test_examples_are_not_differentiated(group):
 
 @engine_only
 def test_tokens(group):
-    """They order sums; derivatives have the effect."""
+    """They order sums; integers have no derivative."""
     batch = group.batch(A)
     total = coded_sum(values, group)
 

@@ -1,0 +1,69 @@
+"""Numbers that order rounds in place of JAX's effect.
+
+The derivatives of a token are tokens, too: its tangent and its cotangent order the rounds of derivatives. All of them
+are the same number, so that a token after others is their sum. The cotangent that JAX is given must be the last token
+of the forward pass: then the rounds of the backward pass, which hand it on, come after all of those.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from jaxcoded import _jax_compat
+from jaxcoded._jax_compat import ad, mlir
+
+_NO_DERIVATIVE = (
+    "{}: the round of its derivative needs a token of its own. Let the token be a float32 number, such as "
+    "jnp.float32(0), let the function return the last one, and hand that in again:\n"
+    "    (value, token), back = jax.vjp(loss, params, token)\n"
+    "    grads, token = back((jnp.ones_like(value), token))\n"
+    "or, in forward mode, jax.jvp(loss, (params, token), (direction, token))"
+)
+
+
+def checked(token: Any) -> jax.Array:
+    """A number that can order calls.
+
+    Raises:
+        TypeError: it is neither int32 nor float32.
+    """
+    token = jnp.asarray(token)
+    if token.shape or token.dtype not in (np.int32, np.float32):
+        raise TypeError(
+            "token must be an int32 number such as jnp.int32(0), a float32 number for derivatives, or what the last "
+            f"call returned, got {token.dtype}{list(token.shape)}"
+        )
+    return token
+
+
+def check_derivative(name: str, token: Any) -> None:
+    """Raise a NotImplementedError if JAX was not given this tangent or cotangent of a token."""
+    if isinstance(token, ad.Zero):
+        raise NotImplementedError(_NO_DERIVATIVE.format(name))
+
+
+def after(token: Any, other: Any) -> Any:
+    """The token, after another one as well. JAX may know it without the other one, if that is of derivatives that
+    are computed later."""
+    return after_p.bind(token, other)
+
+
+def _transpose(cotangent: Any, _: Any, other: Any) -> Any:
+    """What follows comes after the other one, too."""
+    zero = isinstance(cotangent, ad.Zero)
+    return [cotangent if zero else after(cotangent, other), None]
+
+
+after_p = Primitive("coded_after")
+after_p.def_impl(jnp.add)
+after_p.def_abstract_eval(lambda token, _: token)
+_jax_compat.keep_results(after_p, known_by_first=True)
+mlir.register_lowering(after_p, mlir.lower_fun(jnp.add, multiple_results=False))
+ad.primitive_transposes[after_p] = _transpose
+ad.primitive_jvps[after_p] = lambda tokens, derivatives: (
+    after_p.bind(*tokens),
+    ad.add_tangents(*derivatives),
+)
