@@ -1,0 +1,1 @@
+"""The pictures of README and the documentation, see ``draw_pictures.py``."""

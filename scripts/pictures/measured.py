@@ -1,0 +1,187 @@
+"""What benchmarks measured: faults, lengths of messages, stragglers."""
+
+import pathlib
+
+from .canvas import WIDTH, Picture
+from .chart import Scale, along, figures, legend, upright
+
+SECONDS = {10: "10 ms", 100: "0.1 s", 1000: "1 s", 10_000: "10 s", 100_000: "100 s"}
+
+
+def faults(file: pathlib.Path) -> None:
+    """Step time around a fault, library by library."""
+    libraries = {
+        "shared": "jaxcoded, shared",
+        "coded, s=1": "jaxcoded, a code",
+        "torchft, 2 s": "torchft, 2 s",
+        "torchft, 60 s": "torchft, 60 s",
+        "mpi4jax.allreduce": "mpi4jax",
+        "psum over gloo": "psum over gloo",
+    }
+    kinds = {
+        "slow": "10 times slower",
+        "stuck": "alive, but stuck",
+        "stopped": "frozen (SIGSTOP)",
+        "killed": "dead (SIGKILL)",
+    }
+    it = Picture(
+        WIDTH,
+        474,
+        "Time of a step before and after one of four ranks is slow, stuck, frozen or dead. jaxcoded goes on at "
+        "its speed; psum and mpi4jax slow down, hang or abort; torchft makes no step until its time-out.",
+    )
+    it.words(24, 32, "One of four ranks turns faulty: how long is a step?", "title")
+    entries = [
+        ("ring", "e", "a step before the fault, median"),
+        ("circle", "e", "a step after it, median"),
+        ("bar", "e", "the longest step after it"),
+    ]
+    legend(it, 30, 54, entries, [235, 190, 180])
+    pitch, rows = 24, len(libraries)
+    for number, (kind, title) in enumerate(kinds.items()):
+        top = 100 + 200 * (number // 2)
+        left = 136 + 290 * (number % 2)
+        x = Scale(7, 150_000, left, left + 270)
+        y = Scale(1, 10, top, top + pitch * rows)
+        it.words(left, top - 8, title, "title")
+        along(it, x, y, SECONDS)
+        for place, (library, name) in enumerate(libraries.items()):
+            at = top + pitch * (place + 0.5)
+            if number % 2 == 0:
+                it.words(left - 8, at + 4.5, name, "" if place < 2 else "soft", "end")
+            (row,) = figures("faults", library=library, fault=kind)
+            if row["outcome"]:
+                it.box(left, at - 10, 270, 20, "bad", 0)
+                it.words(left + 8, at + 4.5, row["outcome"], "outcome")
+                continue
+            before, after, longest = (
+                x(float(row[f"{which}_ms"])) for which in ("before", "after", "longest")
+            )
+            colour = "a" if place < 2 else "b"
+            it.path(
+                f"M{min(before, after):.1f} {at:g}H{longest:.1f}", f"curve {colour}"
+            )
+            it.mark(longest, at, "bar", colour)
+            it.mark(after, at, "circle", colour)
+            it.mark(before, at, "ring", colour)
+    it.save(file)
+
+
+RATIOS = {0.2: "0.2", 0.5: "0.5", 1: "1", 2: "2", 5: "5", 10: "10"}
+SIZES = {2.0**12: "4 KiB", 2.0**16: "", 2.0**20: "1 MiB", 2.0**26: "64 MiB"}
+OTHERS = {
+    "ring": ("diamond", "c"),
+    "mpi4jax.allreduce": ("circle", "a"),
+    "mpi4py Allreduce": ("square", "b"),
+}
+
+
+def gains_on_one_host(ranks: int) -> dict[str, list[tuple[float, float]]]:
+    """By size: how many times as long as the engine others take."""
+
+    def times(collective: str) -> dict[float, float]:
+        wanted = {"ranks": str(ranks), "fanout": "3", "collective": collective}
+        rows = figures("allreduce", **wanted)
+        return {float(row["bytes"]): float(row["p50_ms"]) for row in rows}
+
+    own = times("engine, s=1, token")
+    return {
+        name: [(size, each / own[size]) for size, each in times(name).items()]
+        for name in OTHERS
+    }
+
+
+def gains_on_hosts() -> dict[str, list[tuple[float, float]]]:
+    """The same of 13 hosts, where each is measured as a part of the ring."""
+
+    def times(collective: str) -> dict[float, float]:
+        rows = figures("sections", collective=collective)
+        return {float(row["bytes"]): float(row["over_ring"]) for row in rows}
+
+    own = times("by the root") | times("in sections")  # only long sums have sections
+    return {
+        name: [(size, each / own[size]) for size, each in times(name).items()]
+        for name in OTHERS
+    }
+
+
+def sizes(file: pathlib.Path) -> None:
+    """Speed of an all-reduce, compared with others, by the length of the message."""
+    it = Picture(
+        WIDTH,
+        338,
+        "Speed of a coded all-reduce with s = 1, divided by that of mpi4jax, of a ring and of mpi4py, against the "
+        "length of the message",
+    )
+    it.words(24, 32, "How many times as fast is an all-reduce with s = 1?", "title")
+    entries = [(shape, colour, f"÷ {name}") for name, (shape, colour) in OTHERS.items()]
+    legend(it, 30, 54, entries, [90, 160, 150])
+    panels = {
+        "4 ranks, one host": gains_on_one_host(4),
+        "13 ranks, one host": gains_on_one_host(13),
+        "13 hosts, 200 Mbit/s": gains_on_hosts(),
+    }
+    for number, (title, gains) in enumerate(panels.items()):
+        left = 52 + 222 * number
+        x = Scale(2.0**10.5, 2.0**27.5, left, left + 208)
+        y = Scale(0.15, 14, 298, 100)
+        it.words(left, 90, title, "title")
+        upright(it, x, y, RATIOS, named=number == 0)
+        along(it, x, y, SIZES)
+        it.path(f"M{left} {y(1):.1f}h208", "line")
+        if number == 2:
+            it.words(left + 202, y(1) + 15, "equally fast", "small", "end")
+        for name, points in gains.items():
+            shape, colour = OTHERS[name]
+            it.curve([(x(size), y(gain)) for size, gain in points], colour)
+            for size, gain in points:
+                it.mark(x(size), y(gain), shape, colour)
+    it.save(file)
+
+
+SCHEMES = {
+    "uncoded": ("square", "b"),
+    "fractional repetition": ("triangle", "d"),
+    "shared, data on 11 others": ("ring", "a"),
+    "shared, data on 3 others": ("diamond", "c"),
+}
+
+
+def stragglers(file: pathlib.Path) -> None:
+    """Step ÷ ideal for each straggler model."""
+    models = {
+        "nobody slow": "nobody slow",
+        "exponential": "exponential",
+        "pareto": "pareto",
+        "bursty": "bursty",
+        "speeds": "unequal speeds",
+        "one 10 × slower": "one 10 × slower",
+        "two 10 × slower": "two 10 × slower",
+    }
+    it = Picture(
+        WIDTH,
+        314,
+        "Time of a step divided by that of the ideal division of the work, for seven models of stragglers: shared "
+        "work takes 1.07 to 1.24, a code 1.7 to 3, uncoded up to 9.3",
+    )
+    it.words(24, 32, "A step ÷ the ideal division of its work, 12 workers", "title")
+    entries = [(shape, colour, name) for name, (shape, colour) in SCHEMES.items()]
+    legend(it, 30, 54, entries, [100, 170, 185, 180])
+    pitch, ticks = 26, {1: "1", 2: "2", 3: "3", 5: "5", 10: "10"}
+    for number, step in enumerate(("120", "30")):
+        left = 136 + 290 * number
+        top = 96
+        x = Scale(0.9, 11, left, left + 270)
+        y = Scale(1, 10, top, top + pitch * len(models))
+        it.words(left, top - 8, f"steps of {step} ms", "title")
+        along(it, x, y, ticks)
+        for place, (model, name) in enumerate(models.items()):
+            at = top + pitch * (place + 0.5)
+            it.path(f"M{left} {at:g}h270", "grid")
+            if number == 0:
+                it.words(left - 8, at + 4.5, name, "soft", "end")
+            for scheme, (shape, colour) in SCHEMES.items():
+                wanted = {"step_ms": step, "stragglers": model, "scheme": scheme}
+                (row,) = figures("sharing", **wanted)
+                it.mark(x(float(row["step_over_ideal"])), at, shape, colour)
+    it.save(file)
