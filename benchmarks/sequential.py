@@ -90,20 +90,20 @@ def drawn(rounds, workers):
 
 def sequences(workers, delay):
     """What there is to choose from, by name."""
-    few = range(1, workers // 4 + 1)
+    some = sorted({*range(1, workers // 4), *range(workers // 4, workers + 1, 8)})
     return {
-        "GC": [GradientCoding(workers, s) for s in few],
+        "GC": [GradientCoding(workers, s) for s in range(1, workers // 2)],
         "SR-SGC": [
             SelectiveRepeat(workers, stragglers, burst, window)
             for burst in range(1, delay + 1)
             for window in range(burst + 1, 2 * delay + 1, burst)
-            for stragglers in few
+            for stragglers in some
         ],
         "M-SGC": [
             Multiplexed(workers, stragglers, burst, window)
             for window in range(2, delay + 2)
             for burst in range(1, min(window, delay + 3 - window))
-            for stragglers in few
+            for stragglers in some
         ],
     }
 
@@ -134,7 +134,7 @@ def star(layout, table, work):
     ).ends[-1]
 
 
-def study(table, work, jobs, mu):
+def study(table, work, jobs, mus):
     """Rows: scheme, which of it, load, seconds of all jobs."""
     workers, delays = table.shape[1], Measured(table, seconds=True)
     delay = len(table) - jobs
@@ -158,14 +158,14 @@ def study(table, work, jobs, mu):
         return star(layout, first, work)
 
     best("uncoded", [0], lambda s: 1 / workers, any_of)
-    for one_by_one, (name, some) in itertools.product(
-        (False, True), sequences(workers, delay).items()
+    for mu, one_by_one, (name, some) in itertools.product(
+        mus, (False, True), sequences(workers, delay).items()
     ):
         best(
-            f"{name}, waits {'one by one' if one_by_one else 'for all'}",
+            f"{name}, waits {'one by one' if one_by_one else 'for all'}, mu = {mu:g}",
             some,
             lambda scheme: scheme.load,
-            lambda scheme, one_by_one=one_by_one: simulate_sequence(
+            lambda scheme, mu=mu, one_by_one=one_by_one: simulate_sequence(
                 scheme,
                 work=work,
                 stragglers=delays,
@@ -174,7 +174,7 @@ def study(table, work, jobs, mu):
                 one_by_one=one_by_one,
             ).ends[-1],
         )
-    few = range(1, workers // 4 + 1)
+    few = range(1, workers // 2)
     best("GC by any n - s", few, lambda s: (s + 1) / workers, any_of)
     best(
         "fractional repetition",
@@ -201,7 +201,7 @@ def main():
     parser.add_argument(
         "--work", type=float, default=1.12, help="seconds of a whole batch"
     )
-    parser.add_argument("--mu", type=float, default=1.0)
+    parser.add_argument("--mu", type=float, nargs="+", default=[1.0, 0.2])
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--delay", type=int, default=10, help="rounds, at most")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
@@ -225,9 +225,9 @@ def main():
         writer = csv.writer(file)
         writer.writerow(["scheme", "which", "load", "seconds"])
         writer.writerows(rows)
-    print(f"{args.jobs} jobs on {table.shape[1]} workers, mu = {args.mu:g}")
+    print(f"{args.jobs} jobs on {table.shape[1]} workers")
     for name, which, load, seconds in rows:
-        print(f"{name:26}{load:8.4f}{seconds:8.2f} s  {which}")
+        print(f"{name:36}{load:8.4f}{seconds:8.2f} s  {which}")
 
 
 if __name__ == "__main__":

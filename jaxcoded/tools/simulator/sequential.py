@@ -7,6 +7,7 @@ next round with the others.
 """
 
 import abc
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable
@@ -28,7 +29,8 @@ class Play(abc.ABC):
 
     @abc.abstractmethod
     def tolerates(self, late: np.ndarray) -> bool:
-        """Return whether all jobs are decoded in time although the round ends without these workers."""
+        """Return whether all jobs are decoded in time although the round ends without these workers. If
+        so, then also without some of them."""
 
     @abc.abstractmethod
     def end(self, late: np.ndarray) -> Iterable[int]:
@@ -127,10 +129,14 @@ def simulate_sequence(
         times = np.where(works, delays.time(work * loads), 0.0)
         patience = (1 + mu) * times[works].min(initial=np.inf)
         later = np.unique(times[times > patience])
-        for until in (patience, *later[0 if one_by_one else -1 :]):
-            late = times > until
-            if play.tolerates(late):
-                break
+        ends_at = [patience, *later[0 if one_by_one else -1 :]]
+
+        def enough(until: float, times: np.ndarray = times) -> bool:
+            return play.tolerates(times > until)
+
+        # fewer late workers are tolerated if more are, and none always
+        until = ends_at[bisect.bisect_left(ends_at, True, key=enough)]
+        late = times > until
         now += float(min(until, times.max()))
         if now == np.inf:
             break
