@@ -9,12 +9,17 @@ can be read on a light and on a dark page.
 import pathlib
 import sys
 
-from pictures import ideas, measured
+from pictures import ideas, measured, sequences
 
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 PICTURES = (
     *(ideas.sharing, ideas.code, ideas.tree),
-    *(measured.faults, measured.sizes, measured.stragglers),
+    *(measured.faults, measured.sizes, measured.stragglers, measured.ranks),
+    *(
+        sequences.messages_round,
+        sequences.messages_sections,
+        sequences.messages_sharing,
+    ),
 )
 
 

@@ -1,8 +1,12 @@
 """The pictures of the documentation are those that their script draws, from the numbers of its tables."""
 
+import dataclasses
+import importlib.util
+import itertools
 import pathlib
 
 import draw_pictures
+import numpy as np
 import pytest
 from pictures.chart import FIGURES, figures
 
@@ -67,3 +71,23 @@ def test_shared_work_is_that_of_the_table():
         for row in figures("sharing")
     }
     assert stored == rows
+
+
+def test_numbers_of_ranks_are_as_simulated():
+    spec = importlib.util.spec_from_file_location(
+        "scaling", FIGURES.parent / "scaling.py"
+    )
+    scaling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(scaling)
+    for model, scheme in itertools.product(scaling.MODELS, ("ring", "coded tree")):
+        wanted = {"stragglers": model, "scheme": scheme, "ranks": "100"}
+        (row,) = figures("scaling", gbit_per_s="10", **wanted)
+        times = scaling.simulate(
+            scaling.layouts(100)[scheme][row["which"]],
+            dataclasses.replace(scaling.Network.of(10), sections_from=0),
+            payload=scaling.PAYLOAD,
+            work=scaling.WORK * 100,
+            stragglers=scaling.MODELS[model],
+            rounds=200,
+        ).seconds[1:]
+        assert np.median(times) == pytest.approx(float(row["seconds"]), rel=1e-3)

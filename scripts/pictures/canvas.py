@@ -36,10 +36,14 @@ svg { --panel: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #b7bfc8; --late
 .waits { fill: url(#waits); }
 .hatch { stroke: var(--line); stroke-width: 2; }
 .tip { fill: var(--soft); }
+.tip-data { fill: var(--a); }
 .grid { fill: none; stroke: var(--line); stroke-width: 0.75; opacity: 0.6; }
 .frame { fill: none; stroke: var(--line); stroke-width: 1; }
 .small { font-size: 12px; fill: var(--soft); }
 .bad { fill: var(--late); opacity: 0.16; }
+.data { fill: none; stroke: var(--a); stroke-width: 3; }
+.called { fill: var(--soft); }
+.over { paint-order: stroke; stroke: var(--panel); stroke-width: 4px; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .mark { stroke-width: 1.75; }
 .a { stroke: var(--a); color: var(--a); }
@@ -51,8 +55,10 @@ svg { --panel: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #b7bfc8; --late
 DEFINITIONS = """<defs>
 <pattern id="waits" width="6" height="6" patternUnits="userSpaceOnUse"
   patternTransform="rotate(45)"><path class="hatch" d="M0 0V6"/></pattern>
-<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"
-  orient="auto"><path class="tip" d="M0 0L8 4L0 8Z"/></marker>
+<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9"
+  markerUnits="userSpaceOnUse" orient="auto"><path class="tip" d="M0 0L8 4L0 8Z"/></marker>
+<marker id="tip-data" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="11" markerHeight="11"
+  markerUnits="userSpaceOnUse" orient="auto"><path class="tip-data" d="M0 0L8 4L0 8Z"/></marker>
 </defs>"""
 
 
@@ -96,7 +102,8 @@ class Picture:
         )
 
     def path(self, d: str, kind: str = "line", tip: bool = False) -> None:
-        end = ' marker-end="url(#tip)"' if tip else ""
+        name = "tip-data" if kind == "data" else "tip"
+        end = f' marker-end="url(#{name})"' if tip else ""
         self.parts.append(f'<path class="{kind}" d="{d}"{end}/>')
 
     def curve(self, points: Iterable[tuple[float, float]], colour: str) -> None:

@@ -1,4 +1,4 @@
-"""What benchmarks measured: faults, lengths of messages, stragglers."""
+"""What benchmarks measured or simulated: faults, lengths of messages, stragglers, numbers of ranks."""
 
 import pathlib
 
@@ -184,4 +184,57 @@ def stragglers(file: pathlib.Path) -> None:
                 wanted = {"step_ms": step, "stragglers": model, "scheme": scheme}
                 (row,) = figures("sharing", **wanted)
                 it.mark(x(float(row["step_over_ideal"])), at, shape, colour)
+    it.save(file)
+
+
+SHAPES_OF_SUMS = {
+    "ring": (("ring",), "diamond", "c"),
+    "star or tree": (
+        ("star", "star in sections", "tree", "tree in sections"),
+        *("square", "b"),
+    ),
+    "coded star": (("coded star", "coded star in sections"), "triangle", "d"),
+    "coded tree": (("coded tree", "coded tree in sections"), "circle", "a"),
+}
+
+
+def ranks(file: pathlib.Path) -> None:
+    """Time of a step against the number of ranks, simulated."""
+    it = Picture(
+        WIDTH,
+        338,
+        "Simulated time of a step against 10 to a million ranks, for a ring, stars and trees, coded stars and coded "
+        "trees; with a light tail, a heavy tail and one slow rank",
+    )
+    it.words(
+        24, 32, "Seconds of a step against ranks, 100 MB at 10 Gb/s, simulated", "title"
+    )
+    entries = [
+        (shape, colour, name) for name, (_, shape, colour) in SHAPES_OF_SUMS.items()
+    ]
+    legend(it, 30, 54, entries, [90, 130, 120, 120])
+    models = {
+        "light tail": "light tail",
+        "heavy tail": "heavy tail",
+        "one slow rank": "one rank 10 × slower",
+    }
+    powers = {10: "10", 1000: "10³", 100_000: "10⁵", 1_000_000: "10⁶"}
+    for number, (model, title) in enumerate(models.items()):
+        left = 52 + 222 * number
+        x = Scale(6, 1_700_000, left, left + 208)
+        y = Scale(0.2, 700, 298, 100)
+        it.words(left, 90, title, "title")
+        seconds = {0.2: "0.2", 1: "1", 10: "10", 100: "100 s"}
+        upright(it, x, y, seconds, named=number == 0)
+        along(it, x, y, powers)
+        for schemes, shape, colour in SHAPES_OF_SUMS.values():
+            best: dict[float, float] = {}
+            for row in figures("scaling", stragglers=model, gbit_per_s="10"):
+                size, time = float(row["ranks"]), float(row["seconds"])
+                if row["scheme"] in schemes:
+                    best[size] = min(time, best.get(size, time))
+            points = [(x(size), y(time)) for size, time in best.items() if time < 700]
+            it.curve(points, colour)
+            for at in points:
+                it.mark(*at, shape, colour)
     it.save(file)

@@ -1,0 +1,183 @@
+"""Who sends what to whom: a round, a sum in sections, and a round of shared work (``docs/engine.md``)."""
+
+import pathlib
+
+from .canvas import COLOURS, WIDTH, Picture
+
+TOP = 92  # where lines of ranks begin
+FALL = 9  # of an arrow, as messages take time
+
+
+class Sequence:
+    """A line for each rank, downwards in time."""
+
+    def __init__(
+        self,
+        height: int,
+        says: str,
+        title: str,
+        ranks: dict[str, float],
+        reach: float = 8,
+    ):
+        self.picture = Picture(WIDTH, height, says)
+        self.reach = reach
+        self.x = list(ranks.values())
+        self.picture.words(24, 32, title, "title")
+        for name, x in ranks.items():
+            self.picture.words(
+                x,
+                TOP - 14,
+                name,
+                "late" if "late" in name or "slow" in name else "",
+                "middle",
+            )
+            self.picture.path(f"M{x:g} {TOP - 6}V{height - 50}", "grid")
+        bottom = height - 22
+        self.picture.path(f"M24 {bottom - 4}h34", tip=True)
+        self.picture.words(66, bottom, "control message", "small")
+        self.picture.path(f"M196 {bottom - 4}h34", "data", tip=True)
+        self.picture.words(238, bottom, "numbers, fetched by the receiver", "small")
+        self.picture.box(490, bottom - 12, 8, 16, "called")
+        self.picture.words(506, bottom, "waits in its call", "small")
+
+    def sends(
+        self, sender: int, to: int, y: float, says: str = "", data: bool = False
+    ) -> None:
+        """An arrow, with words above it beside the root."""
+        way = 1 if to > sender else -1
+        begin, end = self.x[sender], self.x[to] - (self.reach if to else 8) * way
+        kind = "data" if data else "line"
+        self.picture.path(f"M{begin:g} {y:g}L{end:g} {y + FALL:g}", kind, tip=True)
+        self.picture.words(sum(self.x[:2]) / 2, y - 2, says, "small over", "middle")
+
+    def to_all(self, y: float, says: str, kind: str) -> None:
+        """Everybody sends to everybody."""
+        for begin, end in zip(self.x, self.x[1:]):
+            middle = (begin + end) / 2
+            self.picture.path(f"M{middle:g} {y:g}H{end - self.reach:g}", kind, tip=True)
+            self.picture.path(
+                f"M{middle:g} {y:g}H{begin + self.reach:g}", kind, tip=True
+            )
+        self.picture.words(sum(self.x[:2]) / 2, y - 8, says, "small", "middle")
+
+    def calls(self, rank: int, begin: float, end: float) -> None:
+        """Its program waits in the round."""
+        self.picture.box(self.x[rank] - 4, begin, 8, end - begin, "called")
+
+    def works(
+        self,
+        rank: int,
+        begin: float,
+        end: float,
+        owner: int,
+        says: str,
+        width: float = 34,
+    ) -> None:
+        self.picture.parts.append(
+            f'<rect fill="{COLOURS[owner]}" x="{self.x[rank] - width / 2:g}" y="{begin + 1:g}" '
+            f'width="{width:g}" height="{end - begin - 2:g}" rx="3"/>'
+        )
+        self.picture.words(self.x[rank], (begin + end) / 2 + 4.5, says, "on", "middle")
+
+    def notes(self, rank: int, y: float, *lines: str) -> None:
+        """What a rank does, on the left of its line."""
+        for number, line in enumerate(lines):
+            at = y + 16 * number
+            self.picture.words(self.x[rank] - 14, at, line, "small over", "end")
+
+
+FOUR = {"rank 0, the root": 152.0, "rank 1": 330.0, "rank 2": 490.0}
+
+
+def messages_round(file: pathlib.Path) -> None:
+    """A round with s = 1: the third child is late."""
+    it = Sequence(
+        540,
+        "Messages of a round: two children offer, the root fetches both messages and announces the result; the late "
+        "child asks for it later",
+        "A round: a parent fetches from the first children that suffice",
+        FOUR | {"rank 3, late": 640.0},
+    )
+    it.sends(1, 0, 120, "offer")
+    it.sends(2, 0, 146, "offer")
+    it.notes(0, 170, "any 2 of 3 suffice:", "coefficients")
+    it.sends(1, 0, 196, "message", data=True)
+    it.sends(2, 0, 222, "message", data=True)
+    it.notes(0, 246, "forms the sum:", "decided")
+    it.sends(0, 1, 266, "result")
+    it.sends(0, 2, 288, "result")
+    it.sends(0, 3, 310, "note")
+    it.sends(0, 1, 334, "the sum", data=True)
+    it.sends(0, 2, 358, "the sum", data=True)
+    it.sends(3, 0, 384, "want")
+    it.sends(0, 3, 410, "result")
+    it.sends(0, 3, 436, "the sum", data=True)
+    it.calls(0, 104, 276)
+    it.calls(1, 104, 350)
+    it.calls(2, 110, 374)
+    it.works(3, TOP, 464, 3, "", 8)
+    it.picture.words(it.x[3] + 10, 250, "computes", "small")
+    it.calls(3, 464, 484)
+    it.notes(3, 478, "has the sum; its message is dropped")
+    it.picture.save(file)
+
+
+def messages_sections(file: pathlib.Path) -> None:
+    """A sum in sections."""
+    it = Sequence(
+        530,
+        "Messages of a sum in sections: three children offer, the root delegates, all fetch from all, form a "
+        "section each and fetch those of the others",
+        "In sections: the root decides, and all ranks move the numbers",
+        FOUR | {"rank 3": 640.0},
+    )
+    for rank in (1, 2, 3):
+        it.sends(rank, 0, 98 + 22 * rank, "offer")
+        it.sends(0, rank, 178 + 22 * rank, "delegate")
+    it.notes(0, 184, "these suffice:", "who forms what")
+    it.to_all(284, "pieces of messages", "data")
+    it.to_all(350, "formed", "line")
+    it.to_all(382, "pieces of sections", "data")
+    it.notes(0, 394, "has all sections:", "decided")
+    for rank in (1, 2, 3):
+        it.sends(0, rank, 386 + 22 * rank, "result")
+    for rank in range(4):
+        it.calls(rank, 104, 410 if rank == 0 else 402 + 22 * rank)
+        it.works(rank, 296, 328, rank, f"section {rank + 1}", 78)
+    it.picture.save(file)
+
+
+def messages_sharing(file: pathlib.Path) -> None:
+    """A round of shared work: one rank is twice as slow, and its last block goes to the other."""
+    it = Sequence(
+        580,
+        "Messages of a round of shared work: rank 1 runs out of blocks, the root recalls block 6 from the slow rank "
+        "and grants it to rank 1, then fetches both vectors",
+        "Shared work: the ledger of the root moves a block",
+        {"rank 0, the ledger": 170.0, "rank 1": 420.0, "rank 2, slow": 632.0},
+        reach=20,
+    )
+    it.sends(1, 0, 114, "offer: I compute 1, 2, 3")
+    it.sends(2, 0, 134, "offer: I compute 4, 5, 6")
+    it.notes(0, 162, "1 2 3: rank 1", "4 5 6: rank 2")
+    it.sends(1, 0, 246, "offer: the last one has begun")
+    it.sends(0, 2, 266, "order: recall 6")
+    it.sends(2, 0, 284, "offer: 6 is returned")
+    it.sends(0, 1, 304, "order: grant 6")
+    it.notes(0, 312, "1 2 3 6: rank 1", "4 5: rank 2")
+    it.sends(1, 0, 390, "offer: my vector is 1 + 2 + 3 + 6")
+    it.sends(2, 0, 414, "offer: my vector is 4 + 5")
+    it.notes(0, 432, "every block once")
+    it.sends(1, 0, 440, "vector", data=True)
+    it.sends(2, 0, 464, "vector", data=True)
+    it.notes(0, 480, "forms the sum:", "decided")
+    it.sends(0, 1, 492, "result")
+    it.sends(0, 2, 514, "result")
+    for number in range(3):
+        it.works(1, 110 + 68 * number, 178 + 68 * number, 0, str(number + 1))
+    it.works(1, 314, 382, 1, "6")
+    it.works(2, 110, 246, 1, "4")
+    it.works(2, 246, 382, 1, "5")
+    it.calls(1, 384, 504)
+    it.calls(2, 384, 526)
+    it.picture.save(file)
