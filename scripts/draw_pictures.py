@@ -9,7 +9,7 @@ can be read on a light and on a dark page.
 import pathlib
 import sys
 
-from pictures import ideas, measured, sequences
+from pictures import ideas, measured, sequences, states
 
 FOLDER = pathlib.Path(__file__).parents[1] / "docs" / "pictures"
 PICTURES = (
@@ -20,6 +20,7 @@ PICTURES = (
         sequences.messages_sections,
         sequences.messages_sharing,
     ),
+    states.recovery,
 )
 
 

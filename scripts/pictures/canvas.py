@@ -46,6 +46,9 @@ svg { --panel: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #b7bfc8; --late
 .over { paint-order: stroke; stroke: var(--panel); stroke-width: 4px; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .mark { stroke-width: 1.75; }
+.state { fill: none; stroke-width: 2; }
+.bad-state { stroke: var(--late); }
+.call { font: 12px ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; }
 .a { stroke: var(--a); color: var(--a); }
 .b { stroke: var(--b); color: var(--b); }
 .c { stroke: var(--c); color: var(--c); }

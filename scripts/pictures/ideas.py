@@ -57,7 +57,7 @@ def sharing(file: pathlib.Path) -> None:
     it.words(
         24,
         212,
-        "jaxcoded: who is done computes what others would be late with",
+        "jaxcoded: ranks that are done compute blocks of the slow one",
         "title",
     )
     rows = [
