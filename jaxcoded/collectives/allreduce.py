@@ -51,8 +51,7 @@ def coded_allreduce(
     wire_dtype: Any = None,
     token: jax.Array | None = None,
 ) -> Any:
-    """The exact sum over the global batch, on every rank, from the ranks' coded
-    contributions.
+    """Return the exact sum over the global batch, on every rank, from the ranks' coded contributions.
 
     Every rank passes a linear function of the gradients of its examples, weighted by
     a batch's ``weights``: a gradient of the weighted loss, that loss itself, or both in
@@ -70,37 +69,30 @@ def coded_allreduce(
             NumPy's, and bools are counted. In a group with slices, the `Encoded` made by
             `jaxcoded.kernels.encode`.
         group: an open group. All its ranks call its collectives in one order.
-        weights: ``batch.weights`` of the `Batch` that ``x`` was made of, or a list of those of several batches.
-            The sum then counts the examples, too: a sum that is not of these batches is an error on all ranks, as in
-            `coded_value_and_grad`. Required unless what ranks hand in just adds up: in an uncoded group, and where
-            work is shared. Leave it out after a loop over ``group.blocks``.
+        weights: ``batch.weights`` of the `Batch` that ``x`` was made of, or a list of those of several batches. The
+            sum then counts the examples, too: a sum of other batches is an error on all ranks, as in
+            `coded_value_and_grad`. Required unless contributions simply add up: in an uncoded group, and with
+            shared work. Leave it out after a loop over ``group.blocks``.
         divisor: the global batch size (or anything) to divide by. Default: the sum.
-        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose
-            messages are left out. They must call all the same. A parent's
-            coefficients for the others come from its code in float64. Ranks that are
-            late need not be named here: the engine goes on without them.
-        skip: whether this rank has nothing to contribute, as one that is late
-            (`CodedGroup.lag`) and leaves out its work; may be traced. Never true at the
-            root, which is never late. ``x`` then
-            gives the shapes alone, and this rank counts as a straggler: its zeros
-            never enter a sum. Where more skip than a parent can do without, the call
-            is a `TooManyErasures` on all ranks. With the engine only.
-        residual: return how far the sum is from the exact one, too: ``√Σ_k p_k (c_k −
-            1)²`` for the coefficients ``c_k`` that the group's `jaxcoded.plan.atoms` ended
-            up with, which go through the same round; atom ``k`` is the part ``p_k`` of
-            the batch. 0 up to rounding for an exact code. The atoms are those of a
-            batch that can be cut anywhere; where yours does not divide into them, what
-            its examples ended up with differs a little (``docs/theory.md``). Where work is
-            shared they are its blocks, and the call is the one right after a loop over
+        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must
+            still make the call. A parent's coefficients for the others come from its code in float64. Do not name
+            late ranks here: the engine does not wait for them.
+        skip: whether this rank contributes nothing, like a late one (`CodedGroup.lag`) that leaves out its work;
+            may be traced. Never true at the root, which is never late. ``x`` then only gives the shapes, and this
+            rank counts as a straggler: its zeros never enter a sum. If more ranks skip than a parent tolerates, the
+            call raises `TooManyErasures` on all ranks. With the engine only.
+        residual: also return how far the sum is from the exact one: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
+            ``c_k`` that the group's `jaxcoded.plan.atoms` ended up with, which go through the same round; atom
+            ``k`` is the part ``p_k`` of the batch. 0 up to rounding for an exact code. The atoms are those of a
+            batch that can be cut anywhere. If yours does not divide into them, its coefficients differ a little
+            (``docs/theory.md``). With shared work they are its blocks, and the call must follow a loop over
             ``group.blocks``.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
-            once for each message, which halves the traffic, see ``docs/theory.md`` for
-            the error; all else, also numbers (leaves of no axes, such as a loss),
-            travels as it is. Of an `Encoded` it is what `encode` was given.
-        token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call, in place
-            of JAX's ordered effects: faster to dispatch, see ``docs/engine.md``. Hand
-            each call's to the next one; its value is never read. All calls of a group
-            in one compiled function must have one, or none.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it once for each message, which
+            halves the traffic (error: ``docs/theory.md``). Everything else travels unchanged, also numbers (leaves
+            without axes, such as a loss). For an `Encoded` it must be that of `encode`.
+        token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call instead of JAX's ordered
+            effects. It is faster to dispatch, see ``docs/engine.md``. Pass each call's token to the next one; its
+            value is never read. In one compiled function either all calls of a group have a token, or none.
 
     Returns:
         A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
@@ -109,21 +101,18 @@ def coded_allreduce(
         token for the next call.
 
     Raises:
-        TypeError: a leaf has no numbers, or integers that the code would round, or the group has slices and ``x`` is
-            not `Encoded`, or ``group`` is not a group, or ``weights`` are missing or not `Weights`.
-        ValueError: ``erasures`` has a wrong shape, ``divisor`` is not positive,
-            ``residual`` of shared work whose sums are always exact, ``wire_dtype`` is another one or not the `Encoded`'s, the plan's
-            amplification leaves too few digits in this dtype, or ``skip`` with another
-            transport than the engine.
+        TypeError: a leaf has no numbers, or integers that the code would round; the group has slices and ``x`` is
+            not `Encoded`; ``group`` is not a group; or ``weights`` are missing or not `Weights`.
+        ValueError: ``erasures`` has a wrong shape; ``divisor`` is not positive; ``residual`` for shared work whose
+            sums are always exact; ``wire_dtype`` is not one of these, or not the `Encoded`'s. Also if the plan's
+            amplification leaves too few digits in this dtype, or for ``skip`` without the engine.
         NotImplementedError: reverse mode without `spread`, with a ``token``, or
             with slices or parts.
         GroupClosed: the group was closed.
-        jax.errors.JaxRuntimeError: what is found during the round, on every rank, see
-            `jaxcoded.errors.translated`. Its
-            text contains ``GroupMismatch`` (ranks called different things in this
-            round or, with the engine, in the one before), ``TooManyErasures`` (the plan cannot do without the erased ranks) or
-            ``GroupClosed`` (the call was compiled before the group was closed), and
-            their messages.
+        jax.errors.JaxRuntimeError: errors during the round, on every rank, see `jaxcoded.errors.translated`. Its
+            text contains the name and message of the error. ``GroupMismatch``: ranks made different calls in this
+            round or, with the engine, in the previous one. ``TooManyErasures``: the plan does not tolerate the
+            erased ranks. ``GroupClosed``: the call was compiled before the group was closed.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -268,7 +257,7 @@ def prepared(
     words: str = "",
     **does: Any,
 ) -> tuple[Round, Operands, Packing]:
-    """The round of a coded sum, not called yet, and the packing of what comes of it.
+    """Return the round of a coded sum, not called yet, and the packing of its result.
 
     Args:
         x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.

@@ -34,35 +34,33 @@ def coded_value_and_grad(
     residual: bool = False,
     wire_dtype: Any = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Like ``jax.value_and_grad`` of the mean loss of the global batch: reduced,
-    exact, equal on all ranks.
+    """Return a function like ``jax.value_and_grad`` of the mean loss of the global batch. Its results are exact and
+    equal on all ranks.
 
-    Encoding is linear, so without slices the coding coefficients are loss weights and
-    there is one backward pass: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices or parts the gradient of every
-    chunk is encoded on its own, one after the other in a ``scan``. A code with several
-    parts sends each as soon as it is ready (with the engine, without ``erasures``), so
-    that what a slow rank has finished counts. A rank (or chunk) whose weights are all 0 computes no
-    gradient, and neither does a rank that is behind (`CodedGroup.lag`): its round is
-    decided, and it catches up. The loss must be a sum over examples: batch normalisation is not, and
-    random keys must belong to the example, not to the rank.
+    Encoding is linear, so without slices the coding coefficients are loss weights and there is one backward pass:
+    ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices or parts the gradient of every chunk is encoded separately, one
+    after the other in a ``scan``. A code with several parts sends each as soon as it is ready (with the engine,
+    without ``erasures``), so that a slow rank's finished parts count. A rank (or chunk) whose weights are all 0
+    computes no gradient. Neither does a rank that is behind (`CodedGroup.lag`), as its round is decided. The loss
+    must be a sum over examples, which batch normalisation is not. Random keys must belong to the example, not to
+    the rank.
 
-    The examples are counted by the same code, in a way that shows where ranks have other parameters than the
-    others, are at other batches of ``group.epoch``, or have weights whose values have changed: the round fails
-    with ``InconsistentMessages`` on all ranks (``docs/sharp-bits.md`` says of what it does not); with the
-    mpi4jax transport, or under ``vmap`` with ``mean``, loss and gradient are NaN instead.
+    The same code counts the examples. The count shows if ranks have different parameters, are at different batches
+    of ``group.epoch``, or have changed the values of weights. Then the round fails with ``InconsistentMessages`` on
+    all ranks (limits: ``docs/sharp-bits.md``). With the mpi4jax transport, or under ``vmap`` with ``mean``, loss
+    and gradient are NaN instead.
 
     Args:
         losses: ``(params, data) -> losses`` of shape ``(length,)``, one for each example; or a scalar, their mean,
             as a usual ``loss(params, batch)`` returns. A scalar loss is computed by ``jax.vmap`` over batches of one
             example, see ``docs/training.md``. With ``has_aux``, ``(losses, aux)``.
         group: an open group.
-        has_aux: whether it returns auxiliary data, a pytree of arrays. They are this
-            rank's own, not reduced; zeros where it computed nothing; stacked over the chunks with slices, and
-            over the examples with a scalar loss.
-        mean: divide loss and gradient by the number of examples in the global batch, of a
-            smaller last batch of ``group.epoch`` by the number of those that are there; ``False`` gives the sum. With
-            an approximate code, or ``on_deadline="approximate"``, divide by the weight that the examples
-            have in the sum.
+        has_aux: whether it returns auxiliary data, a pytree of arrays. They are this rank's, not reduced, and zeros
+            if it computed nothing. They are stacked over the chunks with slices, and over the examples with a
+            scalar loss.
+        mean: divide loss and gradient by the number of examples in the global batch, without padding; ``False``
+            gives the sum. With an approximate code, or ``on_deadline="approximate"``, divide by the weight of the
+            examples in the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
             ``c_k`` with which the atoms of the batch, its parts ``p_k``, entered; of
             atoms that divide the batch, see `coded_allreduce`.
@@ -71,19 +69,16 @@ def coded_value_and_grad(
             without it, and loss and count keep all digits.
 
     Returns:
-        A function ``(params, batch, *, erasures=None, token=None) -> (loss,
-        grads)``, or ``((loss, aux), grads)``; with a ``residual`` or a ``token``, a
-        `Result` whose ``value`` this is. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``,
-        the same one on all ranks. The
-        loss is a scalar of at least float32; ``grads`` is like ``params``. Do not put
-        `jaxcoded.optax.sum_gradients` behind it: where it gets the very ``grads``, in the
-        same ``jit``, that is an error; otherwise they are wrong. Outside ``jax.jit`` it
-        compiles itself, once for equal shapes, ``losses`` and options; the last 16 of them are kept.
+        A function ``(params, batch, *, erasures=None, token=None) -> (loss, grads)``, or ``((loss, aux), grads)``;
+        with a ``residual`` or a ``token``, a `Result` whose ``value`` this is. ``batch`` is a `Batch` of
+        ``group.epoch`` or ``group.batch``, the same one on all ranks. The loss is a scalar of at least float32;
+        ``grads`` is like ``params``. Do not pass them to `jaxcoded.optax.sum_gradients`, which would sum them
+        again: in the same ``jit`` that is an error, otherwise the result is wrong. Outside ``jax.jit`` it compiles
+        itself, once for equal shapes, ``losses`` and options; the last 16 of them are kept.
 
-        It raises ``TypeError`` for what is no `Batch`, and for losses or leaves
-        of ``params`` that are not floating point (partition the model), ``ValueError``
-        for a batch of another plan or rank, and for shapes that do not fit, and what
-        `coded_allreduce` raises; ``GroupMismatch`` also where ranks differ in the batch
+        It raises the errors of `coded_allreduce`, and ``TypeError`` if ``batch`` is not a `Batch`, or losses or
+        leaves of ``params`` are not floating point (partition the model). It raises ``ValueError`` for a batch of
+        another plan or rank, and for shapes that do not fit, ``GroupMismatch`` also if ranks differ in the batch
         size, and ``InconsistentMessages`` as above.
 
     Example:

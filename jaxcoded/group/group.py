@@ -33,31 +33,27 @@ from jaxcoded.transport.result import Result
 
 
 class CodedGroup:
-    """The ranks of a communicator with a plan: what every collective of this library
-    works on.
+    """The ranks of a communicator with a plan. Every collective of this library works on a group.
 
-    Collective: all ranks of ``comm`` make the group with the same arguments, and call
-    its collectives in one order. The group works on a duplicate of ``comm``, so that
-    its messages meet no others. Two groups are never equal, and never share a compiled
-    function.
+    Collective: all ranks of ``comm`` make the group with the same arguments, and call its collectives in one order.
+    The group works on a duplicate of ``comm``, so its messages never mix with others. Two groups are never equal,
+    and never share a compiled function.
 
-    Without the root, rank 0 unless the plan says otherwise, no round is decided: see `recovered`.
+    No round is decided without the root (rank 0 unless the plan says otherwise): see `recovered`.
 
     Args:
         comm: an mpi4py intra-communicator.
         strategy: how the work of a step is laid out: `Shared`, `Coded` or `Uncoded`; or a
             `Plan` for as many ranks as ``comm`` has. Default: ``Shared()``, on any number of
             ranks.
-        transport: ``"engine"``, which goes on without stragglers; ``"mpi4jax"``, in
-            which every rank takes part in every round; or ``"auto"``, the engine where all ranks
-            have it, and otherwise mpi4jax with a warning.
+        transport: ``"engine"``, which does not wait for stragglers; ``"mpi4jax"``, in which every rank takes part
+            in every round; or ``"auto"``: the engine if all ranks have it, otherwise mpi4jax with a warning.
         options: how the group makes its rounds: deadlines, memory, telemetry, what is
             verified; see `Options`.
-        record: where work is shared, a file that rank 0 writes: who has computed which
-            blocks of each round, in which order.
-        replay: a file written with ``record`` by a group of the same plan. Each round is
-            divided as it was then, in numbers of the same bits, and waits for late
-            ranks; see ``docs/sharing.md``.
+        record: with shared work, a file in which rank 0 writes which blocks each rank has computed in each round,
+            in which order.
+        replay: a file written with ``record`` by a group of the same plan. Each round is divided as it was then, so
+            that sums have the same bits, and waits for late ranks; see ``docs/sharing.md``.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator, or ``strategy`` no strategy or plan.
@@ -106,11 +102,10 @@ class CodedGroup:
         transport: str = "auto",
         options: Options | None = None,
     ) -> "CodedGroup":
-        """A group with the strategy and the pieces with which a
-        step is expected to be the fastest, from a measurement of links and ranks and from the simulator, which take
-        some seconds (``docs/planning.md``). Collective.
+        """Return a group with the strategy and pieces that make a step fastest, as simulated from measured links
+        and ranks. Collective; takes some seconds (``docs/planning.md``).
 
-        The group may be uncoded then. `planned` says why.
+        The group may be uncoded. `planned` says why.
 
         Args:
             comm: as for the constructor.
@@ -173,25 +168,25 @@ class CodedGroup:
 
     @property
     def plan(self) -> Plan:
-        """Its plan, made by its strategy."""
+        """The plan, made by the strategy."""
         return self._session.plan
 
     @property
     def options(self) -> Options:
-        """How it makes its rounds."""
+        """How the group makes its rounds."""
         return self._session.options
 
     @property
     def planned(self) -> str:
-        """Of `CodedGroup.auto`: what was chosen and why, in words; otherwise empty."""
+        """What `CodedGroup.auto` chose and why, in words; empty for other groups."""
         return self._session.planned
 
     @property
     def alike(self) -> bool:
-        """Whether this rank has had the sums that the others have had, also in the group that this one was
-        made of by `recovered`. Otherwise, and where ranks have joined (`extended`), the root is one of those that
-        know most, and sums are an error until a `tree_bcast` has handed on what it has, all in one: after the
-        first this is true."""
+        """Whether this rank has received the same sums as the others, including those of the group that `recovered`
+        replaced. Otherwise, and if ranks have joined (`extended`), sums are an error until one `tree_bcast` has
+        sent the root's whole state: after the first this is true. The root is then one of the ranks with the most
+        results."""
         return self._session.alike
 
     @property
@@ -226,7 +221,7 @@ class CodedGroup:
         return self._session.closed
 
     def batch(self, data: Any, *, multiple: int = 1) -> Batch:
-        """What this rank reads of one fixed batch.
+        """Return what this rank reads of one fixed batch.
 
         Args:
             data: as for `epoch`, of the examples of the batch.
@@ -259,23 +254,22 @@ class CodedGroup:
         multiple: int = 1,
         costs: Any = None,
     ) -> Epoch:
-        """The minibatches of one pass over a data set, with what this rank reads of each.
+        """Return the minibatches of one pass over a data set, with what this rank reads of each.
 
             for batch in group.epoch((x, y), batch_size=256, seed=0, epoch=epoch):
                 params, loss = step(params, batch)
 
-        With a loader of your own, hand in the number of examples, and load what the indices name:
+        With your own loader, pass the number of examples, and load what the indices name:
 
             for part in group.epoch(len(dataset), batch_size=256, seed=0, epoch=epoch):
                 batch = part.of(load(part.indices))
 
-        Shapes are the same for every batch, a smaller last one too, so nothing is compiled
-        anew: what is not there has weight 0, and ``batch.weights.examples`` says how many examples
-        there are. `coded_value_and_grad` divides a mean by that.
+        All batches have the same shapes, even a smaller last one, so nothing is compiled again. Padding has weight
+        0, and ``batch.weights.examples`` is the number of examples. `coded_value_and_grad` divides a mean by it.
 
         The batches follow from the number of examples, ``seed`` and ``epoch`` alone, on any number of ranks and
-        with any plan; so does the order within a batch, without ``costs``. So the number of batches done is all that a checkpoint needs, and
-        after `replan` or `recovered` the new group's epoch goes on where this one was:
+        with any plan; so does the order within a batch, without ``costs``. So a checkpoint needs only the number of
+        finished batches. After `replan` or `recovered` the new group's epoch continues at the same batch:
 
             epoch = group.epoch((x, y), batch_size=256, seed=0, epoch=3)
             for number in range(done, len(epoch)):
@@ -288,7 +282,7 @@ class CodedGroup:
         or number of examples.
 
         Args:
-            data: pytree of arrays of NumPy or JAX, memory maps too, whose first axis is that of all examples; or the
+            data: pytree of arrays of NumPy or JAX, or memory maps, whose first axis is that of all examples; or the
                 number of examples.
             batch_size: of the global batch.
             seed: of the shuffling; ``None``: the examples in their order, as for an evaluation.
@@ -296,19 +290,21 @@ class CodedGroup:
             drop_last: leave out a smaller last batch.
             multiple: pad what a rank reads to a multiple of this, such as the number of devices
                 over which it splits a batch (``docs/devices.md``).
-            costs: what each example costs, finite numbers ≥ 0 with shape ``(examples,)``, such as seconds or lengths;
-                only ratios count. The examples of a batch are then put in an order in which the parts of all ranks, and
-                their blocks, cost about the same, with as many examples as without. Default: all cost the same.
+            costs: what each example costs, finite numbers ≥ 0 with shape ``(examples,)``, such as seconds or
+                lengths; only ratios count. The examples of a batch are then ordered so that the parts of all ranks,
+                and their blocks, cost about the same. The numbers of examples do not change. Default: all cost the
+                same.
 
         Returns:
-            An `Epoch`: a sequence of `Batch`, which reads each when it is asked for. It keeps the order, ``8 n``
-            bytes. Each batch has one length ≥ 1 on all ranks; with ``speeds``, a length of its own on each. Padding
-            repeats one of the rank's own examples (the first one of the batch on a rank without data) with weight 0.
+            An `Epoch`: a sequence of `Batch`, which reads each on request. It keeps the order, ``8 n`` bytes. Each
+            batch has one length ≥ 1 on all ranks; with ``speeds``, a different length on each. Padding repeats one
+            of the rank's own examples (the first one of the batch on a rank without data) with weight 0.
 
         Raises:
-            TypeError: a leaf of ``data`` is no array, or ``costs`` are no numbers.
-            ValueError: a leaf has no axis of examples, or another number of them; ``costs`` have another shape, or one is
-                negative or not finite; an argument is not an integer as said; ``drop_last`` leaves no batch; or a ``multiple`` with slices, parts or shared work.
+            TypeError: a leaf of ``data`` is not an array, or ``costs`` are not numbers.
+            ValueError: a leaf has no axis of examples, or another number of them; or ``costs`` have another shape,
+                or are negative or not finite. Also if an argument is not an integer as described, ``drop_last``
+                leaves no batch, or ``multiple`` is given with slices, parts or shared work.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -335,23 +331,22 @@ class CodedGroup:
             )
 
     def blocks(self, batch_size: int, *, costs: Any = None) -> Blocks:
-        """The blocks of a batch that this rank computes, for programs that add up
-        gradients over microbatches; in a group that shares its work (`Shared`).
+        """Return the blocks of a batch that this rank computes, for programs that add up gradients over
+        microbatches. The group must share its work (`Shared`).
 
-        A rank that is done gets blocks of one that is late. Once all are computed the loop ends,
-        on all ranks, and the next collective sums what they have added up:
+        A rank that has finished gets blocks of a late one. Once all blocks are computed, the loop ends on all
+        ranks, and the next collective sums what they have added up:
 
             with group.blocks(batch_size) as blocks:
                 for block in blocks:
                     total = add(total, gradient(params, load(block.indices)))
             total = jaxcoded.coded_allreduce(total, group, divisor=batch_size)
 
-        A rank that gets no block contributes zeros like the others' sums. An exception in
-        the loop, or leaving it early, is an error that the others hear of with their next
-        call; they compute this rank's blocks. Where a rank dies after the loop and before
-        its sum is fetched, the round is an error on all: repeat the step. It waits for what JAX
-        has in flight before it asks for the next block, so that ranks are known to be as
-        fast as they are; `Block.done` says for what to wait instead.
+        A rank that gets no block contributes zeros like the others' sums. An exception in the loop, or leaving it
+        early, is reported to the others with their next call; they compute this rank's blocks. If a rank dies after
+        the loop and before its sum is fetched, the round is an error on all ranks: repeat the step. The loop waits
+        for JAX's pending work before it asks for the next block, so that ranks are timed correctly; `Block.done`
+        says for what to wait instead.
 
         Args:
             batch_size: the number of examples in the global batch, the same on all ranks.
@@ -411,18 +406,15 @@ class CodedGroup:
     def lag(self, *, token: jax.Array) -> Result: ...
 
     def lag(self, *, token: jax.Array | None = None) -> int | jax.Array | Result:
-        """Rounds of this group that are decided, as far as this rank knows, and that it
-        has not called yet.
+        """Return how many rounds of this group are decided, as far as this rank knows, that it has not called yet.
 
-        While it is not 0 the next collective returns a result that is there already,
-        and this rank's contribution is dropped: it can leave out its gradient, as
-        `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
+        While it is not 0, the next collective returns an existing result and drops this rank's contribution. So the
+        rank can leave out its gradient, as `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
         transport, always.
 
-        Outside ``jit`` this waits for this rank's own rounds in flight; pass the token to
-        include calls that a token orders. To leave out a gradient of your own, hand
-        `jaxcoded.coded_allreduce` ``skip=True`` with that very call: zeros alone would
-        count as a contribution if the round is not decided yet.
+        Outside ``jit`` this waits for this rank's own rounds in flight; pass the token to include calls that a
+        token orders. To leave out your own gradient, pass ``skip=True`` to that call of `jaxcoded.coded_allreduce`:
+        zeros alone would count as a contribution if the round is not decided yet.
 
         Args:
             token: orders this call, see `jaxcoded.coded_allreduce`.
@@ -445,25 +437,23 @@ class CodedGroup:
         return self._session.transport.host_lag()
 
     def snapshot(self, state: Any, *, every: int = 16) -> bool:
-        """Keep a copy of this rank's state for ranks that have to start from one; see
-        `resync`.
+        """Keep a copy of this rank's state for ranks that must continue from one; see `resync`.
 
-        Call it on every rank after each step, with what the step returned: parameters,
-        optimizer state, step number, position of the sampler. It waits for this rank's
-        own steps, and for nobody else. Late ranks can use the copy while the results of
-        the rounds after it are kept, so ``every`` steps must have fewer rounds than the
-        history (64 or more).
+        Call it on every rank after each step, with what the step returned: parameters, optimizer state, step
+        number, position of the sampler. It waits for this rank's own steps only. Late ranks can use the copy while
+        the results of the rounds after it are kept, so ``every`` steps must have fewer rounds than the history (64
+        or more).
 
         Args:
             state: pytree of arrays, equal on all ranks.
-            every: copy at every so many calls (≥ 1).
+            every: number of calls between two copies (≥ 1).
 
         Returns:
             Whether this call made a copy.
 
         Raises:
             ValueError: ``every`` is not an integer ≥ 1.
-            CodedError: this rank has not got what the new root has, see `alike`.
+            CodedError: this rank lacks state of the new root, see `alike`.
             TypeError: a leaf is not an array of numbers or random keys.
         """
         check_open(self)
@@ -492,8 +482,7 @@ class CodedGroup:
             The state, a pytree of arrays.
 
         Raises:
-            Desynchronized: nobody above has a snapshot, or answers in time; or there
-                was a `replan` since.
+            Desynchronized: no rank above has a snapshot or answers in time, or there was a `replan` since.
             ValueError: the snapshot is of another state.
         """
         check_open(self)
@@ -502,11 +491,10 @@ class CodedGroup:
         return snapshots.newest(self._session.transport, like, timeout)
 
     def telemetry(self) -> Telemetry:
-        """What this rank has seen of the latest rounds: who was in time and how late,
-        who decided, what took how long. Neither waits nor communicates.
+        """Return what this rank has seen of the latest rounds: which ranks were late and by how much, which message
+        decided, what took how long. Neither waits nor communicates.
 
-        The root sees its own children like any parent, and knows besides how fast all
-        ranks are (`Telemetry.speeds`).
+        The root sees its own children like any parent, and also knows how fast all ranks are (`Telemetry.speeds`).
 
         Raises:
             NotImplementedError: with the mpi4jax transport, where all ranks wait for
@@ -523,13 +511,12 @@ class CodedGroup:
         )
 
     def statistics(self) -> dict[str, int]:
-        """What the engine has counted on this rank since the group was made; empty with the mpi4jax transport.
+        """Return the engine's counts on this rank since the group was made; empty with the mpi4jax transport.
 
         Returns:
-            ``compared_rounds``: rounds in which this rank had something to compare (``docs/verify.md``);
-            ``fetched_bytes``: of other ranks' messages and results; ``formed_bytes``: of sections that it has formed
-            (``docs/engine.md``); and in use now, ``history_bytes`` for results that late ranks may lack, and
-            ``memory_bytes`` in all.
+            ``compared_rounds``, in which this rank had messages to compare (``docs/verify.md``); ``fetched_bytes``
+            of other ranks' messages and results; ``formed_bytes`` of sections (``docs/engine.md``). In use now:
+            ``history_bytes`` for results that late ranks may lack, and ``memory_bytes`` in all.
         """
         check_open(self)
         transport = self._session.transport
@@ -539,23 +526,22 @@ class CodedGroup:
         """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
         rank's rounds, for loggers.
 
-        It runs on a thread of its own, in the order of the rounds, and holds up no
-        round. If 65,536 rounds wait for it, it does not see the oldest. What it raises is logged. A group has one such function, the latest; it is
-        called no more once the group is closed and it has seen all rounds. The groups that `replan` and
-        `recovered` return go on with it.
+        It runs on a separate thread, in the order of the rounds, and delays no round. If 65,536 rounds wait for it,
+        it misses the oldest. Errors that it raises are logged. A group has one such function, the latest. It still
+        sees all rounds after the group is closed. The groups that `replan` and `recovered` return continue to call
+        it.
         """
         check_open(self)
         self._callback = callback
         report(Reports.of(self._session.transport).reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
-        """The group with its data laid out anew, in proportion to these speeds.
+        """Return the group with its data assigned again, in proportion to these speeds.
 
-        A round like any other: all ranks call it between the same two rounds, and nobody
-        waits for a late one. The root's speeds count, such as
-        ``group.telemetry().speeds``. This group is closed by it: take the new one's
-        `epoch`, and compile the step with the new one. A ``with`` block of this
-        group closes the new one at its end.
+        A round like any other: all ranks call it between the same two rounds, and no rank waits for a late one. The
+        root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: take the new one's
+        `epoch`, and compile the step with the new one. A ``with`` block of this group closes the new one at its
+        end.
 
         Args:
             speeds: relative speed of each rank, positive; see `Coded`.
@@ -567,9 +553,8 @@ class CodedGroup:
         Raises:
             ValueError: there is no such plan, or the strategy takes no speeds. On every rank; this
                 group stays open.
-            GroupMismatch: other ranks called something else. The root's speeds may have
-                reached some ranks and not others by then; sums of ranks with different
-                plans raise it, too, until all of them have replanned.
+            GroupMismatch: other ranks called something else. The root's speeds may have reached only some ranks by
+                then. Sums of ranks with different plans raise it, too, until all have replanned.
 
         Example:
             >>> from mpi4py import MPI
@@ -604,22 +589,22 @@ class CodedGroup:
         timeout: float = 60.0,
         put_out: bool = False,
     ) -> "CodedGroup":
-        """The group without its dead ranks, with its tolerance restored and the data laid out anew among those that
-        live; see ``docs/recovery.md``.
+        """Return the group without its dead ranks, with its tolerance restored and the data divided among the
+        living; see ``docs/recovery.md``.
 
-        Collective of the ranks that live, between the same two rounds. It waits for all of them: call it every so many
-        steps. Where MPI reports no death it is this group that comes back, and nothing changes. Otherwise this group is
-        closed: take the new one's `rank`, `size` and `epoch`, and compile the step with it. A ``with`` block of this
-        group closes the new one at its end. Ranks keep their order, but for another root; parameters and state stay
+        Collective of the living ranks, between the same two rounds. It waits for all of them, so call it only every
+        few steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: take
+        the new one's `rank`, `size` and `epoch`, and compile the step with it. A ``with`` block of this group
+        closes the new one at its end. Ranks keep their order, except for a new root; parameters and state stay
         where they are.
 
-        Where the root has died, call it there, too, when a step has failed. Some ranks may have had the sum of the last
-        round, and others an error. So the group is not `alike`: until its root has handed on its state with
-        `tree_bcast`, sums are an error.
+        After a failed step, call it if the root has died. Some ranks may have received the sum of the last round,
+        and others an error. So the group is not `alike`: sums are an error until the root has sent its state with
+        `tree_bcast`.
 
-        A rank that is alive but does not call this, as its program hangs or its process is stopped, keeps the others
-        here. With ``put_out`` its process is killed after ``timeout``, and it counts among the dead. So is a rank that
-        is only slow; but nobody is while rounds go on without this rank.
+        A living rank that does not call this, because its program hangs or its process is stopped, keeps the others
+        waiting. With ``put_out`` its process is killed after ``timeout``, and it counts as dead. This also hits a
+        rank that is only slow. But no rank is killed while rounds continue without this rank.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
@@ -627,19 +612,19 @@ class CodedGroup:
             strategy: of the new group, the same on all of them. Default: that of this one, with the
                 speeds of the ranks that live.
             options: of the new group. Default: those of this one.
-            timeout: seconds for which ranks that are alive but do not call this are waited for.
-            put_out: whether the processes of those are killed then (``SIGKILL``): by any rank that has
-                come of the same host and pid namespace, if it may. What the root says counts, if it
-                comes.
+            timeout: seconds to wait for living ranks that do not call this.
+            put_out: whether to kill their processes then (``SIGKILL``). Any rank in the call on the same host and
+                in the same pid namespace does it, if it has permission. The root's value counts, if the root takes
+                part.
 
         Raises:
-            ValueError: MPI is not fault-tolerant, the strategy does not fit so many ranks, it is for just
-                those of this group (``Coded(parents=…)``) and none is given, or the group keeps or follows a
-                record. On every rank; this group stays open.
+            ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; the old one
+                fits only its own ranks (``Coded(parents=…)``) and no other is given; or the group has a ``record``
+                or ``replay``. On every rank; this group stays open.
             TypeError: ``strategy`` or ``put_out`` is something else.
-            CodedError: a rank that lives has not come, and is not or cannot be put out; or one more died
-                while the group was made anew, or rounds of this one were decided. On every rank that has come; this group stays open, and who
-                calls this again meets those who do, too.
+            CodedError: a living rank did not call this, and was not or could not be killed; another rank died while
+                the new group was made; or rounds of this one were decided. Raised on every rank in the call; this
+                group stays open, and all may call this again.
         """
         check_open(self)
         return self._followed_by(
@@ -655,14 +640,13 @@ class CodedGroup:
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> "CodedGroup":
-        """The group with so many more ranks, of processes that are started for it; see ``docs/recovery.md``.
+        """Return the group with this many more ranks, in processes that it starts; see ``docs/recovery.md``.
 
-        Experimental: it rests on what one MPI does, Open MPI 5.
+        Experimental: it relies on the behaviour of one MPI, Open MPI 5.
 
-        Collective, between the same two rounds, of a group of which nobody is dead: call `recovered` first. The
-        processes run this program, and get the group from `joining`. They know nothing of the training: the new
-        group is not `alike`, on any rank, and sums are an error until a `tree_bcast` has handed on what its root
-        has:
+        Collective, between the same two rounds, of a group without dead ranks: call `recovered` first. The
+        processes run this program, and get the group from `joining`. They know nothing of the training. So the new
+        group is not `alike`, on any rank, and sums are an error until a `tree_bcast` has sent the root's state:
 
             group = group.recovered()
             if group.size < size:
@@ -682,24 +666,24 @@ class CodedGroup:
             ranks: how many join, ≥ 1.
             strategy: of the new group, the same on all old ranks. Default: that of this one.
             options: of the new group. Default: those of this one.
-            command: starts each of the processes. Default: as those that were there at the beginning were started.
-                The folder is that in which the one that starts them has imported jaxcoded.
-            timeout: seconds for which ranks that do not call this are waited for, and then until all of the
-                processes have called `joining`. After that the group is to be made within half of them, but not
-                less than 30 s.
+            command: starts each of the processes. Default: the command of the ranks of the job's start. Its folder
+                is that in which the rank that starts them has imported jaxcoded.
+            timeout: seconds to wait for ranks that do not call this, and then for all processes to call `joining`.
+                After that the group must be made within half of it, but at least 30 s.
 
         Returns:
             A group of all.
 
         Raises:
-            ValueError: an argument is not as said, MPI or its launcher would not go on where a rank dies,
-                the strategy does not fit so many ranks, it is for just those of this group (``Coded(parents=…)``) and
-                none is given, or the group keeps or follows a record. On every rank; this group stays open.
+            ValueError: an argument is not as described; MPI or its launcher does not survive the death of a rank;
+                the strategy does not fit the new number of ranks; the old one fits only its own ranks
+                (``Coded(parents=…)``) and no other is given; or the group has a ``record`` or ``replay``. Raised on
+                every rank; this group stays open.
             TypeError: ``strategy``, ``options`` or ``command`` is something else.
             GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
-            CodedError: some of this group are dead, or have not come; or a process was not there in time, has
-                ended or died on the way, and then all that were started are ended. On every rank that has come;
-                this group stays open.
+            CodedError: some ranks of this group are dead, or did not call this; or a new process was late, ended or
+                died, in which case all new processes are ended. Raised on every rank in the call; this group stays
+                open.
 
         Example:
             >>> from mpi4py import MPI
@@ -716,28 +700,28 @@ class CodedGroup:
         )
 
     def _followed_by(self, session: Session) -> "CodedGroup":
-        """The group of a session on which all ranks have agreed; it may be this one."""
+        """Return the group of a session on which all ranks have agreed; it may be this one."""
         if session is self._session:
             return self
         other = self._successor = self._of(session)
         session.transport.enter()
         if self._callback is not None:
             other.on_round(self._callback)
-        # all are here, and know all results: nobody is waited for
+        # all ranks are in this call and know all results, so there is no one to wait for
         self._session.withdraw()
         return other
 
     @classmethod
     def joining(cls) -> "CodedGroup | None":
-        """In a process that `extended` has started, the group that it is taken into; in all others None. Experimental,
-        as `extended` is.
+        """Return the group that a process started by `extended` joins; None in all other processes. Experimental,
+        like `extended`.
 
-        Call it where the program would make its group, and as early as can be, as the others wait meanwhile. The group
-        is not `alike` yet: take part in the `tree_bcast` that the others call next. Where the program goes on depends
-        on what it hands on, such as the number of the step (``docs/recovery.md``).
+        Call it where the program would make its group, as early as possible, since the others wait. The group is
+        not `alike` yet: take part in the `tree_bcast` that the others call next. Its values, such as the number of
+        the step, tell the program where to continue (``docs/recovery.md``).
 
         Raises:
-            CodedError: the group has not taken this process in, or it has called this before.
+            CodedError: the group did not accept this process, or the process has called this before.
 
         Example:
             >>> import jaxcoded
@@ -757,14 +741,12 @@ class CodedGroup:
         so that late ones can still get their results.
 
         Args:
-            timeout: seconds after which the engine leaves all the same. Ranks that have
-                not come by then are named in a warning.
+            timeout: seconds after which the engine leaves anyway. A warning names the ranks that are absent then.
 
         Raises:
             ValueError: ``timeout`` is not a number ≥ 0; the group stays open.
-            GroupMismatch: other ranks called a collective instead. With the mpi4jax
-                transport raised on all; with the engine on those that wait for more
-                ranks than their code can do without.
+            GroupMismatch: other ranks called a collective instead. With the mpi4jax transport raised on all; with
+                the engine on those that wait for more ranks than their code tolerates.
         """
         timeout = _require.not_negative("timeout", timeout)
         if self.closed:

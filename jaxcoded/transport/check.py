@@ -1,4 +1,4 @@
-"""Whether parents compare what their children send, and what follows where it does not agree."""
+"""Whether parents compare their children's messages, and what follows if these differ."""
 
 import dataclasses
 import os
@@ -18,25 +18,23 @@ ACTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Compare what children send with what a parent gets beyond what it needs, and look for NaN
-    and infinities: for ranks whose memory or processor is at fault (``docs/verify.md``), and, as `DEBUG`, for
-    mistakes in the program.
+    """Compare messages with the surplus ones that a parent does not need, and look for NaN and infinities. This
+    detects faulty memory and processors (``docs/verify.md``) and, as `DEBUG`, mistakes in the program.
 
     Attributes:
-        action: what happens where messages differ by more than rounding explains
-            (``docs/theory.md``). ``"raise"`` fails the round with `InconsistentMessages` on all ranks;
-            ``"warn"`` logs it, and goes on; ``"drop"`` logs it, and forms the sum without the child that is
-            wrong, or fails the round where that is not known, or the others do not suffice. One
-            message more than needed tells which children may be wrong, two tell which one is. Where work
-            is shared two ranks compute one block of each round, which tells that one of them is
-            wrong; ``"drop"`` fails the round then.
-        wait: for which messages. ``False``: none; those are compared that have come when the sum can be formed:
-            often none too many. ``True``: those of all children that live, at most until the deadline, so that
-            there are as many as can be. ``"all"``: those of all children, before anybody gets the sum, so only with
-            ``"raise"``. Where work is shared nobody computes then what others are late with.
+        action: what happens if messages differ by more than rounding explains (``docs/theory.md``). ``"raise"``
+            fails the round with `InconsistentMessages` on all ranks. ``"warn"`` logs it and continues. ``"drop"``
+            logs it and forms the sum without the wrong child; if that child is unknown, or the others do not
+            suffice, the round fails. One surplus message shows which children may be wrong, two show which one is.
+            With shared work two ranks compute one block of each round, which shows that one of them is wrong;
+            ``"drop"`` then fails the round.
+        wait: for which messages to wait. ``False``: none. It compares those that have arrived when the sum can be
+            formed, often without a surplus. ``True``: those of all living children, at most until the deadline, for
+            the largest surplus. ``"all"``: those of all children before any rank gets the sum, so only with
+            ``"raise"``. With shared work no rank then computes what others are late with.
 
     Raises:
-        ValueError: an argument is not as said.
+        ValueError: an argument is not as described.
 
     Example:
         >>> import jaxcoded
@@ -66,7 +64,7 @@ class Check:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether it is to find mistakes of the program, as `DEBUG`."""
+        """Whether it detects mistakes of the program, like `DEBUG`."""
         return self.wait == "all"
 
     def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
@@ -94,7 +92,7 @@ DEBUG = Check(wait="all")
 
 
 def asked(check: Any) -> Any:
-    """``check``, or what the environment says where it is ``None``, see `validate`."""
+    """Return ``check``, or the environment's value if it is ``None``, see `validate`."""
     if check is not None:
         return check
     value = os.environ.get(VARIABLE, "")

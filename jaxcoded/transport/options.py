@@ -1,4 +1,4 @@
-"""How a group makes its rounds. What it sums does not depend on this."""
+"""How a group makes its rounds. The sums do not depend on these options."""
 
 import dataclasses
 import functools
@@ -18,42 +18,33 @@ _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a group makes its rounds. All of it is for the engine: with mpi4jax a deadline
-    that does more than wait, and a ``check``, are errors, and the other
-    options have no effect.
+    """How a group makes its rounds. All options are for the engine. With mpi4jax a ``check``, and an
+    ``on_deadline`` other than ``"wait"``, are errors; other options have no effect.
 
     Attributes:
-        deadline: how long the root waits for more children than a round can do
-            without, in seconds from the beginning of a round; or ``"3x"``, 3 times
-            what it takes as a rule (the median of the latest rounds of the same call in
-            which nobody missed the deadline, once there are 5); or ``None``. A parent
-            further down, ``h`` layers above the lowest leaf below it, has ``h / H`` of
-            the time. Never needed for up to ``stragglers`` late children.
-        on_deadline: what happens then. ``"wait"``: a parent logs whom it waits for,
-            once per round (``logging``, logger ``jaxcoded``), and waits on. After the
-            same time again it logs which child calls nothing while rounds go on without
-            it.
-            ``"raise"``: the round fails on all ranks with `DeadlineExceeded`, also where
-            it is the root's program that has not called it.
-            ``"approximate"``: parents go on with the least-squares combination of what
-            has come. ``residual=True`` in a call tells how far its sum is from the
-            exact one. Where work is shared the sum is of the blocks that are computed by
-            then, see ``docs/sharing.md``.
-        piece_bytes: bytes in which long messages move, at most 1 GiB. Shorter pieces go
-            through a deep tree sooner, longer ones cost less work. Default: 256 KiB,
-            128 KiB on one host, or what `CodedGroup.auto` finds.
-        sections_from: sums of so many bytes and more are formed in sections, each by
-            another of the root and its children, where their messages are as long as the
-            vector (``docs/engine.md``); 0: none. Default: what pays on the hosts of the
-            group.
+        deadline: how long the root waits if more children are late than a round tolerates: seconds from the
+            beginning of a round, ``"3x"`` or ``None``. ``"3x"`` is 3 times the median of the latest rounds of the
+            same call that met the deadline, once there are 5. A parent further down, ``h`` layers above the lowest
+            leaf below it, has ``h / H`` of the time. Up to ``stragglers`` late children need no deadline.
+        on_deadline: what happens then. ``"wait"``: a parent logs for whom it waits, once per round (logger
+            ``jaxcoded``), and continues to wait. After the same time again it logs which child makes no call while
+            rounds continue without it. ``"raise"``: the round fails on all ranks with `DeadlineExceeded`, even if
+            it is the root's program that is late. ``"approximate"``: parents use the least-squares combination of
+            the messages that have arrived. ``residual=True`` in a call returns how far its sum is from the exact
+            one. With shared work the sum is that of the blocks computed by then, see ``docs/sharing.md``.
+        piece_bytes: size of the pieces in which long messages move, at most 1 GiB. Shorter pieces pass a deep tree
+            sooner, longer ones cost less work. Default: 256 KiB, 128 KiB on one host, or the choice of
+            `CodedGroup.auto`.
+        sections_from: the least bytes of a sum that the root and its children form in sections, one each
+            (``docs/engine.md``). Their messages must be as long as the vector. 0: none. Default: what pays on the
+            group's hosts.
         history_bytes: memory of a rank for results that late ranks lack, in bytes; at
             least 64 rounds are kept up to 1 GiB.
-        telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` tells of;
-            0 turns it off.
-        check: a `Check`: compare what ranks send, and look for NaN. `DEBUG` looks for mistakes in
-            the program; parents whose children cannot be checked are named in a warning. ``False``: nothing.
-            Default: `DEBUG` with ``JAXCODED_DEBUG=1`` in the environment, which leaves groups as they are (with a
-            warning) where ``check=DEBUG`` is an error.
+        telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` covers; 0 turns it off.
+        check: a `Check`: compare the ranks' messages, and look for NaN. `DEBUG` detects mistakes in the program; a
+            warning names parents whose children cannot be checked. ``False``: no check. Default: `DEBUG` with
+            ``JAXCODED_DEBUG=1`` in the environment. For a group in which ``check=DEBUG`` is an error, the variable
+            only causes a warning.
 
     Example:
         >>> import jaxcoded
@@ -73,7 +64,7 @@ class Options:
     check: Check | bool | None = None
 
     def complete(self) -> Self:
-        """With what stands for ``None``, see `validate`."""
+        """Return the options with ``None`` replaced by what it stands for, see `validate`."""
         return dataclasses.replace(self, check=check.asked(self.check))
 
     def validate(self) -> None:
