@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import CodedError
+from jaxcoded.plan.costs import relative
 from jaxcoded.plan.placement import Placement
 from jaxcoded.transport import primitive
 from jaxcoded.transport.base import Transport
@@ -50,10 +51,12 @@ class Blocks:
         self._transport, self._work = transport, SharedWork.of(transport)
         self._words = f"the blocks of a batch of {batch_size}"
         self._starts = placement.examples(batch_size)
-        self._divided = None
+        self._divided: list[np.ndarray] | None = None
+        self._costs: list[float] = []
         if costs is not None:
             self._words += f" with the costs {zlib.crc32(costs.tobytes()):08x}"
             self._divided = placement.divided(costs)
+            self._costs = relative([costs[block].sum() for block in self._divided])
         self._entered = self._begun = self._over = False
 
     def __enter__(self) -> Self:
@@ -74,7 +77,7 @@ class Blocks:
         self._begun = True
         primitive.effects_barrier()  # rounds that are in flight come before
         failed = _failed()
-        number = self._work.take_block(self._words, first=True)
+        number = self._work.take_block(self._words, first=True, costs=self._costs)
         while number is not None:
             if self._divided is None:
                 indices = np.arange(*self._starts[number : number + 2])

@@ -8,10 +8,12 @@ import numpy as np
 
 from jaxcoded import _arrays, _require
 
+_LEAST = 1e-3  # of the mean, what a block costs
+
 
 def checked(costs: Any, examples: int) -> np.ndarray:
-    """Return the costs of so many examples, float64 ``(examples,)``, read-only; a TypeError or ValueError with the
-    remedy unless each is a finite number ≥ 0."""
+    """Return the costs of so many examples as parts of the largest, float64 ``(examples,)``, read-only; a TypeError or
+    ValueError with the remedy unless each is a finite number ≥ 0."""
     try:
         out = np.array(_arrays.viewed(costs), np.float64)
     except (TypeError, ValueError):
@@ -28,6 +30,7 @@ def checked(costs: Any, examples: int) -> np.ndarray:
             f"costs must be finite and >= 0, got {out[wrong[0]]:g} for example {wrong[0]}: give the seconds that each "
             "takes, or numbers in proportion to them"
         )
+    out /= out.max() or 1.0
     out.setflags(write=False)
     return out
 
@@ -67,8 +70,7 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
 def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarray]:
     """Return the examples of each block: dealt out to ranks, and those of each rank to its blocks.
 
-    The blocks of a rank cost about the same, so that the number of blocks which are left tells the cost that is left.
-    An example that costs more than a block makes one on its own, the rank's first.
+    The blocks of a rank cost about the same, so that others can take any of them. An example that costs more than a block makes one on its own, the rank's first.
 
     Args:
         costs: as for `longest_first`.
@@ -78,3 +80,10 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
     for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):
         out += [its[block] for block in longest_first(costs[its], room)]
     return out
+
+
+def relative(costs: Sequence[float]) -> list[float]:
+    """Return the costs of blocks as multiples of the mean, none below 1/1000: also who has nothing to compute takes a
+    moment."""
+    mean = sum(costs) / len(costs)
+    return [max(float(cost / mean), _LEAST) if mean else 1.0 for cost in costs]

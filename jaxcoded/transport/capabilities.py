@@ -56,10 +56,12 @@ class SharedWork(Capability):
     needed = "shared work needs"
 
     @abc.abstractmethod
-    def take_block(self, words: str, *, first: bool) -> int | None:
+    def take_block(
+        self, words: str, *, first: bool, costs: Sequence[float] = ()
+    ) -> int | None:
         """Return the next block of a round whose vectors follow in the next one;
         ``None`` once all are computed, and `end_of_blocks` is to be called. All ranks
-        must agree on ``words``."""
+        must agree on ``words``. ``costs``: of each block, > 0, about 1; none: all the same."""
 
     @abc.abstractmethod
     def end_of_blocks(self) -> None:

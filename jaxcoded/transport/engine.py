@@ -279,9 +279,12 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         if outcome != _DONE:
             raise _error(outcome, text)
 
-    def take_block(self, words: str, *, first: bool) -> int | None:
+    def take_block(
+        self, words: str, *, first: bool, costs: Sequence[float] = ()
+    ) -> int | None:
         number = fingerprint(words) % 2**64 if first else 0
-        return self._ask("take", number, words if first else "", first)
+        said = (words, first, list(costs)) if first else ("", first, [])
+        return self._ask("take", number, *said)
 
     def end_of_blocks(self) -> None:
         outcome, text = self._ask("end_of_blocks")

@@ -3,11 +3,14 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World, spread
 
+from jaxcoded.plan.costs import relative
+from jaxcoded.plan.placement import Placement
 from jaxcoded.transport._engine import Ledger, Order, Share
 
 WORKERS, BLOCKS = 12, 12
@@ -67,6 +70,38 @@ def test_near_the_least_time(name):
     for _ in range(3):
         step = its.run()
         assert ideal(seconds) <= step <= bound * ideal(seconds)
+
+
+@pytest.mark.parametrize("shape", [1.1, 1.5, 2.5])
+@pytest.mark.parametrize(("slowest", "bound"), [(1.0, 1.1), (2.5, 1.25)])
+def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
+    """Which is what an owner takes for its block that costs the most, or all work over all members."""
+    seconds = [BLOCK * f for f in np.linspace(1, slowest, WORKERS)]
+    placement = Placement(tuple(range(WORKERS)), 3, BLOCKS)
+    for seed in range(4):
+        costs = np.random.default_rng(seed).pareto(shape, WORKERS * BLOCKS) + 1
+        of_blocks = relative([costs[it].sum() for it in placement.divided(costs)])
+        its = World(
+            [list(ranks) for ranks in placement.holders],
+            *(WORKERS, seconds),
+            latency=steady,
+            empties=False,  # as on the host, where costs are known
+            costs=of_blocks,
+        )
+        alone = [cost * seconds[b // BLOCKS] for b, cost in enumerate(of_blocks)]
+        least = max(ideal(seconds), *alone)
+        took = [its.run() for _ in range(4)][1:]  # paces are known
+        assert sum(took) <= bound * 3 * least, (seed, took, least)
+
+
+def test_equal_costs_change_nothing():
+    rng = random.Random(1)
+    factors = [rng.uniform(1, 4) for _ in range(WORKERS)]
+    found = []
+    for costs in ((), [1.0] * WORKERS * BLOCKS):
+        its = world([BLOCK * f for f in factors], costs=costs)
+        found.append([(its.run(), dict(its.orders)) for _ in range(3)])
+    assert found[0] == found[1]
 
 
 def test_who_has_not_called_is_told_to_hold():

@@ -33,6 +33,7 @@ class World:
             time.
         latency: seconds that a message takes, a function without arguments.
         empties: whether programs can empty their vectors.
+        costs: of each block, as the parent knows them, which multiply its seconds; none: all are 1.
         stopped, dead: processes.
         orders: how many of each kind were given in this round.
         woken: how often the parent has woken up in this round although it had heard nothing.
@@ -41,13 +42,22 @@ class World:
     """
 
     def __init__(
-        self, holders, members, seconds, *, latency, patience=0.02, empties=True
+        self,
+        holders,
+        members,
+        seconds,
+        *,
+        latency,
+        patience=0.02,
+        empties=True,
+        costs=(),
     ):
         self.holders = holders
         self.members = members
         self.seconds = seconds
         self.latency = latency
         self.empties = empties
+        self.costs = list(costs)
         self.ledger = Ledger(holders, members, patience)
         self.clock = 0.0
         self.stopped, self.dead = set(), set()
@@ -125,7 +135,7 @@ class World:
         began = self.clock
         for seconds, what, member in faults:
             self.at(began + seconds, getattr(self, what), member)
-        self.ledger.begin(self.clock)
+        self.ledger.begin(self.clock, self.costs)
         for m in range(self.members):
             late = calls[m] if calls else 0.0
             own = [b for b, ranks in enumerate(self.holders) if ranks[0] == m]
@@ -192,6 +202,7 @@ class World:
                 self.computes[m] = block
                 time = self.seconds
                 took = time(m, self.clock) if callable(time) else time[m]
+                took *= self.costs[block] if self.costs else 1
                 self.at(self.clock + took, self._computed, m, of=m)
 
     def _computed(self, m):

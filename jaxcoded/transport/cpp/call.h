@@ -47,6 +47,7 @@ struct Call {
   std::vector<std::byte*> out;        // where the result goes; may be where `own` is
   bool complete = true;               // or only its first parts, and `out` is not known yet
   bool shared = false;                // who computes what of `own` is settled meanwhile
+  std::vector<double> costs = {};     // of its blocks, see `Ledger::begin`
   std::vector<bool> erased;           // children left out, by row, or for want of theirs; empty: none
   std::vector<Apart> apart;           // what is not compared with the rest, equal on all ranks,
   Examples examples;                  // and this too

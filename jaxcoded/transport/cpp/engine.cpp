@@ -251,6 +251,7 @@ Call Engine::call_of(Member& its, Request& request) {
   Call call;
   call.signature = std::move(request.signature);
   call.fingerprint = request.fingerprint;
+  call.costs = std::move(request.costs);
   if (!request.erased.empty()) {
     call.signature += ", erasures of ranks [";
     for (std::size_t rank = 0; rank < request.erased.size(); ++rank) {

@@ -95,6 +95,7 @@ struct Request {
   std::vector<Apart> apart = {};
   Examples examples = {};
   Audits audits = {};
+  std::vector<double> costs = {};  // of blocks, see `Ledger::begin`
   bool continues = false;    // the open call, of which parts are here
   std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
 };

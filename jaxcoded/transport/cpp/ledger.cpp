@@ -19,6 +19,7 @@ constexpr std::size_t ahead = 1;
 constexpr double further = 0.5;
 // What is being computed is only computed anew if that ends so much sooner, as a share of a block.
 constexpr double worth = 0.1;
+constexpr double telling = 0.5;  // blocks of usual cost that tell of a pace
 constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
 // Who is late is looked at again after this share of the time that nothing was heard, and of the patience at least.
 constexpr double share_of_time = 1.0 / 16, finest = 1.0 / 64;
@@ -56,7 +57,9 @@ Ledger::Ledger(const Division& division, double patience_seconds)
   }
 }
 
-void Ledger::begin(double now) {
+void Ledger::begin(double now, std::vector<double> costs) {
+  costs_ = std::move(costs);
+  if (costs_.size() != holders_.size()) costs_.clear();
   orders_.clear();
   free_.clear();
   closed_at_.reset();
@@ -120,8 +123,10 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   }
   if (progress.added > member.added) {
     const double ago = progress.seconds > 0 ? progress.seconds : 0;
-    const double block = (now - ago - member.since) / (progress.added - member.added);
-    if (block > 0) {  // it may have begun before this round did here
+    const double told = cost(member, member.added, progress.added);
+    const double block = (now - ago - member.since) / told;
+    // It may have begun before this round did here. What costs little takes as long as its messages.
+    if (block > 0 && told >= telling) {
       member.seconds = member.measured ? (member.seconds + block) / 2 : block;
       usual_.reset();
       member.measured = true;
@@ -156,13 +161,14 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
 void Ledger::give_up(std::size_t m, double now) {
   Member& member = members_[m];
   if (!member.here()) return;
+  const double block = member.left() ? (now - member.since) / cost(member.blocks[member.added]) : 0;
   count_unused(m);
   release(member);
   member = {.state = Member::State::given_up,
             .generation = member.generation + 1,
             .times_given_up = member.times_given_up + 1,
             .since = now,
-            .seconds = std::max(member.seconds, member.left() ? now - member.since : 0)};
+            .seconds = std::max(member.seconds, block)};
   usual_.reset();
   order(m, Order::Kind::drop, {});
 }
@@ -321,7 +327,7 @@ double Ledger::patience_ends(const Member& member) const {
 // Until when a closed round waits for blocks that are being computed.
 double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_seconds_, usual()); }
 
-// For one block, of any member.
+// For one block of usual cost, of any member.
 double Ledger::usual() const {
   if (usual_) return *usual_;
   std::vector<double> known;
@@ -335,23 +341,39 @@ double Ledger::seconds(const Member& member) const {
   return member.seconds > 0 ? member.seconds : usual();
 }
 
+// Of some of its blocks together.
+double Ledger::cost(const Member& member, std::size_t first, std::size_t last) const {
+  if (costs_.empty()) return static_cast<double>(last - first);
+  double out = 0;
+  for (std::size_t i = first; i < last; ++i) out += costs_[member.blocks[i]];
+  return out;
+}
+
 // Once it has called, it says so after some blocks: until then they go on as is usual.
-double Ledger::done_in(const Member& member, double now, std::size_t more) const {
-  const auto left = static_cast<double>(member.left() + more);
-  if (left == 0) return 0;
-  const double usual = seconds(member), elapsed = member.left() ? now - member.since : 0;
-  const auto untold = static_cast<double>(member.until_told());
+double Ledger::done_in(const Member& member, double now, double more) const {
+  const double usual = seconds(member);
+  if (!member.left()) return more * usual;
+  const double elapsed = now - member.since;
+  const double left = cost(member, member.added, member.blocks.size()) + more;
+  const std::size_t told = member.added + member.until_told();
+  const double untold = cost(member, member.added, told);
   if (elapsed < untold * usual) return left * usual - elapsed;
-  const double present = elapsed - (untold - 1) * usual;  // for one block
+  const double present = elapsed - (untold - cost(member.blocks[told - 1])) * usual;  // for one block
   return further * present + (left - untold) * std::max(usual, elapsed / untold);
 }
 
 // Its blocks before this one are not worth a recall.
 std::size_t Ledger::begun(const Member& member, double now) const {
   if (!member.here()) return 0;
-  const double usual = seconds(member), elapsed = now - member.since;
-  const bool as_usual = elapsed < static_cast<double>(member.until_told()) * usual;
-  return member.added + 1 + (as_usual ? static_cast<std::size_t>(elapsed / usual) : 0);
+  const double usual = seconds(member);
+  double elapsed = now - member.since;
+  std::size_t out = member.added + 1;
+  const std::size_t told = std::min(member.added + member.until_told(), member.blocks.size());
+  if (elapsed >= cost(member, member.added, told) * usual) return out;
+  for (; out <= told && elapsed >= cost(member.blocks[out - 1]) * usual; ++out) {
+    elapsed -= cost(member.blocks[out - 1]) * usual;
+  }
+  return out;
 }
 
 bool Ledger::holds(std::size_t m, Block block) const {
@@ -402,17 +424,21 @@ bool Ledger::grant_free(std::size_t m, double now) {
 
 // When the others would be done with all that a member was granted.
 double Ledger::anew_in(std::size_t from, double now) const {
-  std::vector<std::pair<double, double>> others;  // when each is done with one more, and for one
+  std::vector<std::pair<double, double>> others;  // when each is done, and for a block of usual cost
   for (std::size_t m = 0; m < members_.size(); ++m) {
     const Member& member = members_[m];
     if (m == from || !member.here()) continue;
-    others.emplace_back(done_in(member, now) + seconds(member), seconds(member));
+    others.emplace_back(done_in(member, now), seconds(member));
   }
   double out = 0;
-  for (std::size_t i = 0; i < members_[from].blocks.size() && !others.empty(); ++i) {
-    auto& [done, block] = *std::ranges::min_element(others);
-    out = done;
-    done += block;
+  for (const Block block : members_[from].blocks) {
+    if (others.empty()) break;
+    const auto with_it = [&](const auto& other) {
+      return std::pair(other.first + cost(block) * other.second, other.second);
+    };
+    auto& soonest = *std::ranges::min_element(others, {}, with_it);
+    soonest = with_it(soonest);
+    out = std::max(out, soonest.first);
   }
   return out;
 }
@@ -435,12 +461,11 @@ double Ledger::worth_taking(std::size_t from, double mine, double now) const {
 Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   if (waits_) return Found::nothing;
   const Member& member = members_[m];
-  // Estimated as for the others, so that no block goes back and forth between two late members.
-  const double mine = done_in(member, now, 1);
   const bool idle = !member.left();
-  double latest = mine;
+  double latest = 0;
   std::optional<std::size_t> from;
   Block which = 0;
+  double of = 0, mine = 0;
   for (std::size_t v = 0; v < members_.size(); ++v) {
     const Member& other = members_[v];
     if (v == m || !(other.here() || other.expected()) || other.held) continue;
@@ -448,12 +473,14 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
     const double its = done_in(other, now);
     // What it computes already is its last, and taken back only for who has nothing to do.
     const bool last = other.here() && other.left() == 1;
-    if (its <= latest) continue;
-    if (last && !(idle && its > worth_taking(v, mine, now))) continue;
+    if (its <= latest || (last && !idle)) continue;
     for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {
       const Block block = other.blocks[i];
       if (!holds(m, block)) continue;
       if (recalled(other, block) || (other.kept.contains(block) && !last)) continue;
+      // Estimated as for the others, so that no block goes back and forth between two late members.
+      if (cost(block) != of) mine = done_in(member, now, of = cost(block));
+      if (its <= mine || (last && its <= worth_taking(v, mine, now))) continue;
       latest = its;
       from = v;
       which = block;

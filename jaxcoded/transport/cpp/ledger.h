@@ -48,8 +48,9 @@ class Ledger {
   Ledger(const Division& division, double patience_seconds);
 
   // A round begins. Members are expected to begin with their own blocks, but those that were told
-  // to hold and were granted nothing since: they ask first.
-  void begin(double now);
+  // to hold and were granted nothing since: they ask first. `costs`: of each block, in blocks of usual cost, > 0;
+  // empty: all are usual.
+  void begin(double now, std::vector<double> costs = {});
   // It calls. `claims`: it has begun with its own blocks.
   void arrived(std::size_t member, bool claims, double now);
   // It will ask first, as it was told.
@@ -105,7 +106,7 @@ class Ledger {
     std::uint32_t times_given_up = 0;
     std::optional<double> held = {};  // it was told to hold and has not answered, since
     double since = 0;     // it computes what it has not told yet
-    double seconds = 0;   // for a block; 0: not known
+    double seconds = 0;   // for a block of usual cost; 0: not known
     bool measured = false;  // in this round
 
     bool expected() const { return state == State::expected; }
@@ -123,8 +124,10 @@ class Ledger {
   double patience_ends(const Member& member) const;
   double usual() const;
   double seconds(const Member& member) const;
-  // With so many blocks more.
-  double done_in(const Member& member, double now, std::size_t more = 0) const;
+  double cost(Block block) const { return costs_.empty() ? 1 : costs_[block]; }
+  double cost(const Member& member, std::size_t first, std::size_t last) const;
+  // With blocks of so much cost more.
+  double done_in(const Member& member, double now, double more = 0) const;
   std::size_t begun(const Member& member, double now) const;
   double anew_in(std::size_t from, double now) const;
   double worth_taking(std::size_t from, double mine, double now) const;
@@ -145,6 +148,7 @@ class Ledger {
   std::vector<std::vector<std::size_t>> holders_;
   Division own_;                     // blocks of each member
   std::vector<std::size_t> places_;  // of each block among its owner's
+  std::vector<double> costs_ = {};   // of each block in this round; empty: all are usual
   double patience_seconds_;
   std::vector<Member> members_;
   std::vector<bool> asks_;  // each member, before it begins with its own blocks

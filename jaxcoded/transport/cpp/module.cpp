@@ -117,10 +117,13 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
 
 // The next block of a round whose vectors follow in another one; nothing at its end.
 std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::string signature,
-                          bool first) {
+                          bool first, std::vector<double> costs) {
   const Taken taken = counted(index, first, [&] {
     return Engine::instance().take(
-        index, {.fingerprint = fingerprint, .signature = std::move(signature), .continues = !first});
+        index, {.fingerprint = fingerprint,
+                .signature = std::move(signature),
+                .costs = std::move(costs),
+                .continues = !first});
   });
   if (!taken.error.empty()) throw Closed{taken.error};
   if (!taken.work) return {};

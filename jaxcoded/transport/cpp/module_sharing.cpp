@@ -47,7 +47,7 @@ void add_sharing(nb::module_& module) {
   nb::class_<Ledger>(module, "Ledger")
       .def(nb::init<std::vector<std::vector<std::size_t>>, std::size_t, double>())
       .def(nb::init<const Division&, double>())
-      .def("begin", &Ledger::begin)
+      .def("begin", &Ledger::begin, nb::arg("now"), nb::arg("costs") = std::vector<double>())
       .def("arrived", &Ledger::arrived, nb::arg("member"), nb::arg("claims"), nb::arg("now"))
       .def("will_ask", &Ledger::will_ask)
       .def("heard", &Ledger::heard)

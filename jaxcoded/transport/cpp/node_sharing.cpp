@@ -205,7 +205,7 @@ void Node::begin_sharing() {
   const Progress own = progress();
   const double now = wire_.now();
   if (work_.replayed) work_.ledger.emplace(work_.replayed->at(next_).division, limits_.orphan_seconds);
-  work_.ledger->begin(now);
+  work_.ledger->begin(now, up_.call.costs);
   work_.ledger->arrived(0, own.claims, now);
   work_.ledger->heard(0, own, now);
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
