@@ -3,12 +3,14 @@ use without them."""
 
 import contextlib
 import dataclasses
+import time
 import warnings
 
 import numpy as np
 
 import jaxcoded
 from jaxcoded.plan import assignment
+from jaxcoded.plan.costs import longest_first
 
 PATIENCE = 60.0  # seconds
 
@@ -21,13 +23,15 @@ class Scheme:
         label: for tables and pictures.
         fanout: children of a parent; 0 for a star, all ranks below the root.
         fanout, code, stragglers, slices: of the plan, see `jaxcoded.Coded`.
-        work: to share, instead.
+        work: how it is laid out, instead.
         survives: whether it goes on when one rank has died.
         exact: whether its sums are those over all examples.
         without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
         in_jit: whether gradients are computed by a compiled program also where they need
             not be.
         check: see `jaxcoded.Options`.
+        known: whether ranks know what each example costs, and divide the batch by that.
+        balanced: whether loads are in proportion to the speeds of the step before.
     """
 
     label: str
@@ -38,9 +42,11 @@ class Scheme:
     survives: bool = True
     exact: bool = True
     without: str = ""
-    work: jaxcoded.Shared | None = None
+    work: jaxcoded.Shared | jaxcoded.Uncoded | None = None
     in_jit: bool = False
     check: jaxcoded.Check | None = None
+    known: bool = False
+    balanced: bool = False
 
     def plan(self, size):
         """For so many ranks, the root without data among them."""
@@ -100,8 +106,12 @@ def opened(scheme, comm, patience=PATIENCE):
     )
     if group.plan.encoded or scheme.in_jit:
         yield Compiled(group)
+    elif group.plan.strategy.by_blocks:
+        yield Shared(group, scheme.known)
+    elif scheme.known or scheme.balanced:
+        yield (Known if scheme.known else Balanced)(group)
     else:
-        yield (Shared if group.plan.strategy.by_blocks else Coded)(group)
+        yield Coded(group)
     # not after an error: then the others may be anywhere
     with warnings.catch_warnings():
         if patience < PATIENCE:  # ranks are known to be dead
@@ -176,11 +186,64 @@ class Coded:
         )
 
 
-class Shared:
-    """Shared work, on numpy arrays: block by block."""
+class Known:
+    """No code: the example that costs the most goes first, each to the rank with the least so far."""
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan
+        self.speeds = np.array(
+            [float(group.plan.load_of(r)) for r in range(group.size)]
+        )
+
+    def prepare(self, problem):
+        self._problem = problem
+
+    def divided(self):
+        """The examples of each rank."""
+        costs = self._problem.costs
+        rooms = np.where(self.speeds > 0, len(costs), 0).tolist()
+        return longest_first(costs, rooms)
+
+    def __call__(self, theta, pace):
+        problem, rank = self._problem, self.group.rank
+        rows = self.divided()[rank]
+        begun = time.perf_counter()
+        vector = np.zeros(problem.features + self.group.size, np.float32)
+        weights = np.ones(len(rows), np.float32)
+        vector[: problem.features] = worked(problem, theta, rows, weights, pace)
+        took = time.perf_counter() - begun
+        # so the sum tells all ranks how fast all are
+        vector[problem.features + rank] = (
+            len(rows) / took if len(rows) else self.speeds[rank]
+        )
+        vector = jaxcoded.host.allreduce(vector, self.group, out=vector)
+        self.speeds = self.next(vector[problem.features :].astype(float))
+        return vector[: problem.features]
+
+    def next(self, measured):
+        """The speeds by which the next batch is divided."""
+        return self.speeds
+
+
+class Balanced(Known):
+    """No code: loads in proportion to the speeds of the step before."""
+
+    def divided(self):
+        examples = self._problem.examples
+        ends = np.cumsum(self.speeds / self.speeds.sum())
+        ends = np.rint(ends * examples).astype(int)
+        return np.split(np.arange(examples), ends[:-1])
+
+    def next(self, measured):
+        slowest = 1e-3 * measured.max()  # or it would never be tried again
+        return np.where(self.speeds > 0, np.maximum(measured, slowest), 0.0)
+
+
+class Shared:
+    """Shared work, on numpy arrays: block by block."""
+
+    def __init__(self, group, known=False):
+        self.group, self.plan, self._known = group, group.plan, known
 
     def prepare(self, problem):
         self._problem = problem
@@ -188,7 +251,8 @@ class Shared:
     def __call__(self, theta, pace):
         problem = self._problem
         local = np.zeros(problem.features, np.float32)
-        with self.group.blocks(problem.examples) as blocks:
+        costs = problem.costs if self._known else None
+        with self.group.blocks(problem.examples, costs=costs) as blocks:
             for block in blocks:
                 rows = block.indices
                 weights = np.ones(len(rows), np.float32)

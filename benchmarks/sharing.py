@@ -15,6 +15,9 @@ is killed there, in a job with Open MPI's fault-tolerant MPI, of one scheme alon
 
     scripts/mpirun -n 13 --with-ft ulfm .venv/bin/python -m mpi4py benchmarks/sharing.py --killed
 
+With ``--costs 1.5`` examples cost what a Pareto distribution of this shape draws, and ranks know it or
+do not. The ideal is then at least what the most expensive example takes.
+
 With ``--job`` the blocks are the microbatches of a real job, as a file has them (columns
 job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
 """
@@ -63,8 +66,8 @@ def models(steps):
     }
 
 
-def schemes(blocks):
-    """By label."""
+def schemes(blocks, costs):
+    """By label; ``costs``: whether they are unequal."""
     shared = [
         Scheme(
             f"shared, data on {replicas} others{', in jit' if in_jit else ''}",
@@ -76,11 +79,23 @@ def schemes(blocks):
     ]
     verified = {"label": f"{shared[-1].label}, verified", "check": jaxcoded.Check()}
     shared.insert(-1, dataclasses.replace(shared[-1], **verified))
+    star = jaxcoded.Uncoded(fanout=WORKERS, root_computes=False)
     others = [
         Scheme("uncoded", stragglers=0),
-        Scheme("fractional repetition", code="fractional_repetition"),
-        Scheme("cyclic repetition", code="cyclic_repetition"),
+        Scheme("uncoded, by the step before", work=star, balanced=True),
     ]
+    if costs:
+        others.append(Scheme("uncoded, by known costs", work=star, known=True))
+        shared = [it for it in shared if not it.in_jit]  # where shapes are equal
+        shared += [
+            dataclasses.replace(it, label=f"{it.label}, by known costs", known=True)
+            for it in shared
+        ]
+    else:
+        others += [
+            Scheme("fractional repetition", code="fractional_repetition"),
+            Scheme("cyclic repetition", code="cyclic_repetition"),
+        ]
     return {scheme.label: scheme for scheme in others + shared}
 
 
@@ -107,7 +122,8 @@ class Slept:
 
     def begin(self, step):
         """A step begins."""
-        self._seconds = self.work[step] * self.slowness[step, max(comm.rank - 1, 0)]
+        self.costs = self.work[step]
+        self._seconds = self.costs * self.slowness[step, max(comm.rank - 1, 0)]
         self._overslept = 0.0
         self._step, self._worked = step, 0
 
@@ -125,16 +141,24 @@ class Slept:
         return np.bincount(rows, weights, self.features)
 
     def ideal(self):
-        """Seconds of every step, float64 ``(steps,)``."""
-        return self.work.sum(axis=1) / (1 / self.slowness).sum(axis=1)
+        """Seconds of every step, float64 ``(steps,)``: nobody divides an example."""
+        longest = self.work.max(axis=1) * self.slowness.min(axis=1)
+        return np.maximum(
+            self.work.sum(axis=1) / (1 / self.slowness).sum(axis=1), longest
+        )
 
 
-def drawn(model, steps, blocks, work):
-    """A batch under a model: ``work`` seconds for each worker, in so many blocks."""
+def drawn(model, steps, examples, work, shape=None):
+    """A batch under a model: ``work`` seconds for each worker, in so many examples; ``shape``: what these
+    cost is drawn from a Pareto distribution, anew in each step."""
     slowness = [
         delays.factor for _, delays in zip(range(steps), model.rounds(WORKERS, seed=1))
     ]
-    return Slept(np.full((steps, WORKERS * blocks), work / blocks), np.array(slowness))
+    costs = np.ones((steps, WORKERS * examples))
+    if shape is not None:
+        costs += np.random.default_rng(2).pareto(shape, costs.shape)
+    costs *= WORKERS * work / costs.sum(axis=1, keepdims=True)
+    return Slept(costs, np.array(slowness))
 
 
 def replayed(path, job, steps, work, cut):
@@ -221,7 +245,7 @@ def without_one(collectives, args):
     problem = drawn(models(steps)["nobody"], steps, args.blocks, args.work * 1e-3)
     if comm.rank == 0:
         print(f"\none worker is {what}, ms of a step: fair is {fair:.2f} × before")
-        print(f"{'':38}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
+        print(f"{'':42}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
     for label, collective in collectives.items():
         if not collective.plan.strategy.by_blocks:
             continue  # all others wait for it, or do not care
@@ -234,7 +258,7 @@ def without_one(collectives, args):
         later = np.median(seconds[strikes_in : strikes_in + without - 2])
         if comm.rank == 0:
             print(
-                f"{label:38}{1e3 * before:8.1f}{1e3 * seconds[strikes_in - 1]:11.1f}"
+                f"{label:42}{1e3 * before:8.1f}{1e3 * seconds[strikes_in - 1]:11.1f}"
                 f"{1e3 * later:8.1f}{later / before:10.2f}",
                 flush=True,
             )
@@ -253,10 +277,10 @@ def report(name, seconds, ideal, args, path):
         for label, each in seconds.items()
     }
     print(f"\n{name}: {len(ideal)} steps, ideal {1e3 * ideal.mean():.1f} ms on average")
-    print(f"{'median':38}{'÷ ideal':>10}{'÷ uncoded':>11}{'mean ÷ ideal':>14}{'ms':>8}")
+    print(f"{'median':42}{'÷ ideal':>10}{'÷ uncoded':>11}{'mean ÷ ideal':>14}{'ms':>8}")
     for label, line in lines.items():
         print(
-            f"{label:38}{line['median_of_ideal']:10.2f}{line['median_of_uncoded']:11.2f}"
+            f"{label:42}{line['median_of_ideal']:10.2f}{line['median_of_uncoded']:11.2f}"
             f"{line['mean_of_ideal']:14.2f}{1e3 * line['mean_seconds']:8.1f}",
             flush=True,
         )
@@ -278,6 +302,10 @@ def main():
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--work", type=float, default=120, help="ms of a worker's step")
     parser.add_argument("--blocks", type=int, default=12, help="of a worker")
+    parser.add_argument(
+        "--costs", type=float, metavar="SHAPE", help="of a Pareto distribution: unequal"
+    )
+    parser.add_argument("--examples", type=int, default=1, help="of a block")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--models", nargs="+", choices=list(models(2)))
     parser.add_argument("--jit", action="store_true", help="inside of jit, too")
@@ -301,10 +329,16 @@ def main():
     else:
         known = models(steps)
         problems = {
-            name: drawn(known[name], steps, args.blocks, work)
+            name: drawn(
+                known[name], steps, args.blocks * args.examples, work, args.costs
+            )
             for name in args.models or known
         }
-    chosen = [it for it in schemes(args.blocks).values() if args.jit or not it.in_jit]
+    chosen = [
+        it
+        for it in schemes(args.blocks, args.costs).values()
+        if args.jit or not it.in_jit
+    ]
     if args.killed:  # whoever is dead is dead in all groups
         if not engine.fault_tolerant():
             parser.error("--killed needs mpirun --with-ft ulfm, of Open MPI 5")
@@ -319,7 +353,8 @@ def main():
         for name, problem in problems.items():
             seconds = measured(problem, collectives, name)
             if comm.rank == 0:
-                path = args.out / f"sharing-{args.work:g}ms-{name}.json"
+                costs = "" if args.costs is None else f"-costs-{args.costs:g}"
+                path = args.out / f"sharing-{args.work:g}ms-{name}{costs}.json"
                 report(name, seconds, problem.ideal()[1:], args, path)
 
 

@@ -396,6 +396,23 @@ def test_shared_work_where_a_code_is_faster_by_chance():
     assert search.Ranking(13, 1e6, 1.0, estimates).best.candidate == shared
 
 
+def test_static_balancing_is_compared():
+    """Where ranks are as slow in each step it is as good as shared work, and no group is advised that has it."""
+    steady = stragglers.Measured(np.linspace(1, 2.5, 13)[None])
+    ranking = search.best_plans(13, 4e4, 1.3, stragglers=steady)
+    (balanced,) = (e for e in ranking.estimates if e.candidate.balanced)
+    ideal = 1.3 / (1 / np.linspace(1, 2.5, 13)).sum()
+    assert ideal < balanced.step < 1.05 * ideal
+    assert balanced.step < ranking.best.step < ranking.uncoded.step / 1.3
+    assert ranking.best.candidate.shared
+    times = balanced.step / ranking.best.step
+    said = f"Static balancing: {balanced.name}, takes {times:.3g} times as long"
+    assert said in ranking.verdict
+    assert "speeds of the step before" in balanced.name
+    alike = search.best_plans(13, 4e4, 1.3)
+    assert "Static balancing" not in alike.verdict
+
+
 @pytest.mark.slow
 def test_only_codes_that_lose_digits_end(capsys):
     dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"

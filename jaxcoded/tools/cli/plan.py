@@ -31,7 +31,8 @@ _LEGEND = (
     "→: the advice: the fastest, but code or share only if that is certain to be faster, and hold no more "
     "replicas where fewer take at most 5 % longer\n"
     "Coded: stragglers children of each parent may be late; Shared: others compute a late rank's blocks, "
-    "and replicas of them hold its data; Uncoded: all are waited for\n"
+    "and replicas of them hold its data; Uncoded: all are waited for; speeds of the step before: static balancing, "
+    "with loads in proportion to them (replan after each step), to compare with\n"
     "piece: the bytes in which messages move\n"
     "step: mean of up to {} simulated steps; 5 … 95 %: of them; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding may grow"
@@ -92,7 +93,8 @@ def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
         if estimate.candidate.plain:
             uncoded.setdefault(estimate.candidate.fanout, estimate)
     shared = [e for e in ranking.estimates if e.candidate.shared]
-    shown = [*coded, *shared, *uncoded.values()]
+    balanced = [e for e in ranking.estimates if e.candidate.balanced]
+    shown = [*coded, *shared, *uncoded.values(), *balanced]
     return [e for e in ranking.estimates if e in shown]
 
 
@@ -174,7 +176,8 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}
     return {
-        "strategy": it.name if it.tree else None,
+        "strategy": repr(it.strategy) if it.tree else None,
+        "balanced": it.balanced,
         "code": estimate.code,
         "piece": it.piece if it.tree else None,
         "in_sections": estimate.in_sections,

@@ -2,7 +2,8 @@
 
     jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --model pareto --strategy "Coded(stragglers=1, fanout=3)"
 
-Uncoded is the same tree that waits for all ranks, and a ring all-reduce; ideal are
+Uncoded is the same tree that waits for all ranks, and a ring all-reduce; balanced is the tree with loads in proportion
+to the speeds of the step before; ideal are
 steps in which all ranks compute until all is done, and messages take no time. All have the same draws
 of the stragglers. jaxcoded plan looks for the best plan; docs/simulation.md tells what is simulated.
 """
@@ -27,6 +28,7 @@ from jaxcoded.tools.terminal.progress import progress
 _PICTURES = (".png", ".svg", ".pdf")
 _QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
 _PLAN, _UNCODED, _RING, _IDEAL = "this plan", "uncoded tree", "ring all-reduce", "ideal"
+_BALANCED = "uncoded, balanced"
 
 
 @click.command("simulate", cls=Command)
@@ -95,6 +97,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
     layouts: dict[str, Layout | Ring] = {
         _PLAN: Layout.of(plan),
         _UNCODED: Layout.of(make_plan(cluster.ranks, uncoded)),
+        _BALANCED: Layout.of(make_plan(cluster.ranks, uncoded)),
         _RING: Ring(cluster.ranks),
     }
     out = {}
@@ -112,6 +115,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
                 stragglers=_Told(cluster.stragglers, rounds, told),
                 rounds=rounds,
                 seed=cluster.seed,
+                balanced=name == _BALANCED,
             ).seconds
     out[_IDEAL] = ideal_seconds(
         cluster.ranks,

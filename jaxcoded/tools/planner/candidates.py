@@ -31,10 +31,13 @@ class Candidate:
     Attributes:
         strategy: of a group; ``None`` is a ring all-reduce, of which there is no group.
         piece: bytes in which messages move.
+        balanced: whether the load of each rank is in proportion to the speed that it had in the step before, to compare
+            with; a group comes to that with `CodedGroup.replan` after each step.
     """
 
     strategy: Strategy | None
     piece: int = PIECE
+    balanced: bool = False
 
     @property
     def tree(self) -> bool:
@@ -53,8 +56,8 @@ class Candidate:
 
     @property
     def plain(self) -> bool:
-        """Whether all ranks are waited for."""
-        return not (self.coded or self.shared)
+        """Whether all ranks are waited for, and the batch is divided once."""
+        return not (self.coded or self.shared or self.balanced)
 
     @property
     def fanout(self) -> int:
@@ -79,7 +82,8 @@ class Candidate:
     @property
     def name(self) -> str:
         """In words."""
-        return repr(self.strategy) if self.tree else "ring all-reduce"
+        name = repr(self.strategy) if self.tree else "ring all-reduce"
+        return name + ", speeds of the step before" * self.balanced
 
     def held(self, layout: Layout | Ring) -> float:
         """The largest part of the batch whose data a rank holds; in its `layout`."""

@@ -155,7 +155,7 @@ class Ranking:
         return self._better_than(next(e for e in trees if e.candidate.plain))
 
     def _better_than(self, uncoded: Estimate) -> Estimate:
-        others = (e for e in self.estimates if not e.candidate.plain)
+        others = (e for e in self.estimates if e.candidate.coded or e.candidate.shared)
         best = next((e for e in others if e.faster_than(uncoded)), uncoded)
         if not best.candidate.shared:
             return best
@@ -171,9 +171,11 @@ class Ranking:
     @property
     def verdict(self) -> str:
         """What to do and why; if rounding rules out a faster code, which; why the work is not shared,
-        if it is not; and what it means where nobody may be late."""
+        if it is not; what static balancing would give, if that is more than no code; and what it means where nobody
+        may be late."""
         it = self.best.candidate
         said = self._sentence + self._too_rough + ("" if it.shared else self._why_not)
+        said += self._balanced
         if not (it.shared or it.stragglers) and math.isfinite(self.best.step):
             said += ". So all ranks wait for each: one that is stuck or dead stops all"
         return said
@@ -224,6 +226,16 @@ class Ranking:
         if shared is None or math.isinf(self.best.step):
             return ""
         return f". Not shared: {shared.name} {_behind(shared, self.best)}"
+
+    @property
+    def _balanced(self) -> str:
+        found = next((e for e in self.estimates if e.candidate.balanced), None)
+        if found is None or not found.faster_than(self.uncoded):
+            return ""
+        times = (
+            found.step / self.best.step
+        )  # it is no chance if less than 1, but a group with other calls
+        return f". Static balancing: {found.name}, takes {times:.3g} times as long"
 
     def _why_shared(self, best: Estimate) -> str:
         gains = [
@@ -386,6 +398,8 @@ class _Search:
         third = self._rung(entering, _SHARES[2], least=6, most=64)
         # a root that computes is the one straggler that no code makes up for
         final = _each(third, lambda c: c.strategy)
+        trees = [c for c in final if c.plain]
+        final += [dataclasses.replace(c, balanced=True) for c in trees[:1]]
         final.append(RING)
         shared = [v for base in self.sharing for v in base.variants(self.payload)]
         fourth = self._rung(shared, _SHARES[5], least=6, most=64)
@@ -541,6 +555,7 @@ class _Search:
                 work=self.work,
                 stragglers=self.stragglers,
                 rounds=rounds,
+                balanced=candidate.balanced,
             )
             yield candidate, outcome.seconds + self.reading * candidate.held(layout)
 

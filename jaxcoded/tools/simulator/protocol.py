@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxcoded import _require
+from jaxcoded.tools.simulator.balancing import Balancing, Fixed
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.ring import Ring
@@ -68,6 +69,7 @@ def simulate(
     rounds: int = 100,
     seed: int = 0,
     fresh: bool = False,
+    balanced: bool = False,
 ) -> Outcome:
     """How long rounds of an all-reduce with computation before each would take.
 
@@ -83,10 +85,13 @@ def simulate(
         fresh: whether all ranks begin each round when the root has the result of the one
             before, whatever they were doing, as in the papers' models: no rank is behind,
             and the way down takes no time.
+        balanced: whether the load of each rank is in proportion to the speed that it had in the round before; see
+            `jaxcoded.tools.simulator.balancing`. For layouts that wait for all ranks.
 
     Raises:
         TypeError: ``layout`` is something else, such as a plan.
-        ValueError: a number is negative, or there are no rounds.
+        ValueError: a number is negative, there are no rounds, or ``balanced`` is given for a layout with a code or
+            shared work.
 
     Example:
         >>> from jaxcoded.tools.simulator import stragglers
@@ -113,8 +118,9 @@ def simulate(
             raise ValueError(f"{name} must be a number >= 0, got {value!r}")
     seed = _require.integer("seed", seed, 0)
     delays = as_model(stragglers).rounds(layout.size, seed)
+    loads = Balancing(layout) if balanced else Fixed(layout)
     if isinstance(layout, Ring):
-        return _ring(layout, network, payload, work, delays, rounds)
+        return _ring(layout, network, payload, work, delays, rounds, loads)
     job = _Job(layout, network, payload, forms_sections(layout, network, payload))
     numbers = layout.ranks
     free = np.zeros(layout.size)
@@ -122,7 +128,6 @@ def simulate(
     ends = np.full(rounds, np.inf)
     used = np.zeros(layout.size, np.int64)
     skipped = np.zeros(layout.size, np.int64)
-    worked = work * layout.loads
     sharing = None
     if layout.placement.blocks and work:
         sharing = Sharing(layout, network, work)
@@ -130,7 +135,9 @@ def simulate(
     for number in range(rounds):
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
-        called = busy = free + delay.time(worked)
+        took = delay.time(work * loads.loads)
+        loads.took(took)
+        called = busy = free + took
         frozen = np.where(delay.stopped, free + delay.seconds, frozen)
         if sharing is not None:
             called, busy = sharing.round(free, delay)
@@ -161,6 +168,7 @@ def _ring(
     work: float,
     delays: Iterator[Delays],
     rounds: int,
+    loads: Fixed,
 ) -> Outcome:
     """All ranks are done when the last message has gone round."""
     n = layout.size
@@ -170,7 +178,9 @@ def _ring(
     moving = (n - 1) * (2 * step + piece / network.combine)
     now, ends = 0.0, np.full(rounds, np.inf)
     for number in range(rounds):
-        now += float(next(delays).time(work * layout.loads).max())
+        took = next(delays).time(work * loads.loads)
+        loads.took(took)
+        now += float(took.max())
         now += moving + network.call
         ends[number] = now
         if not np.isfinite(now):
