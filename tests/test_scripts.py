@@ -286,7 +286,8 @@ def test_sharing_benchmark(tmp_path):
     ideal = 4 * 0.008 / 3.1
     np.testing.assert_allclose(told["ideal_seconds"], [ideal] * 3)
     assert told["schemes"].keys() == {
-        *("uncoded", "fractional repetition", "cyclic repetition"),
+        *("uncoded", "uncoded, by the step before"),
+        *("fractional repetition", "cyclic repetition"),
         *("shared, data on 3 others", "shared, data on 3 others, in jit"),
         "shared, data on 3 others, in jit, verified",
     }
