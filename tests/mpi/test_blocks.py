@@ -94,7 +94,8 @@ def test_costs_of_one_rank(comm, wrong):
         uncounted.allreduce(own, group)
     texts = comm.allgather(str(caught.value))
     if wrong == "others":
-        assert all("costs" in text for text in texts), texts
+        # the others may see first that this one has left
+        assert any("costs" in text for text in texts), texts
     else:
         last = comm.rank == comm.size - 1
         assert isinstance(caught.value, ValueError if last else CodedError)
