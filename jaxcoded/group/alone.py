@@ -1,11 +1,11 @@
-"""Tasks that a launcher has started together, while MPI takes each for a job of its own."""
+"""Tasks that a launcher has started together, but that MPI takes for separate jobs."""
 
 import os
 from collections.abc import Mapping
 
 _MPIRUN = "with the mpirun of the MPI that mpi4py uses"
-# How many tasks a step has, of each launcher, and what makes them ranks of one job. The number of an allocation, such
-# as SLURM_NTASKS, says nothing: single processes and several jobs run in one.
+# The variable with the number of tasks of each launcher, and the command that makes them ranks of one job. The
+# number of an allocation, such as SLURM_NTASKS, says nothing: single processes and several jobs run in one.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "by `srun --mpi=pmix` (`srun --mpi=list` names what yours has)",
     "FLUX_JOB_SIZE": "by `flux run -o pmi=pmix`",
@@ -17,7 +17,7 @@ _TASKS = {
 
 
 def warning() -> str:
-    """Return what to warn of on this rank; empty if nothing."""
+    """Return the warning for this rank, or an empty text."""
     from mpi4py import MPI
 
     if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # the numbers are those of its parents
@@ -26,10 +26,10 @@ def warning() -> str:
 
 
 def words(ranks: int, variables: Mapping[str, str] = os.environ) -> str:
-    """Return what to warn of where MPI has so many ranks; empty if a launcher has started as few, or none says.
+    """Return the warning if MPI has this many ranks; empty if a launcher has started as few, or none is known.
 
-    mpirun may run in a step of more tasks, and neither says which of them is the inner one: so all numbers must
-    be larger. Whoever has a terminal starts single processes on purpose."""
+    mpirun may run in a step of more tasks, and neither variable tells which launcher is the inner one. So all
+    numbers must be larger. In a terminal, single processes are intended."""
     tasks = {
         name: int(said)
         for name in _TASKS

@@ -24,8 +24,8 @@ class Block:
 
     Attributes:
         number: among all blocks, from 0.
-        indices: int64 ``(examples,)``, into the global batch, rising. There may be none where the
-            batch has fewer examples than blocks, or some cost more than a block.
+        indices: int64 ``(examples,)``, into the global batch, rising. Empty for some blocks if the batch has fewer
+            examples than blocks, or some examples cost more than a block.
     """
 
     number: int
@@ -33,8 +33,8 @@ class Block:
     _result: Any = None
 
     def done(self, result: Any) -> None:
-        """What is to be there before this rank counts as done with the block: a pytree of
-        arrays, such as the sum so far. Without it, all that JAX has in flight."""
+        """Set the pytree of arrays, such as the sum so far, that must be computed before this rank counts as done
+        with the block. Default: all of JAX's pending work."""
         self._result = result
 
 
@@ -73,7 +73,7 @@ class Blocks:
                 "blocks are for one loop within their with statement: "
                 "with group.blocks(batch_size) as blocks: for block in blocks: ..."
             )
-        # a second loop would be a round of its own, and its sum another one
+        # a second loop would be another round, with another sum
         self._begun = True
         primitive.effects_barrier()  # rounds that are in flight come before
         failed = _failed()
@@ -111,8 +111,8 @@ class Blocks:
 
 
 def _failed() -> list[jax.Array]:
-    """What is there, but has no value: the program that was to compute it failed before, and has been told
-    of it where it waited."""
+    """Return the arrays without a value: the program that should have computed them has failed, and saw that error
+    where it waited."""
     failed = []
     for array in _live():
         try:
@@ -123,7 +123,7 @@ def _failed() -> list[jax.Array]:
 
 
 def _wait_for(block: Block, failed: list[jax.Array]) -> None:
-    """Until the block is computed: JAX returns before."""
+    """Wait until the block is computed: JAX returns before."""
     if block._result is not None:
         jax.block_until_ready(block._result)
         return

@@ -71,9 +71,9 @@ class Epoch:
         batch, positions, values = self.indices(number), self._positions, self._weights
         counted = self._first + operator.index(number) % len(self)
         if len(batch) < self.batch_size:
-            # Those that are not there are the last of the batch, and so of each chunk and block: its
-            # first example stays. An example that is there takes their places, with weight 0: its
-            # gradient is finite, where one of made-up numbers could be NaN, and 0 · NaN is NaN.
+            # The missing examples are the last of the batch, and so of each chunk and block, which keep their first
+            # example. A real example replaces the missing ones, with weight 0: its gradient is finite, while that
+            # of made-up numbers could be NaN, and 0 · NaN is NaN.
             there = positions < len(batch)
             filler = positions[there.argmax()] if there.any() else 0
             positions = np.where(there, positions, filler)
@@ -112,7 +112,7 @@ class Epoch:
         batch = self._order[first : first + self.batch_size]
         if self._costs is None:
             return batch
-        # what is not there of a smaller last batch is at its end
+        # the missing examples of a smaller last batch are at its end
         rooms = [np.diff(np.minimum(cut, len(batch))).tolist() for cut in self._cuts]
         batch = batch[np.concatenate(divided(self._costs[batch], rooms))]
         batch.setflags(write=False)

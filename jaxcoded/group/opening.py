@@ -22,7 +22,7 @@ logger = logging.getLogger("jaxcoded")
 
 
 def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A duplicate, for the messages of a group alone. Collective: MPI waits for all ranks, without a word."""
+    """Return a duplicate that only the group's messages use. Collective: MPI waits silently for all ranks."""
     words = "rank %d has waited %g s for others to make a group: whoever does not say so has ended, or not got to it"
     waits = threading.Timer(LONG, logger.warning, (words, comm.rank, LONG))
     waits.daemon = True
@@ -146,7 +146,7 @@ def agreed_transport(
 
 
 def why_not_shared(transport: str, reasons: list[str]) -> str:
-    """Why this group cannot share work, in words; empty if it can."""
+    """Return why this group cannot share work; empty if it can."""
     if transport == "mpi4jax" or any(reasons):
         said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
         return f"needs the engine: {said}"
@@ -171,6 +171,6 @@ def _checking(
 
 
 def has_died(failure: BaseException | None) -> bool:
-    """Whether a rank's death may be why not all have made a group, where this is what has failed here,
-    if anything has. Otherwise the same has failed on all."""
+    """Return whether a rank's death may explain why not all ranks have made a group. ``failure`` is what failed
+    here, if anything; errors of other kinds are the same on all ranks."""
     return failure is None or isinstance(failure, MPI.Exception | Unreadable)

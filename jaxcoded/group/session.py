@@ -1,4 +1,4 @@
-"""What a group is made of: a communicator of its own, and what its ranks have agreed on there."""
+"""The parts of a group: its own communicator, and what its ranks have agreed on there."""
 
 import contextlib
 import copy
@@ -58,7 +58,7 @@ class Session:
     Args:
         request: what else was asked for, by name.
         planner: makes this rank's plan, for a rank on each of these hosts.
-        chooser: with the options as they are to be, chooses another plan once all ranks have that one.
+        chooser: chooses another plan for the final options, once all ranks have the first one.
         record: what is written of its rounds, or followed.
         ahead: where ranks do not know the same, how many different amounts others know that are less than this
             rank's.

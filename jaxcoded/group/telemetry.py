@@ -1,4 +1,4 @@
-"""What a rank has seen of its rounds: who was in time, and what took how long."""
+"""What a rank has seen of its rounds: which ranks were in time, and how long each step took."""
 
 import dataclasses
 import logging
@@ -23,9 +23,9 @@ _OFTEN = 0.1
 # A rank is called slow that takes so many times as long as the median rank, times what rounds
 # differ by anyway.
 _SLOW = 2.0
-# Of a rank that lives something is heard once a second, and after each of its rounds.
+# A living rank is heard of once a second, and after each of its rounds.
 TOLD = 1.0
-# A block that takes less is hardly worth what it takes to hand it out, and to hear of it.
+# Granting and reporting a block costs about as much as one that takes less.
 _SHORT = 1e-3
 _DONE = 1  # outcome of a round
 
@@ -75,9 +75,8 @@ class Telemetry:
             the next round.
         busy: float64 ``(R,)``, seconds for which this rank computed blocks of it.
         blocks: int64 ``(R,)``, how many, also those not used.
-        computed: int64 ``(R, N, 3)``, at the root, how many blocks each rank has computed: of
-            its own and of others, in the sum, and not used, as far as the root knows. Zeros
-            elsewhere.
+        computed: int64 ``(R, N, 3)``, at the root: how many of its own and of others' blocks each rank has computed
+            for the sum, and how many that were not used, as far as the root knows. Zeros elsewhere.
         children: int64 ``(C,)``, this rank's children.
         arrived: float64 ``(R, C)``, when each was first heard of in that round, or in a
             later one.
@@ -178,9 +177,8 @@ class Telemetry:
 
     @property
     def lateness(self) -> np.ndarray:
-        """Seconds by which each child's message missed the sum: float64 ``(R, C)``, not
-        positive where it was in time, infinite where it has not come; NaN in rounds in
-        which this rank formed no sum."""
+        """Seconds by which each child's message missed the sum: float64 ``(R, C)``. Not positive if it was in time,
+        infinite if it never arrived, NaN in rounds in which this rank formed no sum."""
         decided = np.broadcast_to(self.decided[:, None], self.arrived.shape)
         missing = np.isnan(self.arrived) & ~np.isnan(decided)
         return np.where(missing, np.inf, self.arrived - decided)
@@ -190,10 +188,9 @@ class Telemetry:
         """How fast each rank works through its data, relative to the fastest: float64
         ``(N,)`` in `SLOWEST` … 1, for `CodedGroup.replan`.
 
-        Load divided by the time between calls, or by the time for which nothing was
-        heard of a rank if that is longer, and longer than the second after which a rank
-        that lives shows it. Only the root knows of all ranks. One that has not been
-        measured, or has no data, counts as the median of the others.
+        Load divided by the time between calls. A rank that has been silent for longer than that, and longer than
+        the second between two signs of life, counts with the time of its silence. Only the root knows of all ranks.
+        One that has not been measured, or has no data, counts as the median of the others.
         """
         known = self.measured
         if not known.any():
@@ -205,17 +202,17 @@ class Telemetry:
 
     @property
     def _seconds(self) -> np.ndarray:
-        """Of each rank a round, without waiting for others."""
+        """Seconds of a round of each rank, without waiting for others."""
         told = np.isnan(self.step_times) | (self.silent > TOLD)
         return np.fmax(self.step_times, np.where(told, self.silent, 0.0))
 
     @property
     def measured(self) -> np.ndarray:
-        """Whether there is something to tell each rank's speed from: bool ``(N,)``."""
+        """Whether each rank's speed can be computed: bool ``(N,)``."""
         return (self.loads > 0) & (self._seconds > 0) & np.isfinite(self._seconds)
 
     def summary(self) -> str:
-        """What there is to see, in words."""
+        """Return the findings in words."""
         if not len(self.rounds):
             return f"rank {self.rank} has not called a round yet"
         begins_step = ~np.concatenate([[False], self.loop[:-1]])
@@ -278,11 +275,11 @@ class Telemetry:
 
     @property
     def divided(self) -> np.ndarray:
-        """The rounds in which it is known here who computed what: bool ``(R,)``."""
+        """The rounds whose division of work is known on this rank: bool ``(R,)``."""
         return np.asarray(self.computed.any(axis=(1, 2)))
 
     def _divided_work(self) -> list[str]:
-        """Who has computed what."""
+        """Return lines on which rank has computed how much."""
         lines = []
         placement = Plan.from_json(self.plan).placement
         own = self.shared & (self.blocks > 0)
@@ -330,8 +327,7 @@ class Telemetry:
                     break
                 missed = lateness[lateness[:, column] > 0, column]
                 known = missed[np.isfinite(missed)]
-                # who is late every time and who has died differ in nothing else: who lives
-                # was heard of a moment ago
+                # a rank that is always late differs from a dead one only in this: it was heard of a moment ago
                 silent = self.silent[self.children[column]]
                 signs = f"its last sign of life was {_format.seconds(silent)} old"
                 words = f"child {self.children[column]} was too late in {late[column]:.0%} of "
@@ -356,7 +352,7 @@ class Telemetry:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to an ``.npz`` file that needs no pickle; see `load`.
 
-        A file that is there is replaced by a whole one, or stays as it is.
+        An existing file is replaced by a whole one, or stays unchanged.
 
         Raises:
             OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The coding weights of a rank, which know what they are."""
+"""The coding weights of a rank, with the batch and plan to which they belong."""
 
 import dataclasses
 import functools
@@ -40,9 +40,8 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any
 class Weights:
     """The coding weights of the examples of a `Batch`.
 
-    A pytree, so they go into ``jit`` like an array, and compute like one:
-    ``weights @ losses``, ``jnp.sum(weights * losses)``, ``weights.shape``. What comes of
-    that, a slice too, is a plain array.
+    A pytree, so they go into ``jit`` like an array, and compute like one: ``weights @ losses``, ``jnp.sum(weights *
+    losses)``, ``weights.shape``. The results, slices too, are plain arrays.
 
     Attributes:
         values: the array, read-only of `numpy` or, once JAX has had it, a ``jax.Array``.
@@ -71,8 +70,8 @@ class Weights:
 
     @property
     def counts(self) -> dict[Any, Any] | None:
-        """Where those who count these examples keep what they counted, by the plan and the rank. ``None`` if the
-        values may yet change: they are no read-only array of NumPy."""
+        """The cache of counts of these examples, by plan and rank. ``None`` if the values may still change: they
+        are not a read-only NumPy array."""
         values = self.values
         fixed = isinstance(values, np.ndarray) and not values.flags.writeable
         return vars(self).setdefault("_counts", {}) if fixed else None

@@ -1,1 +1,1 @@
-"""Who the ranks of a group are: which of them live, and how a group goes on without some, or with more."""
+"""The ranks of a group: which of them live, and how a group continues with fewer or more."""

@@ -75,9 +75,9 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Inside, whoever waits for others in these communicators, and in those that are added, for so long
-    gets an error instead: a rank that dies at the wrong moment leaves ranks of Open MPI 5.0 in
-    ``MPI_Comm_dup`` for ever, now and then."""
+    """Inside, a rank that waits this long for others in these communicators, or in added ones, gets an error
+    instead. Without it, the death of a rank at the wrong moment may leave ranks of Open MPI 5.0 in ``MPI_Comm_dup``
+    forever."""
 
     def revoke() -> None:
         for comm in comms:

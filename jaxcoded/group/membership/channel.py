@@ -55,7 +55,7 @@ _lock = threading.Lock()
 
 
 class Gone(Exception):
-    """Nothing can come of a rank any more."""
+    """A rank can send nothing any more."""
 
 
 class Dead(Gone):
@@ -85,7 +85,7 @@ class Channel(Generic[M]):
         _coming.append(self._coming)
 
     def say(self, to: int, message: Message) -> None:
-        """Whoever is dead does not hear it."""
+        """Dead ranks do not receive it."""
         fields = plain(dataclasses.asdict(message))  # type: ignore[call-overload]
         said = json.dumps([type(message).__name__, fields])
         data = np.frombuffer(bytearray(said.encode()), np.uint8)
@@ -100,8 +100,8 @@ class Channel(Generic[M]):
 
     def heard(self, rank: int) -> M | None:
         """Return what a rank has said next; None: nothing yet. `Gone` if it is dead, or has given up. A CodedError
-        if what it says cannot be read, or is longer than 16 MiB: that stays where it is, and nothing is heard of
-        this rank any more."""
+        if the message cannot be read, or is longer than 16 MiB: it stays in the channel, and nothing more is
+        received from this rank."""
         try:
             if rank not in self._coming:
                 status = MPI.Status()

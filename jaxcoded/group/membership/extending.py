@@ -1,4 +1,4 @@
-"""A group with ranks that join, made by those that are there."""
+"""A group with ranks that join, made by the existing ones."""
 
 import dataclasses
 import functools

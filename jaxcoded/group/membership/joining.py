@@ -28,10 +28,10 @@ _HAN = "OMPI_MCA_coll_han_priority"
 # of messages between the starter and those that it has started, and in the communicator of all
 TAG_NEW, TAG_ALL = 32_011, 32_012
 _SERVES = 20e-3  # seconds between two looks, while MPI is at work
-LATER = 10.0  # seconds that others wait longer than the one who decides
+LATER = 10.0  # seconds that others wait longer than the rank that decides
 _LEAST = 30.0  # seconds for making the group, and more
 MOST = 2**15  # ranks that join at once
-LONGEST = 1e6  # seconds for which others wait: longer is for ever, and more than clocks can count
+LONGEST = 1e6  # seconds for which others wait: more counts as forever, and exceeds the range of clocks
 
 
 def why_not(hosts: int) -> str:

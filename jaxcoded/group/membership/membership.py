@@ -1,4 +1,4 @@
-"""Who the ranks of a group are, and the groups that take its place."""
+"""The ranks of a group, and the groups that replace it."""
 
 import contextlib
 import threading
@@ -40,7 +40,7 @@ class Membership:
         timeout: float,
         put_out: bool,
     ) -> Session:
-        """See `CodedGroup.recovered`; the same session where it goes on as it is."""
+        """See `CodedGroup.recovered`; returns the same session if it continues unchanged."""
         timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
         _require.boolean("put_out", put_out)
         if strategy is not None:
@@ -104,7 +104,7 @@ class Membership:
         *,
         extends: bool = False,
     ) -> bool:
-        """Whether the group is to be made anew: see `Roll.call`."""
+        """Return whether the group must be made again: see `Roll.call`."""
         return self._roll.call(
             *(timeout, put_out, transport.departed),
             # a round that failed here alone may have ended otherwise elsewhere

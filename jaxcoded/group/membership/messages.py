@@ -1,4 +1,4 @@
-"""What ranks say to each other of who is left of a group, and of ranks that join."""
+"""The messages with which ranks agree on the remaining ranks of a group, and on ranks that join."""
 
 import enum
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxcoded.group.membership.joining import Invitation
 
 
 class State(enum.IntEnum):
-    """What is known of a rank: it has come, or not, MPI reports it dead, or it has closed the group."""
+    """The state of a rank: it takes part, is missing, is dead as MPI reports, or has closed the group."""
 
     HERE = 0
     MISSING = 1
@@ -17,13 +17,13 @@ class State(enum.IntEnum):
     LEFT = 3
 
 
-# Of the rank that calls the roll. ``visit``: of whom it is said to, as far as the caller knows.
+# From the rank that calls the roll. ``visit``: the receiver's visit, as far as the caller knows.
 
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Who is here? The caller may say nothing for so many seconds, and as many again; ``put_out``: then whoever is late
-    is put out."""
+    """Are you there? The caller may be silent for ``seconds``, and as long again. ``put_out``: then late ranks are
+    killed."""
 
     number: int
     seconds: float
@@ -33,22 +33,22 @@ class Call(Message):
 
 @dataclass(frozen=True)
 class Kill(Call):
-    """Kill the processes of those who are late, whoever can."""
+    """Ask every rank to kill the processes of the late ranks, if it can."""
 
     late: Ranks
 
 
 @dataclass(frozen=True)
 class Stay(Message):
-    """All are here, and nobody is dead."""
+    """All ranks take part, and none is dead."""
 
     visit: int
 
 
 @dataclass(frozen=True)
 class Late(Message):
-    """Some have not come, and were to be put out, or not. ``known``: the `State` of each rank; ``hindered``: the number
-    of the error of killing it, or 0."""
+    """Some ranks did not take part. ``put_out``: whether to kill them; ``known``: the `State` of each rank;
+    ``hindered``: the number of the error of killing it, or 0."""
 
     put_out: bool
     known: OfEach
@@ -63,7 +63,7 @@ class Late(Message):
 
 @dataclass(frozen=True)
 class Anew(Message):
-    """The group is to be made anew, which is never taken back."""
+    """The group must be made again. This is never taken back."""
 
     attempt: int
 
@@ -73,8 +73,8 @@ class Anew(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """This rank is here, on a visit of its own. ``broken``: the group is to be made anew in any case; ``extends``: ranks
-    are to join; ``left``: who has closed the group."""
+    """This rank takes part, in this visit of it. ``broken``: the group must be made again in any case; ``extends``:
+    ranks will join; ``left``: the ranks that have closed the group."""
 
     number: int
     visit: int
@@ -86,16 +86,16 @@ class Answer(Message):
 
 @dataclass(frozen=True)
 class GivesUp(Message):
-    """Nobody is to count on this rank's answer any more."""
+    """This rank's answer is no longer valid."""
 
 
-# Among the old ranks: the starter asks on a visit of its own, each says what it wants on one of its own, and all are
-# told how that went.
+# Among the old ranks: the starter asks in its visit, each rank answers what it wants in its own, and all receive
+# the verdict.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the starter says of ranks that are to join: the same on all old ranks.
+    """The starter's verdict on ranks that should join: the same on all old ranks.
 
     Attributes:
         why_not: they do not; empty: all of them are there, and wait to be connected.

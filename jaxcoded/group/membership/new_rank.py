@@ -30,8 +30,7 @@ _WHO = "who has started this process"
 
 
 class NewRank:
-    """This process, which was started to join: for so many seconds whoever started it
-    waits."""
+    """This process, which was started to join: the rank that started it waits for so long."""
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent

@@ -113,17 +113,17 @@ def successors(
     known: tuple[bool, int],
     place: int = 0,
 ) -> tuple[list[int], int, int | None]:
-    """Say who are the ranks of a group made anew. Collective of those that live. They keep their order; but where
-    they do not know the same, the best becomes the root of the new group.
+    """Return which ranks form a group that is made again. Collective of those that live. They keep their order; but
+    where they do not know the same, the best becomes the root of the new group.
 
     Args:
         known: what this rank knows; who knows more has the greater tuple.
         place: of the root in the new group.
 
     Returns:
-        Its ranks, as the old group numbers them; of these the one that knows most, the old root if it is one of them;
-        and None where all know the same, or else how many different amounts others know that are less than this
-        rank's.
+        Its ranks, as the old group numbers them, and the one with the most results: the old root if it is one of
+        them. The third is None if all have the same results, or else how many different smaller amounts other ranks
+        have.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))

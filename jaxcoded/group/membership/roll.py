@@ -1,4 +1,4 @@
-"""The ranks that live agree on who is left of a group, where MPI is fault-tolerant (ULFM)."""
+"""With a fault-tolerant MPI (ULFM) the living ranks agree on which ranks are left of a group."""
 
 import dataclasses
 import errno
@@ -28,33 +28,33 @@ from jaxcoded.group.process import Process
 
 logger = logging.getLogger("jaxcoded")
 
-# Of messages in the group's own communicator, in which nothing else is sent meanwhile: from the rank that
-# calls the roll, and to it.
+# Tags of messages in the group's own communicator, which carries nothing else meanwhile: from the rank that calls
+# the roll, and to it.
 _FROM_CALLER, _TO_CALLER = 32_001, 32_002
 _ABOUT = "who is left"
 _PAUSE = 1e-3  # seconds between two looks
-# While MPI makes the group anew this process leaves the communicator alone, first for this share of the time for
-# which ranks wait, and then between two looks: one crashed there, which read a message meanwhile.
+# While MPI makes the group again, this process does not use the communicator: first for this share of the time for
+# which ranks wait, then between two looks. A process that read a message meanwhile crashed.
 _AT_FIRST, _SERVES = 1 / 4, 20e-3
 _STOPPED = 1.0  # more than these, and it has not waited meanwhile: it was stopped
 _GO_ON = (
     ". Rounds have been decided meanwhile, so that nobody was put out: do all ranks call recovered after the same "
     "step?"
 )
-_CALLS = 3  # in vain, where all that live have come and MPI does not go on
-REPORTED = 10.0  # seconds in which MPI has reported whoever was killed, and more
+_CALLS = 3  # without success, if all living ranks take part and MPI does not continue
+REPORTED = 10.0  # seconds within which MPI has reported a killed rank
 
 
 class Roll:
-    """Who is left, called by the root, or by the first rank after it that lives.
+    """The roll of the remaining ranks, called by the root or by the first living rank after it.
 
-    MPI's own way to shrink a communicator waits for every rank that is not dead, for a stopped one too, and what has
-    been begun there cannot be taken back. So whoever calls the roll asks all before, and waits for so long and no
-    longer. A rank that has not answered by then can be put out: one that can kill its process does so, and nobody
-    goes on before MPI has reported it dead, so that there are never two roots.
+    MPI's own way to shrink a communicator waits for every rank that is not dead, even a stopped one, and cannot be
+    undone once begun. So the caller of the roll first asks all ranks, and waits for a limited time. A rank that has
+    not answered by then can be put out: a rank that can kill its process does so. No rank continues before MPI has
+    reported it dead, so there are never two roots.
 
-    Nobody answers but who is in `call` or `wait`, so that ranks may come and give up at any time. But that the group
-    is to be made anew is never taken back: all ranks hand it on, and who has given up meanwhile finds it when it
+    Only ranks in `call` or `wait` answer, so ranks may come and give up at any time. But the decision to make the
+    group again is never taken back: all ranks pass it on, and a rank that gave up meanwhile receives it when it
     comes again."""
 
     def __init__(
@@ -92,19 +92,19 @@ class Roll:
         extends: bool = False,
         decided: Callable[[], int] = int,
     ) -> bool:
-        """Whether the group is to be made anew, as some are dead. The same on all ranks.
+        """Return whether the group must be made again, as some ranks are dead. The same on all ranks.
 
         Args:
-            seconds: for which ranks that live but do not come are waited for.
-            put_out: whether these are put out then. Of all but the caller what the caller says counts.
+            seconds: to wait for living ranks that do not come.
+            put_out: whether these are put out then. On ranks other than the caller, the caller's value counts.
             left: the ranks below this one that make no more calls.
-            broken: whether the group is to be made anew in any case.
-            extends: whether ranks are to join. Who wants something else has not come.
-            decided: how many rounds are over. While there are more and more nobody is killed.
+            broken: whether the group must be made again in any case.
+            extends: whether ranks will join. A rank that wants something else counts as missing.
+            decided: how many rounds are over. While this number grows, no rank is killed.
 
         Raises:
-            CodedError: ranks that live have not come by then, and are not or cannot be put out. On every
-                rank that lives, on the late ones when they come.
+            CodedError: living ranks have not come by then, and are not or cannot be put out. Raised on every living
+                rank; on late ones when they come.
         """
         what = f"have not called {'extended' if extends else 'recovered'}"
         return self._attend(
@@ -126,10 +126,10 @@ class Roll:
         *,
         extends: bool = False,
     ) -> None:
-        """Wait for what all ranks do that live. Who does not is looked for after ``patience`` seconds, and put out, as
-        in `call`, with its errors; a CodedError, too, if who calls has said that the group is to stay. What is pending
-        stays so, and is to be waited for again."""
-        # others count from then on, also where this rank gives up and comes again
+        """Wait for what all living ranks do. After ``patience`` seconds, missing ranks are looked for and put out
+        as in `call`, with its errors. Also a CodedError if the caller has decided that the group stays. Pending
+        work stays pending; wait for it again."""
+        # others count from then on, even if this rank gives up and comes again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
         visit = _Visit(
@@ -145,12 +145,12 @@ class Roll:
             )
 
     def next_attempt(self) -> None:
-        """The group could not be made anew, on any rank."""
+        """Note that the group could not be made again, on any rank."""
         self._attempt += 1
 
     def _attend(self, visit: "_Visit") -> bool:
-        """Answer, and call where this rank is to. Whether something is over, or all are to go on; not where
-        the caller says that nobody is dead."""
+        """Answer, and call the roll if it is this rank's turn. Return True if the visit is over or all must make
+        the group again, False if the caller reports that no rank is dead."""
         self._visit = visit
         self._visits += 1
         self._answered.clear()
@@ -194,7 +194,7 @@ class Roll:
         return True
 
     def _lead(self, visit: "_Visit", now: float) -> bool | None:
-        """Call the roll: the outcome, if there is one yet."""
+        """Call the roll. Return the outcome, if there is one yet."""
         if not visit.calling:
             if now < visit.until:
                 return None
@@ -228,8 +228,8 @@ class Roll:
         return None
 
     def _follow(self, visit: "_Visit", now: float, silent: float | None) -> bool | None:
-        """Wait for what the caller says: the outcome, if there is one yet. ``silent``:
-        seconds for which it may say nothing, where it has just called."""
+        """Wait for the caller's verdict. Return the outcome, if there is one yet. ``silent``: seconds for which the
+        caller may be silent, if it has just called."""
         caller = visit.caller
         verdict = self._verdicts.pop(caller, None)
         if isinstance(verdict, Stay):
@@ -261,7 +261,8 @@ class Roll:
         return None
 
     def _serve(self) -> dict[int, float]:
-        """Take what has come, and answer who calls. Of these for how many seconds they may say nothing."""
+        """Take the messages that have arrived, and answer callers. Return for how many seconds each of them may be
+        silent."""
         silent = {}
         for rank in self._others():
             try:
@@ -289,12 +290,12 @@ class Roll:
             self._answers[rank] = answer
 
     def _is_answered(self, caller: int) -> bool:
-        """Whether a rank has said how the roll ended to which this one has come."""
+        """Return whether a caller has sent the verdict for this rank's visit."""
         verdict = self._verdicts.get(caller)
         return verdict is not None and verdict.visit == self._visits
 
     def _take(self, caller: int, message: Call | Stay | Late | Anew) -> float | None:
-        """What a caller says. For how many seconds it may say nothing then, if it calls."""
+        """Take a caller's message. If it is a call, return for how many seconds the caller may then be silent."""
         if isinstance(message, Anew):
             self._go_on(message.attempt)
         elif isinstance(message, Call):
@@ -315,13 +316,13 @@ class Roll:
         return None
 
     def _go_on(self, attempt: int) -> None:
-        """All are to make the group anew. Whoever has said so may die before all have heard it."""
+        """Pass on that all ranks must make the group again: the sender may die before all have received it."""
         if attempt > self._anew:
             self._anew = attempt
             self._tell(lambda visit: Anew(attempt))
 
     def _decide(self, known: list[int]) -> bool:
-        """All that live are here. Whether the group is to be made anew."""
+        """All that live are here. Return whether the group must be made again."""
         broken = any(answer.broken for answer in self._answers.values())
         if self._visit.broken or broken or State.DEAD in known:
             self._go_on(self._attempt)
@@ -372,7 +373,7 @@ class Roll:
                 )
 
     def _in_words(self, known: Sequence[int], what: str, put_out: bool) -> str:
-        """Who has not come, and what to do."""
+        """Return which ranks are missing, and what to do, in words."""
         late = _absent(known)
         if not late:
             return (
@@ -470,7 +471,7 @@ def _those(known: Sequence[int], *states: State) -> list[int]:
 
 
 def _absent(known: Sequence[int]) -> list[int]:
-    """Who lives and has not come."""
+    """Return the living ranks that are missing."""
     return _those(known, State.MISSING, State.LEFT)
 
 
