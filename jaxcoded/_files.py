@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and are read as a whole."""
+"""Files that exist as a whole or not at all, and are read as a whole."""
 
 import contextlib
 import io

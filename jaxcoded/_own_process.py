@@ -1,8 +1,8 @@
 """This process, from ``import jaxcoded`` on: how it began, and how it ends without a group.
 
-Where others are to go on without ranks that fail, they cannot without one that fails before it has a group with them:
-they wait for it there, and it would wait for them in `MPI_Finalize`. So it ends without that, and `jaxcoded.tools.launch.rank`,
-its parent, ends the job.
+Ranks that survive failures of others cannot survive one that fails before it has a group with them. They wait for
+it there, and it would wait for them in `MPI_Finalize`. So it ends without `MPI_Finalize`, and its parent,
+`jaxcoded.tools.launch.rank`, ends the job.
 """
 
 import atexit
@@ -14,7 +14,8 @@ try:
     began_in: str | None = os.getcwd()
 except OSError:  # it was removed
     began_in = None
-# That starts another one of the job's. Of one that was started to join a group: as its ranks were started.
+# Starts another process of the job. In a process that was started to join a group: the command of the group's
+# ranks.
 command = [sys.executable, *sys.orig_argv[1:]]
 _in_group = False
 

@@ -10,8 +10,8 @@ def approximate(
     children and gives the sum as well as they allow.
 
     Where the children that answered are decodable, least squares still gives the exact
-    sum. Fractional repetition in this use is the code that Charles, Papailiopoulos and
-    Ellenberg 2017 (arXiv 1711.06771) decode optimally: with ``r`` of ``n`` answers at
+    sum. In this use, fractional repetition is the code that Charles, Papailiopoulos and
+    Ellenberg 2017 (arXiv 1711.06771) decode optimally. With ``r`` of ``n`` answers at
     random and every partition on ``d`` children, the squared residual is ``n · C(n−d,
     r) / C(n, r)`` on average.
 

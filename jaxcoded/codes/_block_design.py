@@ -19,10 +19,8 @@ def block_design(
     child holds ``k`` of ``n`` partitions and any two children have ``λ`` in common.
     Approximate, for any ``s < n``.
 
-    Of the children that answered, ``r``, least squares gives all the same coefficient
-    ``k/(k−λ+λr)``, and the squared residual is ``n − k²r/(k−λ+λr)``, whichever they
-    are: Kadhe, Koyluoglu and Ramchandran 2019 (arXiv 1904.13373). There are designs for
-    few ``n``:
+    Least squares gives any ``r`` children that answered the coefficient ``k/(k−λ+λr)``, with the squared residual
+    ``n − k²r/(k−λ+λr)``: Kadhe, Koyluoglu and Ramchandran 2019 (arXiv 1904.13373). There are designs for few ``n``:
 
     - the points and hyperplanes of projective spaces over the prime fields, ``n =
       (p^(D+1)−1)/(p−1)`` and ``k = (p^D−1)/(p−1)`` with ``D ≥ 2``: 7, 13, 15, 31, 40,

@@ -75,8 +75,8 @@ class Block:
     def bound(self, A: np.ndarray) -> np.ndarray:
         """``A`` ``(..., m, r)`` to what its amplification is at most (Cauchy-Schwarz).
 
-        Of solutions of least norm it never grows with the rows that are there, which the
-        amplification itself may do.
+        For solutions of least norm this bound never grows with more rows, while the
+        amplification itself may.
         """
         return self.weight * np.linalg.norm(A, axis=-1).max(axis=-1)
 

@@ -234,9 +234,9 @@ class GradientCode:
         """Whether a parent goes on with these children: they are decodable or, in an
         approximate code, at least ``n−s`` of them are there with all their parts.
 
-        In an exact code with several parts, a set that the code does not promise to decode
-        must do so with an amplification that is surely at most ``κ``: by the bound ``‖A‖ ·
-        ‖B‖``, which only falls when more comes.
+        In an exact code with several parts, a set that the code does not promise to decode suffices only if its
+        amplification is certainly at most ``κ``. The test is the bound ``‖A‖ · ‖B‖``, which only falls when more
+        messages arrive.
 
         Args:
             answered: as for `decodable`.
@@ -250,14 +250,13 @@ class GradientCode:
     def decode(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> Decoding:
         """The coefficients that rebuild the sum from these children.
 
-        Of equal rows of ``B`` (copies, as in fractional repetition) the first that
-        answered is used and the others get 0. Where the set is `sufficient` the solution
-        of least norm is returned; otherwise the least-squares one, with its residual.
-        One-step decoding has its own rule.
+        Among equal rows of ``B`` (copies, as in fractional repetition) the first that answered is used and the
+        others get 0. Where the set is `sufficient` the solution of least norm is returned; otherwise the
+        least-squares one, with its residual. One-step decoding has its own rule.
 
-        No coefficients of an exact code with several parts amplify by more than its ``κ``:
-        a sufficient set that would is decoded from the messages of a promise alone, and
-        least squares make the sum of ``‖A·B − I‖²`` and a multiple of ``‖A‖²`` small.
+        No coefficients of an exact code with several parts amplify by more than its ``κ``. A sufficient set that
+        would is decoded from the messages of a promise alone, and least squares make the sum of ``‖A·B − I‖²`` and
+        a multiple of ``‖A‖²`` small.
 
         Args:
             answered: as for `decodable`.
@@ -293,19 +292,18 @@ class GradientCode:
 
     @functools.cached_property
     def amplification_limit(self) -> float:
-        """What bounds the amplification of any set that suffices; infinite in codes that do
-        not have several parts, where ``κ`` is over all sets that a parent waits for unless more than ``s``
-        children are dead or erased, and in approximate ones."""
+        """The bound on the amplification of any sufficient set; infinite in approximate codes and in codes without
+        several parts. In the latter ``κ`` is over all sets that a parent waits for, unless more than ``s`` children
+        are dead or erased."""
         if self.parts == 1 or self.approximate:
             return math.inf
         return (1 + _ROUNDING) * self.amplification
 
     @functools.cached_property
     def parity_checks(self) -> np.ndarray:
-        """``H``: float64 ``(rows − rank, n · parts)``. Messages ``M`` (a row each) of
-        children that all computed with the same gradients satisfy ``H·M = 0``, whatever
-        the gradients are, as ``H`` spans the left null space of ``B``: the surplus of
-        the code, with which any two decodings agree. Read-only.
+        """``H``: float64 ``(rows − rank, n · parts)``. If all children computed with the same gradients, their
+        messages ``M`` (a row each) satisfy ``H·M = 0``, whatever the gradients are. ``H`` spans the left null space
+        of ``B``: the surplus of the code, with which any two decodings agree. Read-only.
 
         A row of ``H`` holds children that have partitions in common, and those alone,
         so that what it finds wrong lies with them. Rows are orthonormal if a child's
@@ -337,7 +335,7 @@ class GradientCode:
 
     @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of `_solve`, for the sets that the code must answer."""
+        """The results of `_solve` for the sets that the code must answer."""
         return self._solve(self._missing_classes(self._hardest()))[:2]
 
     @property

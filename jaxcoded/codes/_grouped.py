@@ -16,8 +16,8 @@ def grouped(
     which give the sum of their group: fractional repetition with slices, for any ``n``
     and any ``s < n``. Approximate.
 
-    Of a group of ``c`` children ``a`` answer; the squared residual is the sum of ``c ·
-    max(0, m − a)`` over the groups. These are the groups of Kadhe, Koyluoglu and
+    If ``a`` of the ``c`` children of a group answer, the squared residual is the sum of
+    ``c · max(0, m − a)`` over the groups. These are the groups of Kadhe, Koyluoglu and
     Ramchandran 2020 (arXiv 2005.07184), here with orthogonal real trigonometric vectors
     as the code of each group, and used beyond ``s = c − m``.
 

@@ -17,14 +17,12 @@ def random_generator(
 ) -> GradientCode:
     """A code on any support: unequal loads and any number of slices.
 
-    Of a random ``W`` of shape ``(s+m, n)`` the first ``s`` rows are the parity checks
-    of ``B`` and the last ``m`` its decoder when all answer. For every partition ``j``
-    they fix ``W · B[:, j, :] = [0; I]``, a system on the holders of ``j`` alone. Any
-    ``s`` columns of the checks are invertible with probability 1, so any ``n−s``
-    children suffice. These are the random codes of Ye and Abbe 2018 (arXiv 1802.03475)
-    written by their dual (``s+m`` unknowns instead of ``n−s``), on any support as in
-    the heterogeneity-aware codes of Wang et al. 2019. Redrawn at most 64 times for a
-    small amplification.
+    Draw a random ``W`` of shape ``(s+m, n)``: its first ``s`` rows are the parity checks of ``B``, its last ``m``
+    the decoder if all children answer. For every partition ``j`` they fix ``W · B[:, j, :] = [0; I]``, a system on
+    the holders of ``j`` alone. Any ``s`` columns of the checks are invertible with probability 1, so any ``n−s``
+    children suffice. These are the random codes of Ye and Abbe 2018 (arXiv 1802.03475) written by their dual
+    (``s+m`` unknowns instead of ``n−s``), on any support as in the heterogeneity-aware codes of Wang et al. 2019.
+    Redrawn at most 64 times for a small amplification.
 
     Args:
         n: number of children.

@@ -1,11 +1,9 @@
-"""Whether two ranks compute the same of a block, where work is shared.
+"""Whether two ranks get the same result for a block of shared work.
 
-Each block is computed by one rank there, so there is no surplus to compare. In a group that looks
-for mistakes the engine lets a second one compute one block of each round, and both tell of it in
-one more vector of the sum, see ``transport/cpp/node_audit.cpp``: of each leaf the norm, and the sum
-of its numbers with signs that look like chance. A number that is off shows in that by as much,
-whichever it is. Both are told as multiples of a power of 2, which is told too, so that they fit in
-float32.
+Each block is computed by one rank, so there is no surplus to compare. In a group with a ``check`` the engine lets a
+second rank compute one block of each round (``transport/cpp/node_audit.cpp``). Both report it in one more vector of
+the sum: for each leaf the norm, and the sum of its numbers with pseudo-random signs. An error in any number changes
+that sum by as much. Both are sent as multiples of a power of 2, and with it, so that they fit in float32.
 """
 
 import dataclasses
@@ -34,7 +32,7 @@ class Audit:
 
     @property
     def eps(self) -> tuple[float, ...]:
-        """Of the numbers in which each leaf is computed."""
+        """The machine epsilon of each leaf's dtype."""
         return tuple(float(jnp.finfo(leaf.dtype).eps) for leaf in self.leaves)
 
     def zeros(self) -> jax.Array:

@@ -111,7 +111,8 @@ class _Communicator:
 
 @functools.cache
 def _index(kind: "type[_Baseline]", communicator: _Communicator, *more: int) -> int:
-    """Of a baseline on a communicator: registered as the transport of a group is."""
+    """Return the index of a baseline on a communicator, registered like a group's
+    transport."""
     baseline = kind(communicator.comm, *more)
     registry.add(baseline)
     return baseline.index

@@ -29,13 +29,14 @@ def coded_sum(
     weighted: bool = False,
     wire_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """The sum over the global batch of what each example gives: exact, equal on all ranks, and differentiable.
+    """Return a function that sums a value of each example over the global batch. The sum is exact, equal on all
+    ranks, and differentiable.
 
-    So a loss may be any function of sums, ``f(Σ_j g_j(θ))``: ``jax.grad``, ``jvp``, ``linearize``, ``vmap``,
-    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` take it as a function of their own process, and the
-    result is that of one process with the whole batch. The sum is one round, and so is each derivative of it: the
-    gradient of ``f`` takes two rounds. A rank that is late in one of them computes nothing for it, and gets the total.
-    See ``docs/composing.md``.
+    So a loss may be any function of sums, ``f(Σ_j g_j(θ))``: JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
+    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` take it like a local function. The result is that
+    of one process with the whole batch. The sum is one round, and so is each derivative of it: the gradient of
+    ``f`` takes two rounds. A rank that is late in a round computes nothing for it, and gets the total. See
+    ``docs/composing.md``.
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
@@ -47,16 +48,16 @@ def coded_sum(
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays travel, see `coded_allreduce`.
 
     Returns:
-        A function ``(params, batch, *, token=None) -> sums``: a pytree like ``values``, without the
-        leading axis; with a ``token`` a `Result` of it, whose derivatives need a float32 token that is differentiated,
-        too (``docs/composing.md``). ``params`` is a pytree of
-        arrays that are equal on all ranks, ``batch`` a `Batch` of ``group.epoch`` or ``group.batch``, the same one on
-        all ranks. What ``per_example`` uses from around it and is differentiated counts as parameters, too.
+        A function ``(params, batch, *, token=None) -> sums``: a pytree like ``values``, without the leading axis;
+        with a ``token`` a `Result` of it, whose derivatives need a float32 token that is differentiated, too
+        (``docs/composing.md``). ``params`` is a pytree of arrays that are equal on all ranks, ``batch`` a `Batch`
+        of ``group.epoch`` or ``group.batch``, the same one on all ranks. Values that ``per_example`` closes over
+        count as parameters if they are differentiated.
 
-        It raises ``TypeError`` for what is no `Batch`, and for integers that the code would round, ``ValueError``
-        for a batch of another plan or rank, and for values without the leading axis; ``NotImplementedError`` where
-        examples themselves are differentiated; and what `coded_allreduce` raises: ``InconsistentMessages`` also where
-        parameters, tangents or cotangents differ between ranks.
+        It raises the errors of `coded_allreduce`; ``InconsistentMessages`` also if parameters, tangents or
+        cotangents differ between ranks. It raises ``TypeError`` if ``batch`` is not a `Batch`, and for integers
+        that the code would round. It raises ``ValueError`` for a batch of another plan or rank, and for values
+        without the leading axis, and ``NotImplementedError`` if the examples are differentiated.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded

@@ -74,7 +74,8 @@ def count(
         group: that sums.
         name: of the call.
         key: what ranks must have in common, see `jaxcoded.collectives.marks`. Default: the batches.
-        present: whether the examples that are there are a second number, also of a sum that may be approximate.
+        present: whether to count the examples without padding in a second number, also for a sum that may be
+            approximate.
 
     Raises:
         TypeError, ValueError: they are no `Weights`, or not of this rank of this group.
@@ -221,7 +222,7 @@ def checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
 
 
 def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
-    """The number of examples of a batch that are there, which a mean is divided by.
+    """Return the number of examples of a batch without padding, by which a mean is divided.
 
     Transports look for a number that they know when they compile. So the examples of a smaller last
     batch count for more in the first number: ``batch_size`` together. By the second one the mean is, on

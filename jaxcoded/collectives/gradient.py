@@ -44,8 +44,8 @@ def of_part(
                 "(jax.lax.psum)"
             )
         w = weights.astype(accumulator(each.dtype))
-        # padding has weight 0 and must not count, whatever its loss is; its gradient is
-        # finite, as padding repeats an example that is there
+        # padding has weight 0 and must not count, whatever its loss is; its gradient is finite, as padding repeats
+        # a real example
         loss = jnp.sum(jnp.where(w != 0, w * each.astype(w.dtype), 0))
         return loss, aux
 

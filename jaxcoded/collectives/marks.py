@@ -87,7 +87,7 @@ def mixed(x: Any) -> Any:
 
 
 def _checksum(pytree: Any) -> jax.Array:
-    """Of all bits of its arrays, uint32."""
+    """Return a checksum of all bits of its arrays, uint32."""
     out = jnp.uint32(0)
     for leaf in map(jnp.asarray, jax.tree.leaves(pytree)):
         if jnp.iscomplexobj(leaf):

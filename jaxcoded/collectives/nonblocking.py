@@ -34,12 +34,12 @@ from jaxcoded.transport.round import Operands, Round
 class Handle:
     """Rounds that `coded_allreduce_start` has started, for `coded_allreduce_done`.
 
-    A pytree, which can leave and enter ``jit``, and be carried through a ``scan``. It
-    is of this process and of this run of it alone: keep none in a checkpoint.
+    A pytree, which can leave and enter ``jit``, and be carried through a ``scan``. It is valid only in this run of
+    this process: keep none in a checkpoint.
 
     Attributes:
-        rounds: for each round the uint32 number by which the engine knows it; with the
-            mpi4jax transport its vectors, which are there already.
+        rounds: for each round the uint32 number by which the engine knows it; with the mpi4jax transport its
+            vectors, which are complete.
         divisor: what to divide by.
         ends: of each round.
         packings: of each round, the pytree that it sums.

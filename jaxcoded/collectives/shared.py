@@ -89,8 +89,8 @@ def summed(
             **fields,
         )
     kinds = [kind for kind, n in zip(packing.kinds, packing.counts) if n]
-    # one more vector: in a sum that may be of a part of the batch, which blocks are in it;
-    # in a group that looks for mistakes, whose sums are whole, what is told of audits
+    # one more vector: in a sum that may lack a part of the batch, its blocks; in a group with a check, whose sums
+    # are whole, the results of audits
     probes, audited = [], None
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
@@ -117,8 +117,8 @@ def summed(
     def take(
         sums: Sequence[jax.Array], token: jax.Array | None, number: int = 1
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The next block, -1 at the end; not 0 where the sums are to be zeros before the block is added; and
-        whether it is added, told to be compared, or both."""
+        """Return the next block, or -1 at the end. Then a number that is not 0 if the sums must be zeroed before
+        the block is added, and one that says whether the block is added, reported for comparison, or both."""
         asked = round.step("take", number=number)
         (work,), token = run(asked, operands._replace(vectors=sums, token=token))
         return work, token

@@ -11,10 +11,9 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
     """Return the number of distinct examples of a batch that each rank computes, int64
     ``(size,)``.
 
-    No rank exceeds ``⌈load · batch_size⌉`` by more than the depth of the tree, where the
-    partitions of a child lie side by side on a circle (all but block designs, expanders
-    and the random approximate codes; there by less than one example for each of the
-    partitions that it holds). A ValueError if ``batch_size < 1``.
+    If the partitions of a child lie side by side on a circle, no rank exceeds ``⌈load · batch_size⌉`` by more than
+    the depth of the tree. With block designs, expanders and random approximate codes, it exceeds it by less than
+    one example for each partition that it holds. A ValueError if ``batch_size < 1``.
 
     Example:
         >>> import jaxcoded
@@ -46,7 +45,7 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
     """Return what one rank reads, padded to one static length for all ranks; in a plan with unequal speeds, to a length
     of its own. A ValueError if ``batch_size < 1``, or there is no such rank.
 
-    Padding repeats one of the rank's own examples (example 0 where it has none) with weight 0.
+    Padding repeats one of the rank's own examples (example 0 on a rank without data) with weight 0.
 
     Returns:
         indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.

@@ -43,8 +43,8 @@ def coefficients(plan: Plan, rank: int) -> np.ndarray:
 
 
 def probe(plan: Plan, rank: int) -> np.ndarray:
-    """What one rank adds to a round to find out what comes of the atoms: float64
-    ``(P · F · atoms · F / M,)``, the message for known gradients.
+    """Return what one rank adds to a round to measure the coefficients of the atoms: float64 ``(P · F · atoms · F /
+    M,)``, the message for known gradients.
 
     The gradient of atom ``c`` has ``F · atoms · F`` numbers, ``F`` slices as fine as
     any rank's: 1 at place ``(c, v)`` of slice ``v``, 0 elsewhere. So the sum has the
@@ -62,9 +62,8 @@ def probe(plan: Plan, rank: int) -> np.ndarray:
 
 
 def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the sum of all probes is where it is exact, and how much a deviation
-    from it weighs: float64 ``(F · atoms · F,)``; the residual is ``√Σ weights · (sum −
-    exact)²``."""
+    """Return the exact sum of all probes, and the weight of a deviation from it: float64 ``(F · atoms · F,)``. The
+    residual is ``√Σ weights · (sum − exact)²``."""
     fine, lengths = plan.padding_multiple, sizes(plan)
     shape = fine, len(lengths), fine
     exact = np.broadcast_to(np.eye(fine)[:, None, :], shape)

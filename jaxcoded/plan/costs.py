@@ -36,8 +36,8 @@ def checked(costs: Any, examples: int) -> np.ndarray:
 
 
 def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
-    """Return which examples go where: the one that costs the most comes first, and each goes where the least is so far,
-    among those places that have room for it (longest processing time first; Graham 1969).
+    """Return the examples of each place. The most expensive example is assigned first, each to the place with the
+    least cost so far that has room (longest processing time first; Graham 1969).
 
     Args:
         costs: float64 ``(examples,)``.
@@ -45,7 +45,7 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
             of the cost is in proportion.
 
     Returns:
-        Of each place, the indices in rising order, int64.
+        The indices of each place in rising order, int64.
 
     Example:
         >>> import numpy as np

@@ -101,9 +101,8 @@ def coding_of(
     and in units of one rank's load.
 
     Args:
-        kind: the text of a code, see `codes.named`; or ``"auto"``, which takes
-            fractional repetition where it wastes no capacity, then cyclic repetition
-            where all children are alike, then a random generator.
+        kind: the text of a code, see `codes.named`; or ``"auto"``, which takes fractional repetition if it wastes
+            no capacity, else cyclic repetition if all children are alike, else a random generator.
         seed: of random codes. Nothing else enters, so parents with equal children have
             equal codes.
 

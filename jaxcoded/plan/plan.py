@@ -234,8 +234,8 @@ class Plan:
         return missing
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
-        """The parents that cannot rebuild their sums without the erased ranks, so that the
-        root has none, the root first; empty if the plan can do without these ranks.
+        """Return the parents that cannot rebuild their sums without the erased ranks, so that the root cannot
+        either; the root first. Empty if the plan tolerates these erasures.
 
         Args:
             erased: bool ``(size,)``.

@@ -9,11 +9,11 @@ _IN_TURNS = 0.9
 
 
 def pay_in_layers(needs: int, children: int, layers: int, most: int) -> bool:
-    """Whether the ports of a tree between hosts are busy for shorter where its families form sections. They
-    begin once all messages of a parent's children are whole, and its children get the result once all of
-    it is there, so that layers wait for each other, each for as long as a port takes for a vector, on the way
-    up and on the way down. Without sections pieces pipeline through all layers, but all children of a parent
-    fetch all of the result from it.
+    """Return whether the ports of a tree between hosts are busy for less time if its families form sections.
+    Sections begin once all messages of a parent's children are whole, and the children get the result once it is
+    whole. So layers wait for each other, each for the time that a port takes for a vector, on the way up and on the
+    way down. Without sections pieces pipeline through all layers, but all children of a parent fetch the whole
+    result from it.
 
     Args:
         needs: messages that suffice for the root's sum,

@@ -143,10 +143,9 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 
 
 def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return a tree of two layers that follows hosts, as the parent of each rank, so that what a
-    host sends and receives does not grow with its ranks: the first rank of each host, the root
-    aside, is the root's child, and the others of that host are its children. With one rank on
-    each, a star.
+    """Return a tree of two layers that follows hosts, as the parent of each rank. The first rank of each host,
+    apart from the root, is the root's child, and the host's other ranks are its children. So a host's traffic does
+    not grow with its ranks. With one rank on each, a star.
 
     Example:
         >>> from jaxcoded.plan.tree import parents_by_host

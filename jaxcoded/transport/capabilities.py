@@ -128,8 +128,8 @@ class LosesRanks(Capability):
     needed = "ranks that die or join need"
 
     def departed(self) -> dict[int, str]:
-        """Of the ranks below this one that make no more calls the error that ended their program,
-        in words, or an empty text."""
+        """Return the ranks below this one that make no more calls, each with the error that ended its program, or
+        an empty text."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:

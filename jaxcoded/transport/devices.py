@@ -53,8 +53,8 @@ class Devices:
         return jax.lax.axis_index(tuple(name for name, _ in self.axes))
 
     def owners(self, split: Sequence[str]) -> list[int]:
-        """Of a value that is split over these axes and the same along all others, for each
-        place the first one that has what is there.
+        """Return, for each place, the first place with the same data of a value that is split over these axes and
+        equal along all others.
 
         Example:
             >>> from jaxcoded.transport.devices import Devices

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from mpi4py import MPI
 
-# Of a rank that has not answered for so many seconds nobody hears any more.
+# A rank that has not answered for this long counts as lost.
 SILENT_SECONDS = 10.0
 
 _status = 0  # with which ``python -m mpi4py`` would end the job after this process

@@ -315,7 +315,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
 
     @property
     def _members(self) -> list[int]:
-        """Of the family that shares its work, in the ledger's order."""
+        """The ranks of the family that shares its work, in the ledger's order."""
         return [self.rank, *self.plan.coded_children(self.rank)]
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:

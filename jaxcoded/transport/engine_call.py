@@ -224,9 +224,9 @@ def _apart(
 
 
 def _whole(ctx: Any, avals: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands, so that XLA does not see which of them are slices of other arrays: with JAX 0.11 it
-    fuses a slice with the call that takes it, on GPUs, and aborts the process where the call has a result
-    of XLA's type for an order (docs/engine.md)."""
+    """Return the operands behind a barrier, so that XLA does not see that they are slices of other arrays. On GPUs
+    JAX 0.11 fuses a slice with the call that takes it, and aborts the process if the call has a result of XLA's
+    type for an order (docs/engine.md)."""
     if not operands:
         return ()
     barrier: Callable[..., Any] = mlir.lower_fun(

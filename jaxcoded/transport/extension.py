@@ -1,8 +1,8 @@
 """The compiled extension, for the MPI of this process.
 
-What is built from source lies beside this file and is for the MPI that it was built with. A wheel has
-one for each interface of MPI to binaries, as mpi4py's own wheels have: that of Open MPI and that of
-MPICH, which other MPIs share.
+An extension built from source lies next to this file, for the MPI with which it was built. A wheel has one for each
+interface of MPI to binaries, as mpi4py's own wheels have: that of Open MPI and that of MPICH, which other MPIs
+share.
 """
 
 import importlib

@@ -217,7 +217,7 @@ def restored(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
 
 @functools.cache
 def _implementation(dtype: Any) -> Any:
-    """Of random keys of this dtype: what `jax.random.wrap_key_data` takes."""
+    """Return the implementation of random keys of this dtype, as `jax.random.wrap_key_data` takes it."""
     found: list[Any] = []
 
     def look(key: jax.Array) -> None:

@@ -75,7 +75,7 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
 
 
 def _watch(heard: int, before: int, seconds: float) -> NoReturn:
-    """Leave so many seconds after the signal, and tell whoever heard of signals before."""
+    """Leave this many seconds after the signal, and pass signals on to the previous listener."""
     while signal.SIGTERM not in (numbers := os.read(heard, 1)):
         if before >= 0:
             with contextlib.suppress(OSError):

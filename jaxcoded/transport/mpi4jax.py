@@ -1,8 +1,8 @@
 """The tree on stock mpi4jax: blocking messages between static ranks.
 
-Every rank takes part in every round, and a parent waits for all its children before it
-goes on. So this transport does not outrun stragglers; it is the readable reference, the
-oracle of the tests, and what runs where no compiler is at hand.
+Every rank takes part in every round, and a parent waits for all its children. So this
+transport does not outrun stragglers. It is the readable reference and the oracle of the
+tests, and needs no compiler.
 """
 
 from collections.abc import Sequence

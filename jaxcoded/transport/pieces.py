@@ -119,8 +119,8 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:
-    """Whether all ranks are the root's children, and it, which would add up all messages on its own, would
-    keep the others waiting, who only copy the result. Of two ranks one adds while the other copies.
+    """Whether all ranks are the root's children, and it, which would add up all messages on its own, would keep the
+    others waiting, who only copy the result. With two ranks, one adds while the other copies.
 
     Example:
         >>> from jaxcoded.plan import Coded, make_plan

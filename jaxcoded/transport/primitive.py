@@ -29,10 +29,9 @@ def effects_barrier() -> None:
     """Wait for the rounds in flight that are ordered by the effect, and forget those that
     have failed.
 
-    JAX runs a compiled step while Python goes on. If a round of it fails then, JAX hands
-    the error to every later call that has rounds, without running it, on groups of all
-    kinds and in mpi4jax: after such an error call this on all ranks, and go on. What
-    had failed is logged as a warning (logger ``jaxcoded``), not raised.
+    JAX runs a compiled step while Python continues. If one of its rounds fails then, JAX passes the error to every
+    later call with rounds, without running it, for groups of all kinds and in mpi4jax. After such an error call
+    this on all ranks, and continue. What had failed is logged as a warning (logger ``jaxcoded``), not raised.
 
     Example:
         >>> import jaxcoded
@@ -107,8 +106,8 @@ def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | 
 
     Args:
         round: what happens.
-        operands: what it is called with. There may be no vectors: the round takes place all the same, since other
-            ranks may have some.
+        operands: what it is called with. There may be no vectors: the round still takes place, since other ranks
+            may have some.
 
     Returns:
         The results, and the next token: the given one where the round takes none.
@@ -146,7 +145,7 @@ def read(
 
 
 def results(round: Round, vectors: Sequence[Any]) -> list[ShapedArray]:
-    """What comes of a round of vectors like these."""
+    """Return the types of the results of a round of such vectors."""
     if round.transposed:
         return [_jax_compat.like(vector, vector.shape) for vector in vectors]
     if round.results is not None:

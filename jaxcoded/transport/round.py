@@ -28,7 +28,7 @@ class Round:
         down: every rank gets the result; otherwise the root alone, zeros elsewhere.
         batch: the sizes of the leading axes of the vectors, made by ``vmap``.
         devices: those of this process that call together, if there are several.
-        results: what comes of the call; ``None``: what follows from the vectors.
+        results: the types of the call's results; ``None``: those that follow from the vectors.
         counts: whether the first vector counts examples.
         residual: whether the last vector finds the coefficients of the sum.
         apart: in a group that looks for mistakes, what is not compared with the rest.

@@ -83,7 +83,7 @@ def _is_of_rank(found: Any) -> bool:
 
 
 def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Of what each rank has found: what is the same on all of them is said once."""
+    """Yield the findings of all ranks. A finding that is equal on all of them comes once."""
 
     def said(key: str) -> Iterator[tuple[str, str]]:
         """Each text but the empty one, and the ranks that say it."""

@@ -62,7 +62,7 @@ def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What there is to say of a plan.
+    """The findings about a plan.
 
     Attributes:
         files: the telemetry, the root's first.
@@ -382,7 +382,7 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) 
 
 
 def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> None:
-    """Who is late, and who is slow: the worst ranks."""
+    """Draw which ranks are late and which are slow: the worst ones."""
     speeds, known = seen.speeds, seen.measured
     shown = np.flatnonzero(known | ~np.isnan(late))
     share = np.nan_to_num(late)
@@ -410,7 +410,7 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
 
 
 def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> None:
-    """Who has computed what: as a rule, and in each round; and how fast ranks are."""
+    """Draw which rank computed what, usually and in each round, and how fast ranks are."""
     rows = seen.divided
     computed, rounds = seen.computed[rows], seen.rounds[rows]
     mean = computed.mean(axis=0)
@@ -543,6 +543,6 @@ def _height(rows: int) -> float:
 
 
 def _medians(table: np.ndarray) -> np.ndarray:
-    """Of each column but for NaN; infinite for those without a number."""
+    """Return the median of each column, ignoring NaN; infinite for those without a number."""
     known = [column[~np.isnan(column)] for column in table.T]
     return np.array([np.median(each) if len(each) else np.inf for each in known])

@@ -26,8 +26,8 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
-    """One finding after the other, of a machine on which so many ranks are to run;
-    ``mpirun``: the launcher, or why there is none."""
+    """Yield the findings about a machine that should run this many ranks. ``mpirun``: the launcher, or why there is
+    none."""
     yield Finding(
         "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
     )

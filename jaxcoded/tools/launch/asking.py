@@ -31,8 +31,8 @@ def answered(
     hosts: str | None = None,
     hostfile: str | None = None,
 ) -> Any:
-    """Start ``python *program`` on so many ranks, and return what rank 0 gives to `answer`;
-    `NoAnswer` if the job failed, or took too long, or what it answers cannot be read."""
+    """Start ``python *program`` on this many ranks, and return what rank 0 passes to `answer`. `NoAnswer` if the
+    job failed or took too long, or its answer cannot be read."""
     where = places.chosen(ranks, hosts, hostfile)
     # a file of the user's in this folder must not pass for a module, such as random.py
     command, environment = launcher.command(

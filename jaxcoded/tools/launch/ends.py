@@ -75,7 +75,7 @@ class Ends:
                 caller.sendall(b".")
 
     def _number(self, name: str) -> int:
-        """Of a rank, or of START.RANK: one of those that were started together to join."""
+        """Return the number of a rank, or of START.RANK: one of those that were started together to join."""
         start, _, rank = name.rpartition(".")
         number = int(rank)
         if not start:

@@ -32,8 +32,8 @@ class End:
     """How a job has ended.
 
     Attributes:
-        status: of the launcher: 128 and the number of a signal that ended it, or that told this process to end it,
-            `TOO_LONG` after too long, 0 if it went on after a rank had ended the job.
+        status: of the launcher. 128 plus the number of a signal that ended it, or that told this process to end it;
+            `TOO_LONG` after too long; 0 if it continued after a rank had ended the job.
         too_long: whether it was ended as it took too long.
         stopped: the ranks on this host that were stopped then.
     """
@@ -63,8 +63,8 @@ def play(
 
     Args:
         seconds: after which the job is ended.
-        ended: set once a rank has ended the job; a launcher that goes on all the same, as a fault-tolerant one
-            may, is ended some seconds later.
+        ended: set once a rank has ended the job. A launcher that still continues, as a fault-tolerant one may, is
+            ended some seconds later.
         own_files: whether it gets a directory of its own for temporary files, over which a later launcher would
             trip. Other hosts have none of that name.
         output: takes what it prints and what its errors say. Default: those of this process.

@@ -12,27 +12,27 @@ from typing import Any
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
-# Of Open MPI's mpirun, where a host may be lost
+# Settings of Open MPI's mpirun for jobs that may lose a host
 _GOES_ON = {
-    # which ends the job where it finds a daemon gone: it asks none whether it is there
+    # 0 turns off the check by which mpirun ends the job if a daemon is gone
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
     # its daemons are a step of Slurm, which ends all of them with one; srun refuses "1"
     "SLURM_NO_KILL": "set",
 }
-# Of Open MPI 5, where ranks start others
+# Settings of Open MPI 5 for jobs whose ranks start others
 TAKES_IN = {
-    # the launcher goes on where these die, as with those that it has started
+    # the launcher survives the death of these as of the ranks that it has started
     "PRTE_MCA_state_base_recoverable": "1",
-    # MPI's own collectives on several hosts: this kind crashes, or gives wrong values, where such ranks take part
+    # this kind of MPI's collectives on several hosts crashes, or gives wrong values, if such ranks take part
     "OMPI_MCA_coll_han_priority": "-1",
 }
 
-# Of Open MPI, where there are more ranks than cores: who waits for a message is to let others go on. It finds out
-# by itself, but where the user says how many a host is to have.
+# With more ranks than cores, a rank of Open MPI that waits for a message should yield its core. Open MPI detects
+# this by itself, unless the user sets the number of ranks on a host.
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 
-# Open MPI finds out how to reach a rank when the first message goes there or comes from there. Where two threads
-# do so at a time, it may drop the connection for good (ompi#3035): so it is to look all of them up as it begins.
+# Open MPI looks up how to reach a rank at the first message to or from it. If two threads do so at the same time,
+# it may drop the connection for good (ompi#3035). So it must look up all ranks as it begins.
 _KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
 
 # Whether XLA divides an operation among threads. PJRT_NPROC is how many it has: at least two, one of which

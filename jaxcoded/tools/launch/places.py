@@ -23,7 +23,7 @@ _PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
 # The name, and what one is used to of one mpirun or another.
 RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
-# Of a job: an mpirun takes 2**32 + 1 for 1, and the simulator 2 GB for so many.
+# The most ranks of a job: an mpirun takes 2**32 + 1 for 1, and the simulator needs 2 GB for this many.
 MOST_RANKS = 2_000_000
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 
@@ -78,7 +78,7 @@ class Places:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Of hosts that may have ranks, if not this one alone; ``None``: not known."""
+        """The names of hosts that may have ranks; empty for this host alone, ``None`` if unknown."""
         if not self.away:
             return ()
         if self.hosts is None:
@@ -87,8 +87,8 @@ class Places:
 
 
 def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> Places:
-    """Return where so many ranks are to be started: on the hosts that were asked for, or where none were, on those of
-    Slurm. A ValueError if they are no hosts, or have fewer places; or the file cannot be read."""
+    """Return where to start this many ranks: on the given hosts, otherwise on those of Slurm. A ValueError if they
+    are not hosts, have fewer places, or the file cannot be read."""
     asked = launcher.listed(hosts, hostfile)
     if hosts is not None:
         _check(ranks, hosts)

@@ -1,11 +1,10 @@
-"""Starts the program of a rank as its child, with GPUs of its own and shared memory of the job's own,
-tells `jaxcoded run` when it begins and how it ends, and ends alike.
+"""Starts the program of a rank as its child, with the rank's GPUs and the job's shared memory. Reports to `jaxcoded
+run` when it begins and how it ends, and ends in the same way.
 
 Runs by itself, without the package: `python -I -S rank.py COMMAND...`.
 
-Launchers signal the process group of a rank, of which both are members: so the program gets what it
-would get without this, and this one ignores it. What kills this one (SIGKILL) kills the program,
-too.
+Launchers signal the process group of a rank, of which both are members. So the program gets the signals that it
+would get without this process, which ignores them. A SIGKILL of this process kills the program, too.
 """
 
 import ctypes
@@ -15,18 +14,18 @@ import signal
 import sys
 import time
 
-VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of who is told
-ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 where each rank is to see all GPUs of its host
+VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of the listener
+ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 if each rank sees all GPUs of its host
 # a directory of the job, on the host that has started it, for memory that ranks share
 SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
-# 1 where mpirun goes on where a rank dies that others have started (`jaxcoded.group.membership.joining`)
+# 1 if mpirun survives the death of a rank that others have started (`jaxcoded.group.membership.joining`)
 TAKES_IN = "JAXCODED_TAKES_IN"
 # The words by which this process was started, before those of the program, one a line: for ranks that start others
 STARTER = "JAXCODED_STARTER"
-JOINS = "JAXCODED_JOINS"  # START:…, of ranks that others have started: the same for those of one start
-GOES_ON = "JAXCODED_GOES_ON"  # 1 where the others are to go on without a rank that ends
-# PID:FILE, this process and a file descriptor: its child writes to it as it enters its first group, where
-# an error has ended its program, as it leaves MPI, and as it ends the job
+JOINS = "JAXCODED_JOINS"  # START:… for ranks that others have started, the same for all of one start
+GOES_ON = "JAXCODED_GOES_ON"  # 1 if the others continue without a rank that ends
+# PID:FILE, this process and a file descriptor. Its child writes to it when it enters its first group, when an error
+# has ended its program, when it leaves MPI, and when it ends the job
 _PIPE = "JAXCODED_ENDS_JOB"
 _IN_GROUP, _FAILED, _LEFT_MPI, _ENDS_JOB = b"+", b"-", b".", b"!"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -166,7 +165,7 @@ def number(variables: "os._Environ[str] | dict[str, str]") -> str:
 
 
 def _tell(code: int | str) -> None:
-    """Best effort: where nobody hears it the job goes on."""
+    """Best effort: without a listener the job continues."""
     rank = number(os.environ)
     import socket
 

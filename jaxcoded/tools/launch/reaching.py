@@ -17,8 +17,8 @@ _OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
 
 
 def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """Of hosts as in ``--hosts`` or a file of them, which ones `ssh` does not get to, and what to do; none if it
-    gets to all of them."""
+    """Return which hosts, given as in ``--hosts`` or a file, `ssh` cannot reach, and what to do. None if it reaches
+    all."""
     away = failures(hosts)
     if not away:
         return None

@@ -16,7 +16,7 @@ _FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512
 _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
 _REPLICAS = (1, 2, 3)  # and all others
-_MOST_SHARING = 64  # ranks, in jobs whose work may be shared
+_MOST_SHARING = 64  # ranks in jobs whose work may be shared
 _BLOCK = 5e-3  # seconds that a block takes at least
 _MOST_BLOCKS = 12  # of a rank
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
@@ -256,7 +256,7 @@ def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
 
 
 def _most_drawn(layout: Layout) -> list[int]:
-    """Of each layer, the most children of a parent whose code is no repetition."""
+    """Return, for each layer, the most children of a parent whose code is not a repetition."""
     return [
         int(layout.counts[layer][layout.copies[layer] == 1].max(initial=0))
         for layer in layout.layers

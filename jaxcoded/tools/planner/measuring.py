@@ -154,7 +154,7 @@ def _links(comm: MPI.Intracomm) -> tuple[float, float]:
 
 
 def _partner(rank: int, size: int) -> int:
-    """Who is half the job away; of an odd number the last one is alone."""
+    """Return the rank half the job away; with an odd number the last one is alone."""
     half = size // 2
     return rank if rank >= 2 * half else (rank + half) % (2 * half)
 

@@ -170,9 +170,8 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """What to do and why; if rounding rules out a faster code, which; why the work is not shared,
-        if it is not; what static balancing would give, if that is more than no code; and what it means where nobody
-        may be late."""
+        """What to do and why. Also which faster code rounding rules out, why the work is not shared, what static
+        balancing would give if that is more than no code, and what follows if no rank may be late."""
         it = self.best.candidate
         said = self._sentence + self._too_rough + ("" if it.shared else self._why_not)
         said += self._balanced

@@ -1,10 +1,8 @@
-"""What a job's telemetry shows: which ranks straggled, what coding saved, and how long
-other plans would have taken.
+"""Analyse a job's telemetry: which ranks straggled, what coding saved, and how long other plans would have taken.
 
-A rank that is late is served from the history and tells its parent nothing of the rounds
-it missed, so a parent's record lacks exactly those that matter. What is known all the same
-is computed here: from when a child was heard of again, from the step
-time that it told of itself, and from the files of other ranks, where they are at hand.
+A late rank is served from the history and reports nothing to its parent about the rounds that it missed. So a
+parent's record lacks exactly those that matter. This module estimates them from when a child was heard of again,
+from the step time that it reported, and from the files of other ranks, if given.
 """
 
 import dataclasses
@@ -176,8 +174,8 @@ def too_late(files: Sequence[Telemetry]) -> np.ndarray:
 
 
 def unknown(files: Sequence[Telemetry]) -> list[int]:
-    """The ranks that were too late in most rounds, and of which nothing tells how slow they are: neither a
-    file of their own nor a step time that they told."""
+    """Return the ranks that were too late in most rounds and whose speed is unknown: they have neither a file nor a
+    reported step time."""
     late, untold = too_late(files), np.isnan(files[0].step_times)
     there = {file.rank for file in files}
     ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
@@ -257,10 +255,9 @@ def network(seen: Telemetry) -> tuple[Network, float]:
 def alternatives(
     plan: Plan, speeds: np.ndarray | None = None
 ) -> list[tuple[str, Plan | Ring]]:
-    """Return the plan as it was, first, and others for the same ranks and with as many
-    slices, with their names: the same tree with other numbers of stragglers, or with
-    loads in proportion to relative ``speeds`` ``(N,)``; a star, other fan-outs, and the
-    uncoded ring. Plans that do not exist are left out."""
+    """Return the plan as it was, first, and others for the same ranks and slices, with their names. The others are
+    the same tree with other numbers of stragglers, or with loads in proportion to relative ``speeds`` ``(N,)``, a
+    star, other fan-outs, and the uncoded ring. Plans that do not exist are left out."""
     was = plan.strategy
     out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
     if plan.size < 2:
@@ -402,9 +399,9 @@ def _latest(seen: Telemetry) -> int:
 
 
 def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
-    """Seconds of work of the rank whose telemetry this is, in these rounds; NaN in those
-    it skipped: float64 ``(Q,)``. Of a rank that skipped all of them, what it took all the same: the
-    least that its work would have taken."""
+    """Seconds of work of the rank whose telemetry this is, in these rounds; NaN in those it skipped: float64
+    ``(Q,)``. For a rank that skipped all of them, the time that it still took: the least that its work would have
+    taken."""
     own = np.maximum(seen.work, 0.0)
     if not seen.skipped.all():
         own = np.where(seen.skipped, np.nan, own)
@@ -425,7 +422,7 @@ def _median(values: np.ndarray) -> float:
 
 
 def _largest(table: np.ndarray) -> np.ndarray:
-    """Of each row, but for NaN; NaN where there is nothing else."""
+    """Return the largest number of each row, ignoring NaN; NaN for a row of NaN."""
     return np.fmax.reduce(table, axis=1, initial=np.nan)
 
 
@@ -473,9 +470,8 @@ def _heard(seen: Telemetry, column: int) -> float:
 
 
 def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
-    """The row of the first round from which on a child has not come, if it is not just
-    slow, as far as one can tell: its process may live, and show signs of life, while its work
-    does not end. After the last one if there is none."""
+    """Return the row of the first round from which on a child is missing, and not just slow as far as one can tell.
+    Its process may show signs of life while its work does not end. Returns the number of rows if there is none."""
     missing = np.isnan(seen.arrived[:, column])
     rows = len(missing)
     first = 0 if missing.all() else rows - int(np.argmin(missing[::-1]))

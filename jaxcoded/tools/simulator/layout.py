@@ -1,4 +1,4 @@
-"""Who sends what to whom, and how many suffice: a plan without its coefficients."""
+"""Which rank sends what to which, and how many messages suffice: a plan without its coefficients."""
 
 import dataclasses
 import functools

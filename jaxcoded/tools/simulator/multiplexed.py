@@ -14,11 +14,11 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class Multiplexed(Scheme):
     """Multiplexed (M-SGC, Krishnan et al. 2023).
 
-    A worker has one task of each job in ``W − 1 + B`` rounds: first ``W − 1`` chunks that no other worker
-    has, then ``B`` tasks in which it computes a chunk that it missed, if any, or its part of a gradient
-    code that tolerates ``λ`` workers. It tolerates the bursty model (`Bursts`), and any pattern in which
-    ``λ`` workers are late in ``W − 1 + B`` rounds in a row, each in at most ``B``. A dead worker ends
-    it, as nobody else has its chunks. Each worker sends ``W − 1 + B`` vectors in a round.
+    A worker has one task of each job in ``W − 1 + B`` rounds. First come ``W − 1`` chunks that no other worker has.
+    In the ``B`` tasks after them it computes a chunk that it missed, if any, or its part of a gradient code that
+    tolerates ``λ`` workers. It tolerates the bursty model (`Bursts`), and any pattern in which ``λ`` workers are
+    late in ``W − 1 + B`` rounds in a row, each in at most ``B``. A dead worker ends it, as nobody else has its
+    chunks. Each worker sends ``W − 1 + B`` vectors in a round.
 
     Attributes:
         stragglers: ``λ``, how many workers are late in a window at most.

@@ -1,11 +1,10 @@
 """Rounds of the engine's protocol, for all ranks of a layer at a time.
 
-What is simulated is what ``docs/engine.md`` describes: ranks tell their parents what they
-have, a parent that has called fetches from the first children that suffice, piece by
-piece, adds up and tells its parent; results go down the same way. A rank to which a round
-is decided before it calls it leaves its work out and takes the result. Ports serve one
-message at a time. Long sums are formed in sections (`sections`). A round is a few array operations per
-layer, so that millions of ranks take well under a second.
+They follow ``docs/engine.md``. Ranks tell their parents what they have. A parent that has called fetches from the
+first children that suffice, piece by piece, adds up and tells its parent. Results go down in the same way. A rank
+that calls a decided round leaves out its work and takes the result. Ports serve one message at a time. Long sums
+are formed in sections (`sections`). A round is a few array operations per layer, so that millions of ranks take
+well under a second.
 
 What is left out: the bound of the history (a rank is never out of it), control messages,
 and that processors are shared by ranks.
@@ -48,7 +47,7 @@ class Outcome:
 
     @property
     def seconds(self) -> np.ndarray:
-        """Of each round, from result to result at the root: float64 ``(rounds,)``."""
+        """The seconds of each round, from result to result at the root: float64 ``(rounds,)``."""
         with np.errstate(invalid="ignore"):
             lasted = np.diff(self.ends, prepend=0.0)
         return np.where(np.isnan(lasted), np.inf, lasted)

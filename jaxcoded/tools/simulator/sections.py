@@ -1,9 +1,8 @@
 """Rounds in sections: the ranks of a family form a long sum together (``docs/engine.md``).
 
-The root chooses the messages and cuts the sum into sections; each has a maker, who fetches its part
-of these messages, and everybody fetches all sections. All ports are in use at the same time, so what
-counts is what the busiest one has to send or to receive, whatever the order is; and who forms how
-much is chosen so that this is as little as it can be.
+The root chooses the messages and cuts the sum into sections. The maker of each fetches its part of these messages,
+and every rank fetches all sections. All ports are in use at the same time, so the time is that of the busiest one,
+in any order. The shares of the makers minimize it.
 """
 
 from typing import NamedTuple
@@ -75,10 +74,9 @@ def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
 def in_a_layer(
     layout: Layout, network: Network, payload: float, children: int
 ) -> float:
-    """Seconds from when the messages of so many children of a parent below the root suffice, until it has
-    formed its own one from what they form; or from when it has the result, until they have it: its port
-    moves it once, in pieces, and what it says, what they ask for and what they have formed are on their way
-    before and after."""
+    """Return the seconds that a parent below the root needs to form its message from sections of this many
+    children, once their messages suffice. They need as long to get the result from it. Its port moves the vector
+    once, in pieces, with announcements, requests and formed pieces on their way before and after."""
     pieces = _pieces(layout, network, payload)
     moving = payload / min(network.bandwidth, network.sending)
     turns = (children - 1) * payload / pieces / network.bandwidth
@@ -109,7 +107,7 @@ class Sections:
         self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """Return the sum of a round, once those who are there in time have formed it.
+        """Return the sum of a round, once the ranks that are in time have formed it.
 
         Args:
             called: float64 ``(N,)``, when each rank has its message; minus infinity if it has none.

@@ -1,9 +1,9 @@
 """Schemes whose jobs last several rounds, and the rule by which their master waits.
 
-Sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023): job ``t`` begins in round ``t``
-and must be decoded ``delay`` rounds later, so that later rounds make up for late workers. A round ends
-``1 + mu`` times after its fastest worker. Who is late then has its work of the round lost, and begins the
-next round with the others.
+Sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023): job ``t`` begins in round ``t`` and must be
+decoded ``delay`` rounds later, so that later rounds make up for late workers. A round ends ``1 + mu`` times after
+its fastest worker. A worker that is late then loses its work of the round, and begins the next round with the
+others.
 """
 
 import abc

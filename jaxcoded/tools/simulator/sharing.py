@@ -1,12 +1,11 @@
-"""A round whose work is shared: who computes which blocks, and when all are computed.
+"""A round of shared work: which rank computes which blocks, and when all are computed.
 
-What is simulated is what ``docs/engine.md`` describes, on the host: every rank begins with its own
-blocks, unless others have begun some of them, and whoever begins its last one gets a block that is free, or one that is
-recalled from whoever would be done last. There is an event for every message that may make the
-ledger decide something, and none for the others.
+It follows ``docs/engine.md``, on the host. Every rank begins with its own blocks, unless others have begun some of
+them. A rank that begins its last one gets a free block, or one recalled from the rank that would finish last. There
+is an event for every message that may make the ledger decide something, and none for the others.
 
-The ledger is taken to know how long a block takes each rank in this round; a real one finds out
-with the first block.
+The simulated ledger knows how long a block takes each rank in this round; a real one measures it with the first
+block.
 """
 
 import heapq
@@ -228,7 +227,7 @@ class Round:
     def grant(
         self, m: int, blocks: Iterable[int], now: float, there: float | None = None
     ) -> None:
-        """Give it blocks, which are there a message later or at a time."""
+        """Give it blocks, which arrive a message later or at a given time."""
         member = self.members[m]
         there = now + member.trip if there is None else there
         if member.ends <= there:  # it has nothing to do
@@ -272,8 +271,8 @@ class Round:
         return False
 
     def worth(self, v: int, mine: float, now: float) -> bool:
-        """Whether what one computes, its last, is to be computed anew by another one, who
-        would be done with it in so many seconds."""
+        """Return whether another rank, which would need ``mine`` seconds, should compute again the last block of
+        rank ``v``."""
         other = self.members[v]
         block = other.blocks[-1]
         times = (1 + _WORTH) * 2.0 ** self.taken[block]

@@ -16,7 +16,7 @@ _HIDDEN = str.maketrans({number: " " for number in (*range(27), *range(28, 32), 
 
 
 class Source(NamedTuple):
-    """Who has written something.
+    """A stream of a rank, or of mpirun.
 
     Attributes:
         rank: its number; -1: mpirun.
@@ -99,7 +99,7 @@ class File:
                 self._changed.notify_all()
 
     def _drawn(self, lines: list[str]) -> str:
-        """What is to be written when these lines have come."""
+        """Return what to write when these lines have arrived."""
         if time.monotonic() > self._next_states:
             self._next_states = time.monotonic() + self._every
             for source, page in self._pages.items():

@@ -61,8 +61,8 @@ class HandedOn:
             thread.start()
 
     def end(self, seconds: float) -> None:
-        """Wait until all is written, however long whoever reads it takes; but no longer than this for more, as
-        what mpirun has started on other hosts may keep a pipe open."""
+        """Wait until everything is written, however slow its reader is. Wait no longer than this for more, as
+        processes of mpirun on other hosts may keep a pipe open."""
         for thread, display in self._reads.items():
             thread.join(seconds)
             while thread.is_alive() and display.busy():

@@ -127,7 +127,7 @@ def is_terminal(number: int) -> bool:
 
 
 def _console() -> Console:
-    # made anew: standard output may be another one than at the last time
+    # not cached: standard output may have changed since the last call
     terminal = sys.stdout.isatty() and _OPEN_MPI not in os.environ
     return Console(
         force_terminal=None if terminal else False,
