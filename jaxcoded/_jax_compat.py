@@ -1,4 +1,4 @@
-"""What this package uses of JAX that JAX does not promise to keep, in one place.
+"""The parts of JAX that this package uses but JAX does not promise to keep, in one place.
 
 A version of JAX in which one of these names has moved is refused here, in words, when it is
 imported.

@@ -110,7 +110,7 @@ def check_text(what: str, text: Any) -> None:
 
 
 def document(text: str | bytes) -> Any:
-    """What a text of JSON says.
+    """Return the value of a text of JSON.
 
     Raises:
         ValueError: it is no JSON, names a field twice, has numbers that JSON does not have (NaN,

@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """What a value is, with its article.
+    """Return the kind of a value, with its article.
 
     Example:
         >>> import numpy as np

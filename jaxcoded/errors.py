@@ -1,4 +1,4 @@
-"""What goes wrong between ranks.
+"""Errors between ranks.
 
 Errors in one rank's arguments are ``ValueError`` and ``TypeError``.
 """

@@ -1,4 +1,4 @@
-"""What a linear code tolerates, by enumeration."""
+"""The tolerance of a linear code, by enumeration."""
 
 import itertools
 import math

@@ -16,7 +16,7 @@ MAX_ROUNDING = 1e-3
 
 
 def usual_amplification(n: int, stragglers: int, slices: int) -> float:
-    """What the best of 64 draws hardly exceeds: ``n · m · √((s+1) · C(n, s))``.
+    """Return a bound that the best of 64 draws hardly exceeds: ``n · m · √((s+1) · C(n, s))``.
 
     An empirical fit to cyclic repetition and random generators with n = 2 … 64; see
     ``docs/codes.md``.

@@ -1,1 +1,1 @@
-"""What users call to sum."""
+"""The functions with which users sum."""

@@ -60,7 +60,7 @@ def summed(
         if plan.encoded:
 
             def send(part: Encoded, number: int) -> jax.Array | None:
-                """What is ready goes ahead. Whether this rank is behind by now."""
+                """Send ahead what is ready. Return whether this rank is behind by now."""
                 nonlocal token
                 round, operands, _ = prepared(
                     *(part, group, counts),

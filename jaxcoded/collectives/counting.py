@@ -21,7 +21,7 @@ _ROUNDINGS = 64
 
 
 class Count(NamedTuple):
-    """What a rank adds to a sum, as its first vector, so that its examples are counted.
+    """The first vector that a rank adds to a sum, which counts its examples.
 
     Attributes:
         vector: this rank's part of the count, ``(length of a message,)``, of NumPy if the weights are; ``None`` if the
@@ -132,7 +132,7 @@ def count(
 
 
 class _Fixed(NamedTuple):
-    """What is the same in all counts of batches of these sizes.
+    """Return the part that all counts of batches of these sizes share.
 
     Attributes:
         words, examples: of the `Count`.
@@ -196,7 +196,7 @@ def _adds_up(plan: Plan) -> bool:
 
 
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
-    """What this rank adds to the count for a key of 1, part by part."""
+    """Return this rank's addition to the count for a key of 1, part by part."""
     if not plan.strategy.by_blocks:
         return marks.of_rank(plan, rank, batch_size, share)
     own = list(plan.placement.owned(rank))

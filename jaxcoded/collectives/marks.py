@@ -25,7 +25,8 @@ _SWING = 16  # of the key with them
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
-    """What one rank adds to its count for a key of 1, part by part: float64 ``(P,)``, of marks that add up to 0.
+    """Return one rank's addition to its count for a key of 1, part by part: float64 ``(P,)``, of marks that add up
+    to 0.
 
     Args:
         plan, rank: of the group.

@@ -180,7 +180,7 @@ def started(
 def coded_allreduce_done(
     handle: Handle, *, after: Any = None, token: jax.Array | None = None
 ) -> Any:
-    """What the `coded_allreduce` that was started gives.
+    """Return the result of a started `coded_allreduce`.
 
     Args:
         handle: of `coded_allreduce_start`, once.

@@ -11,7 +11,7 @@ from jaxcoded.group.group import CodedGroup, check_open
 
 
 class SumGradientsState(NamedTuple):
-    """What the transformation carries from step to step.
+    """The state of the transformation between steps.
 
     Attributes:
         token: what orders the calls, see `jaxcoded.coded_allreduce`; ``None`` without

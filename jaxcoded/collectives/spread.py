@@ -1,4 +1,4 @@
-"""What all ranks have, as an input of what each of them contributes to a sum."""
+"""Values that all ranks have, as inputs of each rank's contribution to a sum."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -25,8 +25,7 @@ _LOADER = (
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """What a rank reads of a batch, for `coded_value_and_grad`; made by `CodedGroup.epoch`
-    and `CodedGroup.batch`.
+    """A rank's part of a batch, for `coded_value_and_grad`; made by `CodedGroup.epoch` and `CodedGroup.batch`.
 
     A pytree of arrays, which goes into ``jit`` as one argument. Their leading axes belong together; the batch size,
     the plan and the rank are static, and all else is data: another seed, another epoch or a smaller last batch

@@ -67,7 +67,7 @@ class Epoch:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> Batch:
-        """What this rank reads of one batch: shapes and dtypes are the same for all batches."""
+        """Return this rank's part of one batch: shapes and dtypes are the same for all batches."""
         batch, positions, values = self.indices(number), self._positions, self._weights
         counted = self._first + operator.index(number) % len(self)
         if len(batch) < self.batch_size:

@@ -1,4 +1,4 @@
-"""What all ranks of a new group agree on: its plan, and its transport with its options."""
+"""The agreement of all ranks of a new group on its plan, its transport and its options."""
 
 import dataclasses
 import logging

@@ -127,7 +127,7 @@ class Writer:
     def while_whole(
         self, following: Callable[[], Dealt | None]
     ) -> Callable[[], Dealt | None]:
-        """What gives the next round, until one before it is lost."""
+        """The source of the next round, until an earlier one is lost."""
 
         def whole() -> Dealt | None:
             try:

@@ -185,7 +185,7 @@ class Session:
         return self.ahead is None or LosesRanks.of(self.transport).alike()
 
     def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """What was made for this key, if it is among the last ones that were asked for; otherwise what is made now."""
+        """Return the cached value of this key, if it is among the latest ones; otherwise make it."""
         try:
             made = self._kept.pop(key, None)
         except TypeError:  # something in it has no hash

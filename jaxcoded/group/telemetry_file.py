@@ -1,4 +1,4 @@
-"""What is in a file of telemetry, and whether it can be believed."""
+"""Read and validate a file of telemetry."""
 
 import io
 import os

@@ -78,5 +78,5 @@ def _bounds(plan: Plan) -> tuple[Fraction, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _runs(plan: Plan) -> dict[int, list[Run]]:
-    """What each rank computes itself, of a batch that can be cut anywhere."""
+    """Return each rank's own part of a batch that can be cut anywhere."""
     return dealt(plan, Fraction(1), range(plan.size), whole=False)

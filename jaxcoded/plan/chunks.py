@@ -1,4 +1,4 @@
-"""What a rank of a tree with codes reads, in chunks of examples with equal coefficients."""
+"""The examples that a rank of a coded tree reads, in chunks with equal coefficients."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def kept(plan: Plan, rank: int, assigned: Fraction, *, whole: bool) -> Fraction:
 
 
 def _between(runs: list[Run], start: Fraction, end: Fraction) -> list[Run]:
-    """What lies between two positions of runs laid end to end."""
+    """Return the runs between two positions of runs laid end to end."""
     out = []
     position = Fraction(0)
     for run in runs:

@@ -93,7 +93,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """What one rank reads, padded, and its coding weights."""
+        """Return the examples that one rank reads, padded, and their coding weights."""
 
     @abc.abstractmethod
     def bounds(self, plan: Plan) -> tuple[Fraction, ...]:

@@ -1,4 +1,4 @@
-"""What a group asks of any transport."""
+"""The interface of all transports."""
 
 import abc
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a rank runs, and whether ranks can work together.
+"""The versions that a rank runs, and whether ranks can work together.
 
 This is the first thing that ranks exchange, before anything whose form may differ between
 versions: two numbers, and texts where these differ.
@@ -22,7 +22,7 @@ from jaxcoded.transport.agreement import disagreement
 
 @functools.cache
 def required() -> str:
-    """What must be the same on all ranks, in words."""
+    """Return the versions that must be equal on all ranks, in words."""
     # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw differently in another version
     drawn = np.random.default_rng([1, 2]).permutation(1000).astype("<i8")
     draws = hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
@@ -31,7 +31,7 @@ def required() -> str:
 
 @functools.cache
 def wanted() -> str:
-    """What had better be the same on all ranks, in words."""
+    """Return the versions that should be equal on all ranks, in words."""
     jaxlib = importlib.metadata.version("jaxlib")
     return f"jax {jax.__version__}, jaxlib {jaxlib}, {platform.machine()}"
 

@@ -1,4 +1,4 @@
-"""What some transports can do, besides carrying rounds."""
+"""Abilities of some transports, in addition to carrying rounds."""
 
 import abc
 import contextlib
@@ -26,7 +26,7 @@ class Capability(abc.ABC):
 
     @abc.abstractmethod
     def _ask(self, name: str, *args: Any) -> Any:
-        """What a function of the engine says of this group."""
+        """Return the answer of a function of the engine about this group."""
 
     @classmethod
     def of(cls, transport: object) -> Self:
@@ -86,7 +86,7 @@ class Reports(Capability):
     needed = "telemetry needs"
 
     def telemetry(self) -> dict[str, list[Any]]:
-        """What was remembered of the latest rounds, by name."""
+        """Return the records of the latest rounds, by name."""
         return self._ask("telemetry")
 
     @abc.abstractmethod

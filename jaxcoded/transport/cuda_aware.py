@@ -32,7 +32,7 @@ def why_not() -> str:
 
 
 def supported() -> bool:
-    """What MPI says of itself, by the extensions that Open MPI and MPICH have for it."""
+    """Return MPI's own answer, by the extensions of Open MPI and MPICH."""
     spec = None
     with contextlib.suppress(ModuleNotFoundError):  # of a package around it
         spec = importlib.util.find_spec(_BRIDGE)

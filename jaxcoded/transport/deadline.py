@@ -12,7 +12,7 @@ ACTIONS = ("wait", "raise", "approximate")
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """What was asked for with ``deadline`` and ``on_deadline``.
+    """The request made by ``deadline`` and ``on_deadline``.
 
     Attributes:
         seconds: from the beginning of a round; 0 without such a limit.

@@ -1,4 +1,4 @@
-"""What only Python knows at the end of a process. The rest is in ``cpp/end_of_job.h``."""
+"""The part of a process's end that only Python knows. The rest is in ``cpp/end_of_job.h``."""
 
 import sys
 from collections.abc import Callable

@@ -19,7 +19,7 @@ from jaxcoded.transport.round import Round
 
 
 class Call(NamedTuple):
-    """What the engine is told of a round of one kind.
+    """The engine's description of a round of one kind.
 
     Attributes:
         attributes: names in `_attributes`, besides the group's.

@@ -182,7 +182,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
-    """What is sent of a leaf: a vector of `stored`."""
+    """Return the vector of `stored` that is sent for a leaf."""
     if is_key(leaf.dtype):
         return jax.random.key_data(leaf).reshape(-1)
     if isinstance(leaf, np.ndarray) and stored(leaf.dtype)[1] > 1:

@@ -49,7 +49,7 @@ class Apart(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the leaves of one vector have in common.
+    """The common properties of the leaves of one vector.
 
     Attributes:
         dtype: the vector's: in which they are `leaves.stored`.
@@ -68,8 +68,8 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """What it takes to rebuild a pytree from its vectors: structure, shapes and dtypes
-    of the leaves; and in which dtypes they travel.
+    """The data to rebuild a pytree from its vectors: structure, shapes and dtypes of the leaves; and in which
+    dtypes they travel.
 
     Hashable and comparable, so that it can be static under ``jit``.
 

@@ -48,7 +48,7 @@ def _say_what_has_failed() -> None:
 
 
 class Rules(NamedTuple):
-    """What JAX may do with a call of one kind.
+    """The transformations that JAX may apply to a call of one kind.
 
     Attributes:
         alone: whether it concerns this rank alone, and no round.
@@ -170,7 +170,7 @@ _jax_compat.keep_results(round_p)
 
 
 def _with_others(round: Round) -> str | None:
-    """What the other ranks take part in, in words, if they do."""
+    """Return the round in which the other ranks take part, in words, if they do."""
     if RULES[round.kind].alone:
         return None
     return "coded_allreduce_done" if round.kind == "done" else str(round)

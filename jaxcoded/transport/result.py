@@ -6,7 +6,7 @@ import jax
 
 
 class Result(NamedTuple):
-    """What a call returns if it was asked for a residual or given a token; without them it returns the `value` alone.
+    """The result of a call with a residual or a token; without them a call returns the `value` alone.
 
     Attributes:
         value: what the call returns otherwise, such as ``(loss, grads)``.

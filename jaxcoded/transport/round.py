@@ -1,4 +1,4 @@
-"""What happens in a round, as far as it is known when a program is compiled; and what a program hands to it."""
+"""The description of a round, as known when a program is compiled, and its operands."""
 
 import dataclasses
 import functools
@@ -64,7 +64,7 @@ class Round:
 
     @functools.cached_property
     def signature(self) -> str:
-        """What all ranks must agree on."""
+        """The fields that must be equal on all ranks."""
         words = self.call
         if self.batch:
             words += f", batched {list(self.batch)}"
@@ -74,7 +74,7 @@ class Round:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """What ranks compare in place of the signature."""
+        """The number that ranks compare instead of the signature."""
         return fingerprint(self.signature)
 
     def __str__(self) -> str:
@@ -86,13 +86,13 @@ class Round:
 
 
 def fingerprint(signature: str) -> int:
-    """What ranks compare in place of a signature: a signed number of 64 bits."""
+    """Return the number that ranks compare instead of a signature: signed, of 64 bits."""
     digest = hashlib.sha256(signature.encode()).digest()
     return int.from_bytes(digest[:8], signed=True)
 
 
 class Operands(NamedTuple):
-    """What a program hands to a round. The vectors come last; they alone are batched and differentiated.
+    """The operands of a round. The vectors come last; they alone are batched and differentiated.
 
     Attributes:
         vectors: ``(..., length)`` each.

@@ -26,7 +26,8 @@ PAUSE = 2e-3  # seconds between two looks
 
 
 class Message:
-    """What a rank says to another. A subclass is a frozen dataclass of what JSON has, and of such dataclasses."""
+    """A message of a rank to another. A subclass is a frozen dataclass of values that JSON has, and of such
+    dataclasses."""
 
     def check(self, ranks: int) -> None:
         """Raise a ValueError that names the field unless a rank may say it in a
@@ -125,7 +126,7 @@ class Channel(Generic[M]):
             raise self._unreadable(rank, f"{error}: {data[:80].tobytes()!r}") from None
 
     def all_heard(self, rank: int) -> Iterator[M]:
-        """What it has said since, see `heard`."""
+        """Return its later messages, see `heard`."""
         while (message := self.heard(rank)) is not None:
             yield message
 

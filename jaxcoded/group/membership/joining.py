@@ -62,7 +62,7 @@ def tolerant(comm: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Invitation:
-    """What ranks that join must know of the group. All old ranks have the same.
+    """The data about the group that joining ranks need. All old ranks have the same.
 
     Attributes:
         size: ranks of the old group.
@@ -88,7 +88,7 @@ class Invitation:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What the new group is asked for with."""
+        """The arguments with which the new group is requested."""
         return {"extended": [self.size, self.ranks]}
 
     def own(self, both: MPI.Intracomm) -> MPI.Intracomm:

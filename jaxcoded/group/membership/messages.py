@@ -110,14 +110,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Asks(Message):
-    """What do you want?"""
+    """The starter's question: what do you want?"""
 
     visit: str
 
 
 @dataclass(frozen=True)
 class Wants(Message):
-    """What a rank wants, in words."""
+    """The answer of a rank, in words."""
 
     asked: str
     visit: str

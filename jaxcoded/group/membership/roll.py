@@ -331,7 +331,7 @@ class Roll:
         return False
 
     def _known(self, visit: "_Visit") -> list[int]:
-        """What is known of each rank, of the latest call of this one."""
+        """Return the state of each rank, as answered to the latest call of this one."""
         out: list[int] = [State.MISSING] * self._size
         answers = self._answers.items()
         for rank in visit.left():

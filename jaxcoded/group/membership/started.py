@@ -136,7 +136,7 @@ def _lives(process: Process) -> bool:
 
 
 def _stat(place: pathlib.Path) -> list[str]:
-    """What proc(5) says; nothing where the process is gone."""
+    """Return the fields of proc(5); nothing if the process is gone."""
     try:
         return (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
