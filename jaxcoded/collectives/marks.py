@@ -81,7 +81,7 @@ def of_batch(number: Any) -> Any:
 
 
 def mixed(x: Any) -> Any:
-    """As MurmurHash3 ends."""
+    """Mix the bits, like the end of MurmurHash3."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)

@@ -138,7 +138,7 @@ class Telemetry:
         loads: np.ndarray,
         columns: dict[str, list[Any]],
     ) -> Self:
-        """From what the engine remembers."""
+        """Return the telemetry made of the engine's records."""
 
         rounds, ranks = len(columns["outcome"]), len(parents)
         lengths = {
@@ -251,9 +251,9 @@ class Telemetry:
         return "\n".join(lines)
 
     def _slow_ranks(self) -> list[str]:
-        """Those far from the median rank. Processes that share cores take turns, so that
-        the fastest is no measure, and one that had few turns is not slow: the more rounds
-        differ, the farther it must be."""
+        """Return lines on ranks far from the median rank. Processes that share cores take turns, so the fastest is
+        no measure, and one that had few turns is not slow: the more rounds differ, the farther a slow rank must
+        be."""
         known = self.measured
         if not known.any():
             return []

@@ -146,7 +146,7 @@ class Strategy(abc.ABC):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those that differ from their defaults, as Python and JSON write them."""
+        """The fields that differ from their defaults, as Python and JSON write them."""
         its: Any = self  # a dataclass, as all kinds are
         values = {each: getattr(self, each.name) for each in dataclasses.fields(its)}
         return {

@@ -26,7 +26,7 @@ def _note(status: int) -> None:
 
 
 def status() -> int:
-    """With which ``python -m mpi4py`` would end the job after this process."""
+    """Return the status with which ``python -m mpi4py`` would end the job after this process."""
     return _status
 
 

@@ -20,8 +20,8 @@ _leaves = threading.Lock()  # whoever has it ends the process
 
 
 def leave_on_sigterm(notice: float = 30.0) -> None:
-    """From now on, leave all groups and end with status 0 when ``SIGTERM`` comes, as a machine gets
-    before it is taken back.
+    """Leave all groups and end with status 0 when ``SIGTERM`` comes from now on, as a machine gets before it is
+    taken back.
 
     The round that this rank has called is carried to its end. The others go on without it as without
     a rank that is dead, but lack no message of that round, and `CodedGroup.recovered` takes it out. A

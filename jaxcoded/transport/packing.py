@@ -110,7 +110,7 @@ class Packing:
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Of the leaves."""
+        """The kinds of the leaves."""
         wire = self.wire_dtype
         return tuple(
             Kind(

@@ -43,7 +43,7 @@ class Pieces(NamedTuple):
 
 
 def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
-    """Those of a group. Collective."""
+    """Return the pieces of a group. Collective."""
     here: Any = MPI.Get_processor_name(), sorted(os.sched_getaffinity(0))
     hosts, cores = zip(*gathered(comm, here))
     near = len(set(hosts)) == 1

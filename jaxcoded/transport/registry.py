@@ -43,5 +43,5 @@ def find(index: int) -> Carrier:
 
 
 def carriers() -> list[Carrier]:
-    """Those of all open groups."""
+    """Return the carriers of all open groups."""
     return list(_open.values())

@@ -1,4 +1,4 @@
-"""With a fault-tolerant MPI (ULFM) the living ranks agree on which ranks are left of a group."""
+"""Agreement of the living ranks on which ranks are left of a group, with a fault-tolerant MPI (ULFM)."""
 
 import dataclasses
 import errno
@@ -348,7 +348,7 @@ class Roll:
         return out
 
     def _others(self) -> list[int]:
-        """Those that live, as far as this rank knows."""
+        """Return the other living ranks, as far as this rank knows."""
         gone = {self._rank, *self._dead}
         return [rank for rank in range(self._size) if rank not in gone]
 

@@ -105,7 +105,7 @@ class Started:
             process.kill()
 
     def _found(self) -> tuple[set[Process], list[tuple[Process, int]]]:
-        """Those that were started, and those that they have started, with the parents of these."""
+        """Return the started processes, and those that they have started, with the parents of these."""
         here = list(_marked(self._token))
         pids = {process.pid for process, _ in here}
         first = {process for process, parent in here if parent not in pids}

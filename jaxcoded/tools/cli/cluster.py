@@ -247,7 +247,7 @@ def _network(
     send_gigabits: float | None,
     latency: float | None,
 ) -> Network:
-    """As measured, or as usual, but for what is given."""
+    """Return the measured or usual network, changed by the given options."""
     network = Network.of(_GIGABITS) if seen is None else seen.network
     changes: dict[str, float] = {}
     if gigabits is not None:

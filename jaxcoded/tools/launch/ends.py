@@ -172,7 +172,7 @@ def listening(
 
 
 def _address(hosts: Sequence[str]) -> str:
-    """That of this host, as one of the others sees it."""
+    """Return the address of this host, as one of the others sees it."""
     for host in hosts:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line,

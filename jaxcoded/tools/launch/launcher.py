@@ -83,11 +83,11 @@ class Launcher:
 
     @property
     def killed(self) -> int:
-        """Its status when a rank was killed."""
+        """The launcher's status when a rank was killed."""
         return 9 if self.mpi == MPICH else 137
 
     def crowded(self) -> list[str]:
-        """Its arguments where there may be more ranks than cores."""
+        """Return the launcher's arguments for jobs with more ranks than cores."""
         # it refuses them, and keeps all threads of a rank on one core
         return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
 

@@ -1,4 +1,4 @@
-"""From how many bytes on it pays to form sums in sections."""
+"""The least bytes of a sum that sections make faster."""
 
 import dataclasses
 

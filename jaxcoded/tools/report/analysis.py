@@ -370,7 +370,7 @@ def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
 
 
 def _named(plan: Plan) -> str:
-    """Its strategy, with its tree and its speeds in short."""
+    """Return the plan's strategy, with its tree and its speeds in short."""
     it = plan.strategy
     if isinstance(it, CodeTree) and plan.size > 1:
         fanout = max(map(len, plan.tree.children))

@@ -87,8 +87,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """That of a plan. Where what is decodable does not depend on numbers or copies
-        alone, any ``n − s`` children are taken to suffice.
+        """Return the layout of a plan. Where what is decodable does not depend on numbers or copies alone, any ``n
+        − s`` children are taken to suffice.
 
         Example:
             >>> import jaxcoded

@@ -429,7 +429,7 @@ def _ranks(ranks: Any) -> tuple[int, ...]:
 
 
 def _table(what: str, numbers: Any) -> np.ndarray:
-    """As float64 ``(rounds, ranks)``."""
+    """Return the numbers as float64 ``(rounds, ranks)``."""
     table = np.asarray(numbers)
     real = table.dtype.kind in "biuf" and table.size > 0
     if not real or table.ndim != 2:
