@@ -32,9 +32,9 @@ def newest(transport: Transport, like: Any, timeout: float) -> Any:
     if not round_:
         raise Desynchronized(
             f"no rank above rank {transport.rank} has a snapshot from which it could go "
-            f"on, or none has answered within {timeout} s: call group.snapshot on "
-            "all ranks after each step, and every so often that the rounds since are "
-            "still kept. Only a rank whose calls raise Desynchronized needs to "
+            f"on and for which it has enough memory, or none has answered within "
+            f"{timeout} s: call group.snapshot on all ranks after each step, and every "
+            "so often that the rounds since are still kept. Only a rank whose calls raise Desynchronized needs to "
             "resync"
         )
     plan = _digest_of_plan(transport)

@@ -641,10 +641,16 @@ class World:
         ), (rank, round, behind)
 
     def deliver(self, link):
+        """A node that has too little memory for a message gets it again, as others wait behind it: now it must do without."""
         source, to = link
         message = self.queues[link].popleft()
         for _ in range(1 + (self.rng.random() < self.twice)):
-            self._turn(to, self.nodes[to].deliver, source, message)
+            try:
+                self.nodes[to].deliver(source, message)
+            except MemoryError:
+                self.nodes[to].lack_memory()
+                self.check_end(to)
+                self.nodes[to].deliver(source, message)
             self.check_end(to)
         if self.rng.random() < self.again and message[0] in (
             OFFER,

@@ -205,6 +205,7 @@ class Node {
   // Returns the one before, whose memory may take a while to free.
   State keep_state(Round round, State state);
   void ask_state();
+  void ask_no_more() { recovery_.reset(); }
   // The fetched snapshot, once it is there; its round, 0 while it is on its way.
   Round state_round() const { return recovery_ && recovery_->complete() ? recovery_->round() : 0; }
   bool state_missing() const { return recovery_ && recovery_->missing(); }
@@ -638,7 +639,7 @@ class Node {
   Sections sections_;  // of the round at the frontier, if it is formed so
   std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the parent's
   std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again
-  double section_seconds_ = 0;  // that a byte of the latest sum took here, from the plan on
+  double section_seconds_ = 0;  // that a byte of a sum takes here, from the plan on
   // Where that takes time: pieces that a section is formed from, and of sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};
   Formed formed_;  // by this rank, of the latest such round

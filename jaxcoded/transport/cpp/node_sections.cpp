@@ -45,7 +45,8 @@ void Node::on_delegate(Rank from, const Message& message) {
   const Header& head = message.header;
   if (root() || from != upstream_.parent()) return;
   const Entry* entry = history_.find(next_);
-  const bool waits = calling() && head.round == next_ && frontier_ == next_ &&
+  // for what there is no memory, the messages behind it must not wait
+  const bool waits = calling() && !up_.told_little_memory && head.round == next_ && frontier_ == next_ &&
                      head.fingerprint == up_.call.fingerprint;  // it is told so otherwise
   const bool has_some = entry && (entry->failed || !entry->buffer || entry->ready);
   if (!waits || has_some) return decline(message);
@@ -410,7 +411,7 @@ void Node::tell_formed(Rank to, std::size_t index) {
 
 void Node::on_formed(Rank from, const Message& message) {
   const Header& head = message.header;
-  if (!calling() || head.round != next_ || frontier_ != next_) return;
+  if (!calling() || up_.told_little_memory || head.round != next_ || frontier_ != next_) return;
   const bool relayed = !root() && from == family_.ancestors.front();
   const bool of_mine = !relayed && !is_sibling(from);  // of what is formed for this rank, or was
   if (of_mine && !up_.delegated) return;

@@ -1,6 +1,9 @@
 // A node and snapshots of the user's state: who is told of the one kept here, and who is asked.
 #include "node.h"
 
+#include <new>
+#include <string>
+
 namespace jaxcoded {
 
 State Node::keep_state(Round round, State state) {
@@ -38,7 +41,15 @@ void Node::on_state(Rank from, const Message& message) {
     recovery_->without(from);
     return ask_next_state();
   }
-  recovery_->begin(from, message, limits_.piece_bytes);
+  try {
+    recovery_->begin(from, message, limits_.piece_bytes);
+  } catch (const std::bad_alloc&) {  // the messages behind it must not wait for memory
+    news_.push_back("rank " + std::to_string(family_.rank) + " has too little memory for the snapshot of rank " +
+                    std::to_string(from) + ", " + std::to_string(message.values<std::uint64_t>(0, 1)[0]) +
+                    " bytes: free some, and call group.resync again");
+    recovery_->without(from);
+    ask_next_state();
+  }
 }
 
 bool Node::follow_state() {
