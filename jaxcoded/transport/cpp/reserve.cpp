@@ -1,14 +1,16 @@
 #include "reserve.h"
 
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstddef>
-#include <cstdlib>
 #include <new>
 
 namespace jaxcoded::reserve {
 namespace {
 
-// Address space: it is in no page before it is written to.
+// Address space: it is in no page before it is written to. Mapped by itself, as what one thread gives back to malloc is
+// not there for the others.
 constexpr std::size_t bytes = std::size_t{4} << 20;
 
 std::atomic<void*> aside = nullptr;
@@ -18,7 +20,7 @@ thread_local int own = 0;    // and of this one
 
 void give() {
   const bool others = turns.load() > own;
-  if (void* const memory = others ? nullptr : aside.exchange(nullptr)) return std::free(memory);
+  if (void* const memory = others ? nullptr : aside.exchange(nullptr)) return void(munmap(memory, bytes));
   if (!before) throw std::bad_alloc();
   before();
 }
@@ -44,9 +46,10 @@ Turn::~Turn() {
 bool fill() noexcept {
   if (aside.load()) return true;
   void* nothing = nullptr;
-  void* const memory = std::malloc(bytes);
-  if (memory && !aside.compare_exchange_strong(nothing, memory)) std::free(memory);
-  return memory != nullptr;
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return false;
+  if (!aside.compare_exchange_strong(nothing, memory)) munmap(memory, bytes);
+  return true;
 }
 
 }  // namespace jaxcoded::reserve
