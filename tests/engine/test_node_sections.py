@@ -263,6 +263,40 @@ def test_a_leaf_that_is_stopped_while_it_forms(seed):
     world.assert_done()
 
 
+@pytest.mark.parametrize("rounds_before", [0, 1, 4])
+def test_nobody_waits_for_latecomers_as_long_as_the_root_was_stopped(rounds_before):
+    """It is stopped for an hour while a sum is formed. In the next round rank 12 is late, and the code can do without it."""
+    world = World(
+        make_plan(13, Coded(fanout=12, stragglers=1, code="fractional_repetition")),
+        [Call((("float64", 400),), number) for number in range(rounds_before + 2)],
+        random.Random(1),
+        hosts=list(range(13)),
+        limits=short_pieces(1),
+    )
+    world.open = rounds_before
+    world.settle()
+    world.open += 1
+    while "forms pieces" not in world.nodes[0].status():
+        world.step()
+    world.frozen = {0}
+    for _ in range(50):
+        world.step()
+    world.clock += 3600
+    world.frozen = set()
+    world.settle()
+    world.assert_done()
+    world.open += 1
+    world.idle = {12}
+    begun = world.clock
+    while world.nodes[0].frontier() <= world.open:
+        world.sweep_all()
+        world.clock += 0.01
+        assert world.clock < begun + 1
+    world.idle = set()
+    world.settle()
+    world.assert_done()
+
+
 def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_long():
     plan = make_plan(7, Coded(fanout=6, stragglers=1))
     rounds = 6

@@ -308,8 +308,10 @@ bool Node::oversee() {
   const bool more = take_sections(destination());
   if (!all_taken()) return more;
   if (!up_.all_decoded()) {
-    const double lasted = wire_.now() - up_.delegated->since;
-    section_seconds_ = lasted / static_cast<double>(up_.outgoing.bytes());
+    // this process may have been stopped meanwhile
+    const double lasted = std::min(wire_.now() - up_.delegated->since, Flow::most);
+    const double seconds = lasted / static_cast<double>(up_.outgoing.bytes());
+    section_seconds_ = section_seconds_ > 0 ? std::min(seconds, 2 * section_seconds_) : seconds;
   }
   while (!up_.all_decoded()) skip_piece();
   if (root() && !counted()) return false;

@@ -213,6 +213,7 @@ struct Formed {
 struct Flow {
   double moved = 0;    // when it last did
   double longest = 0;  // that it ever took, or this process was stopped
+  static constexpr double most = 5;  // seconds that count
 
   void begin(double now) { *this = {.moved = now}; }
   void wait(double now) { moved = now; }  // for what nobody can hasten
@@ -220,9 +221,6 @@ struct Flow {
     longest = std::max(longest, std::min(now - moved, most));
     moved = now;
   }
-
- private:
-  static constexpr double most = 5;  // seconds
 };
 
 // What a rank of the family knows of the round that is formed in sections.
