@@ -134,23 +134,22 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     member.added = progress.added;
     member.since = std::max(member.since, now - ago);
   }
-  for (; member.answered < progress.answered && !member.recalls.empty(); ++member.answered) {
+  while (member.answered < progress.answered && !member.recalls.empty()) {
     const Recall recall = member.recalls.front();
+    const bool returns = std::ranges::find(progress.returned, recall.block) != progress.returned.end();
+    const auto returned = std::ranges::find(member.blocks, recall.block);
+    if (returns && returned - member.blocks.begin() < member.added) throw Damaged();  // it is in its vector
+    (returns ? free_ : member.kept).insert(recall.block);  // without the memory for it nothing has changed
     member.recalls.pop_front();
+    ++member.answered;
     break_promise(recall);
-    if (std::ranges::find(progress.returned, recall.block) == progress.returned.end()) {
-      member.kept.insert(recall.block);
-      continue;
-    }
+    if (!returns) continue;
     if (member.left() && member.blocks[member.added] == recall.block) {
       ++times_taken_[recall.block];
       ++unused_[m];
       member.since = now;
     }
-    const auto returned = std::ranges::find(member.blocks, recall.block);
-    if (returned - member.blocks.begin() < member.added) throw Damaged();  // it is in its vector
     member.blocks.erase(returned);
-    free_.insert(recall.block);
     const auto beneficiary = recall.beneficiary;
     if (beneficiary && members_[*beneficiary].here() && !closed()) {
       grant(*beneficiary, {recall.block}, now);
@@ -394,8 +393,8 @@ void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) 
   if (!member.left()) member.since = now;
   asks_[m] = false;
   for (const Block block : blocks) {
-    free_.erase(block);
     member.blocks.push_back(block);
+    free_.erase(block);
   }
   order(m, Order::Kind::grant, blocks);
 }

@@ -319,7 +319,7 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   const double here = scale(check, sums.rows, norm);
   double everywhere = scale(check, all_, norm);
   if (const auto before = remembered_.find(call_); before != remembered_.end()) {
-    everywhere = std::max(everywhere, before->second.at(norm));
+    everywhere = std::max(everywhere, before->second[static_cast<std::size_t>(norm)]);
   }
   double out = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
@@ -372,7 +372,7 @@ void Parity::remember() {
   if (remembered_.size() >= most_calls && !remembered_.contains(call_)) remembered_.clear();
   for (const Check& check : active_) {
     for (const Norm norm : norms) {
-      double& largest = remembered_[call_][norm];
+      double& largest = remembered_[call_][static_cast<std::size_t>(norm)];
       const double its = scale(check, all_, norm);
       if (std::isfinite(its)) largest = std::max(largest, its);
     }

@@ -5,6 +5,7 @@
 // parity check. Any two decodings differ by such sums. docs/theory.md has the bound for rounding.
 #pragma once
 
+#include <array>
 #include <map>
 #include <optional>
 #include <set>
@@ -116,7 +117,7 @@ class Parity {
   std::vector<std::vector<Run>> runs_;  // of what is apart, by vector, in order
   std::vector<Size> all_;  // of each row, all of its message
   // Of gradients, as messages tell: the largest of any round of a call.
-  std::map<std::uint64_t, std::map<Norm, double>> remembered_;
+  std::map<std::uint64_t, std::array<double, 2>> remembered_;  // by norm
   std::set<std::size_t> wrong_;  // children, when they were last compared
   std::uint64_t call_ = 0;
   double program_eps_ = 0;

@@ -1,0 +1,87 @@
+"""One small allocation of the engine fails, each in turn, see `malloc.c`; no round ends the process, and no block is lost.
+
+It prints how many allocations there are to fail.
+"""
+
+import ctypes
+import itertools
+import os
+import random
+
+from simulation import Call, World
+
+from jaxcoded import Coded, make_plan
+from jaxcoded.transport import _engine
+
+malloc = ctypes.CDLL(os.environ["LD_PRELOAD"])
+CALL = Call((("float32", 40),), 7)
+
+
+def compare(number):
+    """Rounds whose messages are compared. In the first one, the allocation with this number of the root's turns fails.
+    Whether there was one."""
+    plan = make_plan(
+        5, Coded(stragglers=1, code="cyclic_repetition", root_computes=False)
+    )
+    world = World(plan, [CALL] * 3, random.Random(0), debug=True)
+    world.open = 1
+    advance, fails = world.advance, []
+
+    def failing(rank):
+        if rank or fails:
+            return advance(rank)
+        malloc.fail_after(number)
+        more = advance(rank)
+        if malloc.failed():
+            fails.append(number)
+        return more
+
+    for rank in range(plan.size):
+        world.submit(rank)
+    for _ in range(3):
+        for link, queue in world.queues.items():
+            while queue:
+                world.deliver(link)
+        for rank in range(1, plan.size):
+            advance(rank)
+    world.advance = failing
+    world.settle()
+    world.open = 3
+    world.settle()
+    return bool(fails)
+
+
+def share(number):
+    """A member returns a block that another one is to get, and the allocation with this number fails as its word comes.
+    Whether there was one."""
+    ledger = _engine.Ledger([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1]], 2, 0.05)
+    members = _engine.Share(True, [4]), _engine.Share(True, [0, 1, 2, 3])
+    ledger.begin(0.0)
+    for member, its in enumerate(members):
+        ledger.arrived(member, True, 0.0)
+        ledger.heard(member, its.progress(0.0), 0.0)
+        its.take()
+    members[0].done()
+    ledger.heard(0, members[0].progress(0.0), 0.01)
+    recalls = [
+        order
+        for order in ledger.orders(0.01)
+        if order.kind == _engine.Order.Kind.recall
+    ]
+    assert recalls
+    for order in recalls:
+        members[1].recall(order.blocks)
+    progress = members[1].progress(0.0)
+    malloc.fail_after(number)
+    try:
+        ledger.heard(1, progress, 0.02)
+    except MemoryError:
+        ledger.heard(1, progress, 0.03)  # it is delivered again
+    fails = bool(malloc.failed())
+    blocks = [block for its in ledger.division for block in its]
+    assert len(blocks) + ledger.missing == 5, (number, ledger.division)
+    return fails
+
+
+for play in compare, share:
+    print(sum(1 for _ in itertools.takewhile(play, itertools.count())))
