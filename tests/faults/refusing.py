@@ -1,4 +1,4 @@
-"""Ranks whose MPI does not take each third message, see `refusing.c`.
+"""Ranks whose MPI does not take each third message, and does not receive each third piece of a vector, see `refusing.c`.
 
 ``refusing.py DIRECTORY``: the sum of each round is of other numbers, so that one shows where a rank is in another round.
 """
@@ -22,7 +22,7 @@ mpi = ctypes.CDLL(os.environ["LD_PRELOAD"])
 mpi.refuse_each(3)
 total = board.size * (board.size + 1) // 2
 for number in range(1, ROUNDS + 1):
-    own = np.full(100, (board.rank + 1.0) * number)
+    own = np.full(100 if number % 2 else 10_000, (board.rank + 1.0) * number)
     out = np.asarray(allreduce(own, group))
     assert (out == total * number).all(), f"round {number} is of another one"
     board.note(number)

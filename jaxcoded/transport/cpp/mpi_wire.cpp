@@ -37,6 +37,13 @@ bool is_final([[maybe_unused]] int error) {
   return reports_death(error);
 }
 
+// Whether MPI has not done something, but may do it the next time.
+bool may_try_again(int outcome) {
+  int error = MPI_SUCCESS;
+  if (outcome != MPI_SUCCESS) MPI_Error_class(outcome, &error);
+  return error != MPI_SUCCESS && !is_final(error);
+}
+
 // What a piece in a message begins with.
 struct Stamp {
   std::uint64_t session, round, version, piece, what;
@@ -114,20 +121,17 @@ void MpiWire::receive(std::size_t peer) {
 }
 
 void MpiWire::receive(Transfer& it) noexcept {
-  it.state = Transfer::pending;
   it.received = 0;
-  MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag, comm_,
-            &it.request);
+  const int outcome = MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
+                                comm_, &it.request);
+  it.state = may_try_again(outcome) ? Transfer::refused : Transfer::pending;
 }
 
 // MPI may lack what it needs to take a message. Whoever is dead gets none, nor does anybody where the
 // communicator is of no more use.
 bool MpiWire::refused(Transfer& it) noexcept {
-  const int outcome = MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other,
-                                it.tag, comm_, &it.request);
-  int error = MPI_SUCCESS;
-  if (outcome != MPI_SUCCESS) MPI_Error_class(outcome, &error);
-  return error != MPI_SUCCESS && !is_final(error);
+  return may_try_again(MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
+                                 comm_, &it.request));
 }
 
 void MpiWire::post(Transfers ready) noexcept {
@@ -183,22 +187,28 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     // It is there, but cannot be read from here: let it be sent.
   }
   next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
-  Header pull{.kind = Kind::pull,
-              .flags = static_cast<std::uint8_t>(object.what),
-              .ready = piece,
-              .round = object.round,
-              .last = static_cast<Round>(next_tag_),
-              .fingerprint = object.version,
-              .session = session_};
-  Transfers asking, coming;
-  asking.push_back({from, tag::control, Message::bytes(pull, {})});
+  Transfers coming;
   coming.push_back({from, next_tag_, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece});
+  Transfers asking = asking_for(coming.front());
   // From here on nothing takes memory.
   if (peer.fetches++ == 0) peer.since = now();
   receive(coming.front());
   fetches_.splice(fetches_.end(), coming);
   post(std::move(asking));
   return Fetch::pending;
+}
+
+MpiWire::Transfers MpiWire::asking_for(const Transfer& it) const {
+  const Header pull{.kind = Kind::pull,
+                    .flags = static_cast<std::uint8_t>(it.object.what),
+                    .ready = it.piece,
+                    .round = it.object.round,
+                    .last = static_cast<Round>(it.tag),
+                    .fingerprint = it.object.version,
+                    .session = session_};
+  Transfers out;
+  out.push_back({it.other, tag::control, Message::bytes(pull, {})});
+  return out;
 }
 
 // Vectors are copied: their memory may be used for something else before they have left.
@@ -355,7 +365,7 @@ void MpiWire::complete_some() {
     const auto at = static_cast<std::size_t>(i);
     Transfer& it = *transfers[static_cast<std::size_t>(indices[at])];
     const bool well = outcome == MPI_SUCCESS || statuses[at].MPI_ERROR == MPI_SUCCESS;
-    it.state = well ? Transfer::done : Transfer::failed;
+    it.state = well ? Transfer::done : may_try_again(statuses[at].MPI_ERROR) ? Transfer::lost : Transfer::failed;
     int bytes = 0;
     if (well) MPI_Get_count(&statuses[at], MPI_BYTE, &bytes);
     it.received = static_cast<std::size_t>(bytes);
@@ -371,6 +381,11 @@ void MpiWire::complete_some() {
 
 // Hand a piece that has come, or will not, to the node. Whether it is one.
 bool MpiWire::end_fetch(Transfer& it, Node& node) {
+  if (it.state == Transfer::lost) post(asking_for(it));
+  if (it.state == Transfer::lost || it.state == Transfer::refused) {
+    receive(it);
+    return false;
+  }
   const Stamp expected{session_, it.object.round, it.object.version, it.piece,
                        static_cast<std::uint64_t>(it.object.what)};
   if (it.received >= sizeof(Stamp) && std::memcmp(it.bytes.data(), &expected, sizeof expected) != 0) {

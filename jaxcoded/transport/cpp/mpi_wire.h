@@ -87,7 +87,8 @@ class MpiWire : public Wire {
     Object object = {};  // of a piece
     std::uint32_t piece = 0;
     MPI_Request request = MPI_REQUEST_NULL;
-    enum { pending, done, failed, unreported } state = pending;
+    // refused: nothing is on its way; lost: what was is of no use. Both are tried again, as the other rank lives.
+    enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };
   // Adding what is in another list to a list takes no memory.
@@ -109,6 +110,7 @@ class MpiWire : public Wire {
   void remove(Transfers& from, Transfers::iterator it);
   void post(Transfers ready) noexcept;
   bool refused(Transfer& it) noexcept;
+  Transfers asking_for(const Transfer& piece) const;
   void tell(Rank to) const noexcept;
   void answer(Rank from, const Header& pull, const Node& node);
   void receive(Transfer& it) noexcept;
