@@ -222,6 +222,15 @@ void Engine::note_unmade(std::uint64_t index) {
   page_->wake_up.send();
 }
 
+void Engine::note_lost_part(std::uint64_t index) {
+  std::unique_lock lock(mutex_);
+  if (const auto found = members_.find(index); found != members_.end()) {
+    Member& its = found->second;
+    if (its.has_open_call()) fail_for_memory(its, *its.queue.back());
+  }
+  page_->wake_up.send();
+}
+
 std::shared_ptr<Feed> Engine::feed_of(std::uint64_t index, const Request& request) {
   std::unique_lock lock(mutex_);
   const auto flight = request.continues ? continued(member(index), request) : nullptr;
@@ -388,6 +397,8 @@ void Engine::leave_share(Member& its, Flight& flight) {
 // A turn of a member. Whether it says that there was anything. With too little memory its round fails, once there is enough to say so.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
+  const auto fail = [&] { return !attempted([&] { its.node->lack_memory(); }); };
+  if (its.lacks_memory && (its.lacks_memory = fail())) return false;  // nothing goes on from what is half done
   bool news = false;
   const bool enough = attempted([&] {
     if constexpr (std::is_void_v<decltype(turn())>) {
@@ -397,7 +408,7 @@ bool Engine::in_memory(Member& its, Turn turn) {
     }
   });
   its.lacks_memory |= !reserve::fill() || !enough;
-  if (its.lacks_memory) its.lacks_memory = !attempted([&] { its.node->lack_memory(); });
+  if (its.lacks_memory) its.lacks_memory = fail();
   return news;
 }
 

@@ -162,6 +162,8 @@ class Engine {
   void note_failure(std::uint64_t index, const std::string& words);
   // A call that there was too little memory to bring here: its round fails.
   void note_unmade(std::uint64_t index);
+  // Nor does the open call get its next part, if there is one.
+  void note_lost_part(std::uint64_t index);
   // What brings the vectors of the open call that a request goes on with; none if it begins one.
   std::shared_ptr<Feed> feed_of(std::uint64_t index, const Request& request);
   // A feed has news. Any thread.
@@ -271,14 +273,15 @@ inline constexpr const char* no_memory = "CodedError: this rank has too little m
 // Calls of this thread that a group has counted: what fails for want of memory after that is not counted again.
 inline thread_local std::uint64_t calls_counted = 0;
 
-// Make a call. Without the memory for it, the round that it `begins` fails.
+// Make a call. Without the memory for it, the round that it `begins` fails, or that of the open call.
 template <class Make>
 auto counted(std::uint64_t index, bool begins, Make make) {
   const std::uint64_t before = calls_counted;
   try {
     return make();
   } catch (const std::bad_alloc&) {
-    if (begins && calls_counted == before) Engine::instance().note_unmade(index);
+    Engine& engine = Engine::instance();
+    begins && calls_counted == before ? engine.note_unmade(index) : engine.note_lost_part(index);
     throw;
   }
 }

@@ -132,7 +132,7 @@ std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::s
 
 // The end of such a round.
 std::tuple<int, std::string> end_of_blocks(std::uint64_t index) {
-  const Result result = Engine::instance().run(index, {.continues = true});
+  const Result result = counted(index, false, [&] { return Engine::instance().run(index, {.continues = true}); });
   return {static_cast<int>(result.outcome), result.error};
 }
 
@@ -570,7 +570,11 @@ NB_MODULE(_engine, module) {
     engine.wait(index, seconds, [](Member& its) {
       return its.node->state_round() != 0 || its.node->state_missing();
     });
-    return engine.with(index, [](Member& its) { return its.node->state_round(); });
+    return engine.with(index, [](Member& its) {
+      const Round round = its.node->state_round();
+      if (!round) its.node->ask_no_more();
+      return round;
+    });
   }, Release());
   module.def("drained", [](std::uint64_t index, double seconds) {
     return Engine::instance().wait(index, seconds, [](Member& its) { return its.queue.empty(); });

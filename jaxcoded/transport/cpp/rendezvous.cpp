@@ -72,12 +72,12 @@ Met Rendezvous::meet(const Arrival& arrival,
                      const std::function<Met(const std::vector<void*>&)>& call) {
   std::unique_lock lock(mutex_);
   if (const std::string* const why = failure_of(arrival.run)) return {.failed = true, .error = *why};
-  std::shared_ptr<Meeting>& opened = open_[arrival.group];
-  if (!opened) {
-    opened = std::make_shared<Meeting>(arrival.run, arrival.call,
-                                       std::vector<void*>(arrival.devices, nullptr));
+  auto opened = open_.find(arrival.group);
+  if (opened == open_.end()) {  // where there is too little memory for it, nothing has changed
+    auto begun = std::make_shared<Meeting>(arrival.run, arrival.call, std::vector<void*>(arrival.devices, nullptr));
+    opened = open_.emplace(arrival.group, std::move(begun)).first;
   }
-  const std::shared_ptr<Meeting> meeting = opened;
+  const std::shared_ptr<Meeting> meeting = opened->second;
   if (meeting->run != arrival.run) return refuse(arrival, meeting, [] { return two_programs; });
   if (meeting->call != arrival.call || meeting->brought.size() != arrival.devices ||
       meeting->brought[arrival.device]) {
