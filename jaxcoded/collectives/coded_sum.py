@@ -11,6 +11,8 @@ from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import composed, floats
 from jaxcoded.collectives.arguments import checked_data
 from jaxcoded.collectives.counting import over_devices
+from jaxcoded.collectives.eager import Eager
+from jaxcoded.collectives.gradient import check_alone
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan
@@ -85,6 +87,7 @@ def coded_sum(
             )
             # traced once, so that what it uses from around it is known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
+            check_alone("per_example", of)
         known = jax.tree.leaves(params)
         rest = jax.tree.structure((data, weights))
         evaluated = functools.partial(_evaluated, of.jaxpr, len(of.consts))
@@ -93,7 +96,7 @@ def coded_sum(
                 name=_NAME,
                 group=group,
                 of=evaluated,
-                alike=(False,) * len(of.consts) + (True,) * len(known),
+                alike=(0,) * len(of.consts) + (1,) * len(known),
                 unit=unit,
                 rest=rest,
                 wire_dtype=wire_dtype,
@@ -105,7 +108,7 @@ def coded_sum(
         return out._replace(value=jax.tree.unflatten(tree, out.value)).plain()
 
     asked = _NAME, group._session.index, per_example, weighted, wire_dtype
-    compiled = group._session.kept(asked, lambda: jax.jit(reduce))
+    outside = group._session.kept(asked, lambda: Eager(reduce))
 
     def of_batch(params: Any, batch: Batch, *, token: jax.Array | None = None) -> Any:
         check_open(group)
@@ -117,7 +120,7 @@ def coded_sum(
             data = checked_data(batch, group)
             if token is not None:
                 token = tokens.checked(token)
-        reducing = reduce if _jax_compat.tracing() else compiled
+        reducing = reduce if _jax_compat.tracing() else outside
         return reducing(params, data, batch.weights, token)
 
     return of_batch

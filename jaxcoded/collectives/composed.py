@@ -32,7 +32,9 @@ class Sum:
         name: in words.
         group: that sums.
         of: a function of a list of arguments, of some examples, and of their weights. The list of its results.
-        alike: of each argument, whether ranks may be told apart by it: what is differentiated, and the parameters.
+        alike: of each argument a number. Ranks are told apart by those that have one number, together: 1 of what is
+            differentiated and of the parameters, and another for the tangents or cotangents of each derivative, whose
+            scales are their own. By those of 0 they are not.
         unit: the types of the examples and of the weights that it gets at once.
         rest: the structure of the batch's data, and of its weights.
         wire_dtype: see `jaxcoded.coded_allreduce`.
@@ -44,7 +46,7 @@ class Sum:
     name: str
     group: CodedGroup
     of: Callable[[list[Any], Any, jax.Array], list[Any]]
-    alike: tuple[bool, ...]
+    alike: tuple[int, ...]
     unit: tuple[Any, Any]
     rest: Any
     wire_dtype: Any
@@ -57,12 +59,16 @@ class Sum:
         return list(operands[:args]), list(operands[args:end]), list(operands[end:])
 
     def derivative(
-        self, kind: str, of: Any, alike: Sequence[bool], more: Sequence[Any]
+        self, kind: str, of: Any, alike: Sequence[int], more: Sequence[Any]
     ) -> "Sum":
         """The sum of this function instead, which takes these arguments and so many ``more``, tangents or cotangents."""
-        alike = *alike, *(True for _ in more)
+        alike = *alike, *(max(1, *self.alike) + 1 for _ in more)
         name = f"{kind} of {self.name}"
         return dataclasses.replace(self, name=name, of=of, alike=alike, derived=True)
+
+    def named(self, number: int, args: Sequence[Any]) -> list[Any]:
+        """The arguments of this number."""
+        return [x for x, its in zip(args, self.alike) if its == number]
 
     def round(self, *operands: Any) -> list[Any]:
         """Trace the round."""
@@ -77,8 +83,9 @@ class Sum:
 
         out, *_ = over_batch.summed(
             functools.partial(gradient.unless_behind, of, args),
-            [x for x, alike in zip(args, self.alike) if alike],
+            self.named(1, args),
             *(data, weights, self.group),
+            moving=[self.named(i, args) for i in range(2, max(1, *self.alike) + 1)],
             eps=lambda: _jax_compat.coarsest_eps(self.of, args, *self.unit),
             same_bits=not self.derived,
             name=self.name,
@@ -181,7 +188,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
         ad.Zero(_jax_compat.like(x, x.shape).to_tangent_aval()) for x in values
     ]
     if inexact and which:  # integers do not move
-        alike = [a or move for a, move in zip(sum.alike, moves)]
+        alike = [a or int(move) for a, move in zip(sum.alike, moves)]
         its = sum.derivative("jvp", of, alike, which)
         args, rest, _ = sum.parts(primals)
         if token:

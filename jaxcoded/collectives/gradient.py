@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from jaxcoded import _jax_compat
 from jaxcoded.collectives import floats
 from jaxcoded.collectives.counting import over_devices
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import accumulator
+from jaxcoded.transport.order import ORDER
 
 
 def of_part(
@@ -78,9 +80,20 @@ def _losses_of_examples(
     def of_one(example: Any) -> tuple[Any, Any]:
         return pair(params, jax.tree.map(lambda leaf: leaf[None], example))
 
-    if jax.eval_shape(pair, params, batch)[0].shape:
+    traced, (values, _) = jax.make_jaxpr(pair, return_shape=True)(params, batch)
+    check_alone("losses", traced)
+    if values.shape:
         return pair(params, batch)
     return jax.vmap(of_one)(batch)
+
+
+def check_alone(name: str, traced: ClosedJaxpr) -> None:
+    """Raise a TypeError if a rank needs the others to compute this."""
+    if ORDER in traced.effects:
+        raise TypeError(
+            f"{name} calls a collective, but a rank that is late skips {name}, and the others would wait for it: call "
+            f"the collective before, and hand its result to {name} as a parameter"
+        )
 
 
 def unless_behind(

@@ -7,6 +7,7 @@ are in the sum have one key; otherwise it is off by more than rounding explains.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,17 +63,19 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
     return (own.reshape(-1) * unit).astype(np.float32)
 
 
-def key(number: Any, params: Any, *, to_the_bit: bool) -> jax.Array:
-    """A float32 from −16 to 78 of the number of a batch, an int32, and of a pytree of
-    parameters. Batches that follow each other have different ones.
+def key(
+    number: Any, params: Any, moving: Sequence[Any] = (), *, to_the_bit: bool
+) -> jax.Array:
+    """Return a float32 of magnitude up to 110 of the number of a batch, an int32, of a pytree of parameters, and of
+    pytrees of tangents or cotangents, each on a scale of its own. Batches that follow each other have different ones.
 
-    Parameters that differ in rounding alone have nearly the same ones, unless these are to be the same ``to_the_bit``.
+    Parameters that differ in rounding alone have nearly the same ones, unless these must be the same ``to_the_bit``, as
+    integers always must.
     """
-    params = jax.lax.stop_gradient(params)
-    out = of_batch(jnp.uint32(number))
-    if to_the_bit:
-        out += mixed(_checksum(params))
-    return (out % _KEYS).astype(jnp.float32) + _resemblance(params)
+    params, moving = jax.lax.stop_gradient((params, moving))
+    out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))
+    scaled = sum((_resemblance(each, scaled=True) for each in moving), jnp.float32(0))
+    return (out % _KEYS).astype(jnp.float32) + _resemblance(params) + scaled
 
 
 def of_batch(number: Any) -> Any:
@@ -87,32 +90,43 @@ def mixed(x: Any) -> Any:
     return x ^ (x >> 16)
 
 
-def _checksum(pytree: Any) -> jax.Array:
-    """Return a checksum of all bits of its arrays, uint32."""
+def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
+    """Return a checksum of all bits of its arrays, or of those without rounding, uint32."""
     out = jnp.uint32(0)
-    for leaf in map(jnp.asarray, jax.tree.leaves(pytree)):
+    for leaf in map(_plain, jax.tree.leaves(pytree)):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not to_the_bit:
+            continue
         if jnp.iscomplexobj(leaf):
             leaf = jnp.stack([leaf.real, leaf.imag])
         if jnp.issubdtype(leaf.dtype, jnp.inexact):
             size = min(leaf.dtype.itemsize, 4)
             leaf = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * size}"))
-        elif not jnp.issubdtype(leaf.dtype, jnp.integer):
-            continue
         out = 31 * out + jnp.sum(leaf.astype(jnp.uint32), dtype=jnp.uint32)
     return out
 
 
-def _resemblance(pytree: Any) -> jax.Array:
-    """A float32 from −16 to 16 of a few numbers of each array. Where those are off by a small part of what they all
-    are, it is off by not much more than 16 times that."""
-    few = [_few(jnp.asarray(leaf)) for leaf in jax.tree.leaves(pytree)]
+def _plain(leaf: Any) -> jax.Array:
+    """The bits of a typed key; of anything else the array."""
+    leaf = jnp.asarray(leaf)
+    typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if typed else leaf
+
+
+def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
+    """A float32 from −16 to 16 of a few numbers of each array that is not of integers. Where those are off by a small
+    part of what they all are, it is off by not much more than 16 times that. If they are ``scaled``, also where they
+    are all small."""
+    leaves = map(_plain, jax.tree.leaves(pytree))
+    few = [_few(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not few:
         return jnp.float32(0)
     x = jnp.concatenate(few)
-    size = jnp.sqrt(jnp.sum(x * x) + _SMALL)
+    unit = jnp.max(jnp.abs(x), initial=0) if scaled else jnp.float32(1)
+    x = x / unit
+    size = jnp.sqrt(jnp.sum(x * x) + (0 if scaled else _SMALL))
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
     across = jnp.sum(jnp.where(minus == 1, -x, x)) / size
-    out = _SWING * jnp.sin(jnp.log2(size) + 2 * across)
+    out = _SWING * jnp.sin(jnp.log2(size) + jnp.log2(unit) + 2 * across)
     return jnp.where(jnp.isfinite(out), out, 0)  # what they make of it they may
 
 

@@ -1,6 +1,6 @@
 """The sum of what the examples of a batch give, in one round, as the group's strategy says."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ def summed(
     name: str,
     token: jax.Array | None,
     same_bits: bool = True,
+    moving: Sequence[Any] = (),
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
     """The sum of ``compute`` over the batch.
@@ -36,6 +37,7 @@ def summed(
         group: that sums.
         eps: tells in which numbers ``compute`` computes, see `_jax_compat.coarsest_eps`.
         same_bits: whether all ranks have what is ``alike`` to the bit, and not to rounding.
+        moving: pytrees that they must have in common, too, each on a scale of its own: tangents or cotangents.
         name, token, asked: see `coded.summed`.
 
     Returns:
@@ -50,7 +52,7 @@ def summed(
         if not group.approximate:
             # of a code messages are compared, which may differ in rounding
             to_the_bit = same_bits and by_blocks and group.options.check == DEBUG
-            key = marks.key(weights.number, alike, to_the_bit=to_the_bit)
+            key = marks.key(weights.number, alike, moving, to_the_bit=to_the_bit)
             # one of all devices that it is split over, as the count is
             key = over_devices(key, _jax_compat.varying(key))
     how = shared.summed if by_blocks else coded.summed

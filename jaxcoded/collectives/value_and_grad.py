@@ -14,6 +14,7 @@ from jaxcoded.collectives.arguments import (
     checked_params,
 )
 from jaxcoded.collectives.counting import present
+from jaxcoded.collectives.eager import Eager
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.group.weights import Weights
@@ -121,7 +122,7 @@ def coded_value_and_grad(
         return out._replace(value=(((loss, aux) if has_aux else loss), grads))
 
     asked = _NAME, group._session.index, losses, has_aux, mean, residual, wire_dtype
-    compiled = group._session.kept(asked, lambda: jax.jit(reduce))
+    outside = group._session.kept(asked, lambda: Eager(reduce))
 
     def value_and_grad(
         params: Any,
@@ -140,7 +141,7 @@ def coded_value_and_grad(
                 erasures = checked_erasures(erasures, group.size)
             if token is not None:
                 token = tokens.checked(token)
-        reducing = reduce if _jax_compat.tracing() else compiled
+        reducing = reduce if _jax_compat.tracing() else outside
         out = reducing(params, data, batch.weights, erasures, token)
         reduced.note(out.value[1], group._session.index)
         return out.plain()

@@ -11,10 +11,9 @@ import numpy as np
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.errors import CodedError
+from jaxcoded.group.session import Session
 from jaxcoded.plan.costs import relative
-from jaxcoded.plan.placement import Placement
 from jaxcoded.transport import primitive
-from jaxcoded.transport.base import Transport
 from jaxcoded.transport.capabilities import SharedWork
 
 
@@ -43,12 +42,13 @@ class Blocks:
 
     def __init__(
         self,
-        transport: Transport,
-        placement: Placement,
+        session: Session,
         batch_size: int,
         costs: np.ndarray | None = None,
     ) -> None:
-        self._transport, self._work = transport, SharedWork.of(transport)
+        placement = session.plan.placement
+        self._session, self._transport = session, session.transport
+        self._work = SharedWork.of(self._transport)
         self._words = f"the blocks of a batch of {batch_size}"
         self._starts = placement.examples(batch_size)
         self._divided: list[np.ndarray] | None = None
@@ -75,6 +75,7 @@ class Blocks:
             )
         # a second loop would be another round, with another sum
         self._begun = True
+        self._session.blocks = True
         primitive.effects_barrier()  # rounds that are in flight come before
         failed = _failed()
         number = self._work.take_block(self._words, first=True, costs=self._costs)

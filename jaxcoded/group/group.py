@@ -396,8 +396,7 @@ class CodedGroup:
                 )
             if costs is not None:
                 costs = checked(costs, batch_size)
-        self._session.blocks = True
-        return Blocks(self._session.transport, self.plan.placement, batch_size, costs)
+        return Blocks(self._session, batch_size, costs)
 
     @overload
     def lag(self, *, token: None = None) -> int | jax.Array: ...

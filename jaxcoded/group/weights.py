@@ -73,7 +73,11 @@ class Weights:
         """The cache of counts of these examples, by plan and rank. ``None`` if the values may still change: they
         are not a read-only NumPy array."""
         values = self.values
-        fixed = isinstance(values, np.ndarray) and not values.flags.writeable
+        fixed = (
+            isinstance(values, np.ndarray)
+            and values.base is None
+            and not values.flags.writeable
+        )
         return vars(self).setdefault("_counts", {}) if fixed else None
 
     def check(self, plan: Plan, rank: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 from marks import SIZE, engine_only, once, redundant, several, slices
 from reference import BATCH, assert_same_bits
 from test_gradients import DIRECTION, THETA, A, Whole, phi
+from together import wait_for_all
 
 import jaxcoded
 from jaxcoded import Coded, Shared, Uncoded, coded_sum, spread
@@ -304,20 +305,33 @@ def test_both_transports(group, comm):
 
 @several
 @every_strategy
-def test_cotangents_that_differ(strategy, comm):
-    """What follows the sum is of each rank's own here: an error on all of them."""
+@pytest.mark.parametrize("differs", ["much", "little", "tangent"])
+@pytest.mark.parametrize("scale", [1.0, 1e-5])
+def test_cotangents_that_differ(strategy, comm, differs, scale):
+    """What follows the sum is of each rank's own here: an error on all of them. Also if cotangents are much smaller
+    than the parameters, as those of a mean of many examples."""
     if strategy.plan.encoded and SIZE == 4:
         pytest.skip("each child has the whole batch, so that one alone may be counted")
     batch = strategy.batch(A)
     total = coded_sum(values, strategy)
-    mine = 1.0 + comm.rank
+    # those of any two ranks differ, as one that is late is in no sum
+    mine = {"much": (-2.0) ** comm.rank, "little": 1 + comm.rank / 10}
 
     @jax.jit
-    def grad(theta):
-        return jax.grad(lambda t: jnp.sum(total(t, batch) ** 2) * mine)(theta)
+    def grad(theta, mine):
+        gradient = jax.grad(lambda t: scale * jnp.sum(total(t, batch) ** 2) * mine)
+        return gradient(theta)
 
+    @jax.jit
+    def hessian_product(theta, mine):
+        gradient = jax.grad(lambda t: jnp.sum(total(t, batch) ** 2))
+        return jax.jvp(gradient, (theta,), (scale * mine * DIRECTION,))[1]
+
+    of = hessian_product if differs == "tangent" else grad
+    jax.block_until_ready(of(THETA, 1.0))  # so that all are there at the same time
+    wait_for_all(comm)
     with pytest.raises(jax.errors.JaxRuntimeError, match="InconsistentMessages"):
-        jax.block_until_ready(grad(THETA))
+        jax.block_until_ready(of(THETA, mine.get(differs, mine["much"])))
     jaxcoded.effects_barrier()
     comm.Barrier()
 
@@ -400,3 +414,38 @@ def test_tokens(group):
 def test_what_is_no_batch(group):
     with pytest.raises(TypeError, match=r"group\.batch"):
         coded_sum(values, group)(THETA, A)
+
+
+@every_strategy
+def test_a_collective_inside_is_refused(strategy):
+    """A rank that is late skips the function, and with it the collective."""
+    batch = strategy.batch(A)
+    inner = coded_sum(values, strategy)
+
+    def nested(theta, data):
+        return values(theta, data) * inner(theta, batch).sum()
+
+    def losses(theta, data):
+        return nested(theta, data).sum(-1)
+
+    for call, name in (
+        (coded_sum(nested, strategy), "per_example"),
+        (jaxcoded.coded_value_and_grad(losses, strategy), "losses"),
+    ):
+        for outside in (call, jax.jit(call)):
+            with pytest.raises(TypeError, match=f"{name} calls a collective"):
+                outside(THETA, batch)
+
+
+def test_integers_among_the_parameters(group):
+    """They do not hide that others differ."""
+    from jaxcoded.collectives import marks
+
+    def key(w, n):
+        return float(marks.key(3, [jnp.float32(w), n], to_the_bit=False))
+
+    count = jnp.int32(100_000)
+    assert abs(key(1.0, count) - key(2.0, count)) > 0.1
+    assert key(1.0, count) != key(1.0, count + 1)
+    typed = jax.random.key(7)
+    assert key(1.0, typed) == key(1.0, jax.random.key(7)) != key(1.0, jax.random.key(8))

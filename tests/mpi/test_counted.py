@@ -280,3 +280,43 @@ def test_a_chain_sums_once(comm, transport):
                 ValueError, match="another jaxcoded.optax.sum_gradients"
             ):
                 call(jnp.asarray(weighted(batch)))
+
+
+@engine_only
+def test_blocks_without_a_loop_are_no_sum(comm, transport):
+    """What was not computed in a loop still needs weights."""
+    if SIZE < 2:
+        pytest.skip("what one rank holds adds up")
+    with jaxcoded.CodedGroup(
+        comm, jaxcoded.Shared(replicas=1), transport=transport
+    ) as group:
+        group.blocks(BATCH)
+        with pytest.raises(TypeError, match="needs the batch's weights"):
+            coded_allreduce(np.ones(3), group)
+
+
+@engine_only
+def test_a_batch_in_an_exact_and_in_an_approximate_group(comm, transport):
+    """What the one has counted is not what the other counts."""
+    options = jaxcoded.Options(deadline=30.0, on_deadline="approximate")
+    strategy = STRATEGIES["uncoded"]
+    with (
+        jaxcoded.CodedGroup(comm, strategy, transport=transport) as exact,
+        jaxcoded.CodedGroup(
+            comm, exact.plan, transport=transport, options=options
+        ) as approximate,
+    ):
+        batch = batches(exact)[0]
+        expected = DATA[batches(exact).indices(0)].sum(0)
+        for group in (approximate, exact, approximate):
+            for call in (on_the_host, at_once):
+                total = finish(call(weighted(batch), group, batch.weights))
+                np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-9)
+        if SIZE > 1:
+            other = batches(exact)[int(comm.rank == 0)]
+            wait_for_all(comm)
+            errors = JaxRuntimeError, ValueError, jaxcoded.InconsistentMessages
+            with pytest.raises(errors, match="examples were counted, not "):
+                finish(on_the_host(weighted(other), exact, other.weights))
+            jaxcoded.effects_barrier()
+            wait_for_all(comm)

@@ -22,6 +22,22 @@ SLOWNESS = float(
 late_ranks = pytest.mark.parametrize("late", [SIZE - 1] if SIZE < 13 else [12, 1])
 
 
+@contextlib.contextmanager
+def lowered():
+    """A list that gets an item for each program that JAX makes meanwhile."""
+    programs = []
+
+    def listen(event, seconds, **_):
+        if event.endswith("jaxpr_to_mlir_module_duration"):
+            programs.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield programs
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def wait_for_all(comm):
     """Leaves the cores to those that still have work to do, where an MPI call would spin."""
     request = comm.Ibarrier()

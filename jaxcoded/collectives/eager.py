@@ -1,0 +1,105 @@
+"""Calls outside `jit`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from jaxcoded import _jax_compat
+
+_MOST = 4  # programs of one function
+
+
+class Eager:
+    """A function that is traced in each call, and compiled if the trace differs from the latest ones.
+
+    So it uses what it closes over as it is now, as other functions of JAX do outside `jit`, and a loop of calls compiles
+    once.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._programs: list[tuple[Any, Callable[..., Any]]] = []
+
+    def __call__(self, *args: Any) -> Any:
+        # a new function, as JAX would not trace the same one again
+        trace = jax.make_jaxpr(lambda *its: self._function(*its), return_shape=True)
+        closed, shape = trace(*args)
+        programs = [each for each in self._programs if same(each[0], closed.jaxpr)]
+        if not programs:
+            run = functools.partial(_jax_compat.eval_jaxpr, closed.jaxpr)
+            programs = [(closed.jaxpr, jax.jit(run))]
+            self._programs = [*programs, *self._programs[: _MOST - 1]]
+        out = programs[0][1](closed.consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two traces, or parts of them, make the same program. ``False`` if it cannot be known."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Jaxpr):
+        return _same_jaxprs(a, b)
+    if isinstance(a, ClosedJaxpr):
+        return same(a.jaxpr, b.jaxpr) and same(a.consts, b.consts)
+    if isinstance(a, functools.partial):
+        return same([a.func, a.args, a.keywords], [b.func, b.args, b.keywords])
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return same(list(a.items()), list(b.items()))
+    if isinstance(a, np.ndarray | np.generic | jax.Array):
+        one, other = np.asarray(a), np.asarray(b)
+        return (one.dtype, one.shape, one.tobytes()) == (
+            other.dtype,
+            other.shape,
+            other.tobytes(),
+        )
+    try:
+        if a == b:
+            return True
+    except (TypeError, ValueError):
+        return False
+    its = dataclasses.fields(a) if dataclasses.is_dataclass(a) else ()
+    return bool(its) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in its)
+
+
+def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
+    names: dict[Any, Any] = {}
+
+    def alike(x: Any, y: Any) -> bool:
+        if isinstance(x, Literal) or isinstance(y, Literal):
+            values = [
+                np.asarray(each.val) for each in (x, y) if isinstance(each, Literal)
+            ]
+            return len(values) == 2 and same(*values) and x.aval == y.aval
+        return names.setdefault(x, y) is y and x.aval == y.aval
+
+    def all_alike(xs: list[Any], ys: list[Any]) -> bool:
+        return len(xs) == len(ys) and all(map(alike, xs, ys))
+
+    return (
+        all_alike([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+        and len(a.eqns) == len(b.eqns)
+        and all(
+            one.primitive is other.primitive
+            and one.effects == other.effects
+            and all_alike(one.invars, other.invars)
+            and same(_computed(one.params), _computed(other.params))
+            and all_alike(one.outvars, other.outvars)
+            for one, other in zip(a.eqns, b.eqns)
+        )
+        and all_alike(a.outvars, b.outvars)
+    )
+
+
+def _computed(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an operation but for its rules of derivatives, which nobody takes of a program that is run."""
+    rules = {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "bwd_thunk"}
+    return {name: value for name, value in params.items() if name not in rules}
