@@ -47,7 +47,8 @@ class CodedGroup:
             `Plan` for as many ranks as ``comm`` has. Default: ``Shared()``, on any number of
             ranks.
         transport: ``"engine"``, which does not wait for stragglers; ``"mpi4jax"``, in which every rank takes part
-            in every round; or ``"auto"``: the engine if all ranks have it, otherwise mpi4jax with a warning.
+            in every round; or ``"auto"``: the engine if all ranks have it, otherwise mpi4jax with a warning, which
+            shared work refuses.
         options: how the group makes its rounds: deadlines, memory, telemetry, what is
             verified; see `Options`.
         record: with shared work, a file in which rank 0 writes which blocks each rank has computed in each round,
