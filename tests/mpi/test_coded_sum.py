@@ -329,9 +329,17 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
 
     of = hessian_product if differs == "tangent" else grad
     jax.block_until_ready(of(THETA, 1.0))  # so that all are there at the same time
-    wait_for_all(comm)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="InconsistentMessages"):
-        jax.block_until_ready(of(THETA, mine.get(differs, mine["much"])))
+    for _ in range(
+        5
+    ):  # as one rank may have computed all of it, before the others came
+        wait_for_all(comm)
+        try:
+            jax.block_until_ready(of(THETA, mine.get(differs, mine["much"])))
+        except jax.errors.JaxRuntimeError as error:
+            assert "InconsistentMessages" in str(error)
+            break
+    else:
+        pytest.fail("five sums of cotangents that differ")
     jaxcoded.effects_barrier()
     comm.Barrier()
 
