@@ -100,6 +100,6 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
 
 
 def _computed(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an operation but for its rules of derivatives, which nobody takes of a program that is run."""
+    """The parameters of an operation except its derivative rules, which a program that is only run does not use."""
     rules = {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "bwd_thunk"}
     return {name: value for name, value in params.items() if name not in rules}

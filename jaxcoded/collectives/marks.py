@@ -66,8 +66,8 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
 def key(
     number: Any, params: Any, moving: Sequence[Any] = (), *, to_the_bit: bool
 ) -> jax.Array:
-    """Return a float32 of magnitude up to 110 of the number of a batch, an int32, of a pytree of parameters, and of
-    pytrees of tangents or cotangents, each on a scale of its own. Batches that follow each other have different ones.
+    """Return a float32, from −16 to 78 and up to 16 more either way for each of ``moving``: of the number of a batch,
+    an int32, of a pytree of parameters, and of pytrees of tangents or cotangents, each on its own scale. Batches that follow each other have different ones.
 
     Parameters that differ in rounding alone have nearly the same ones, unless these must be the same ``to_the_bit``, as
     integers always must.
