@@ -1,7 +1,7 @@
-"""Documents that are nearly right, and texts and bytes that are not: what fuzzers try.
+"""Inputs for the fuzzers: documents that are nearly valid, and invalid texts and bytes.
 
-Each test asserts that what comes of one is a valid object or an error in words. With
-``JAXCODED_EXAMPLES=1000`` they try so many, drawn anew each time; ``make fuzz`` does that.
+Each test asserts that an input gives a valid object or an error with a message. ``make
+fuzz`` sets ``JAXCODED_EXAMPLES=1000``: each test then draws 1000 new inputs.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ fuzzed = settings(
     derandomize=EXAMPLES == FEW,
     suppress_health_check=list(HealthCheck),
 )
-MOST_WORDS = 6000  # letters of an error
+MOST_WORDS = 6000  # characters of an error text
 
-# What another type of value than the right one could be, and the right one out of its range.
+# Values of a wrong type, and values of the right type outside its range.
 numbers = st.one_of(
     st.sampled_from([0, 1, -1, 2, 2**31, 2**53 + 1, 2**63, 2**64, -(2**63), 10**400]),
     st.integers(-5, 20),
@@ -60,7 +60,7 @@ def _nested(draw, value):
 
 @st.composite
 def changed(draw, valid):
-    """A document of lists, dictionaries and scalars, with up to three changes."""
+    """Draw the valid document with up to three changes."""
     document = [copy.deepcopy(valid)]
     for _ in range(draw(st.integers(0, 3))):
         paths = [path for path in _paths(document) if path]
@@ -90,7 +90,7 @@ def changed(draw, valid):
 
 @st.composite
 def damaged(draw, valid):
-    """Bytes, with some of them gone, changed or added."""
+    """Draw the valid bytes with some of them removed, changed or added."""
     data = bytearray(draw(valid) if isinstance(valid, st.SearchStrategy) else valid)
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(data)))
@@ -113,7 +113,7 @@ def damaged(draw, valid):
 
 
 def in_json(valid):
-    """Texts and bytes of JSON that is nearly that of a document."""
+    """Return texts and bytes of JSON that is nearly that of a valid document."""
     texts = changed(valid).map(json.dumps)
     plain = json.dumps(valid)
     field = next(iter(valid))
@@ -171,7 +171,7 @@ literals = st.one_of(
 
 @st.composite
 def calls(draw, names, arguments):
-    """Texts such as ``name(argument=1)``, and ones that are nearly so."""
+    """Draw texts such as ``name(argument=1)``, valid or nearly valid."""
     name = draw(st.sampled_from([*names, "nothing", "", "os.system"]))
     given = draw(
         st.lists(
@@ -187,7 +187,7 @@ def calls(draw, names, arguments):
 
 @contextlib.contextmanager
 def in_memory(mebibytes=1024):
-    """In this block the process may have so much more than it has."""
+    """Limit the process in this block to this much memory above what it uses now."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     now, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -202,7 +202,7 @@ def in_memory(mebibytes=1024):
 
 
 def outcome(read, *arguments, errors=(ValueError,), **more):
-    """What comes of it, or ``None`` where that is an error in words."""
+    """Return the result of ``read``, or ``None`` if it raises an error with a message."""
     with in_memory():
         try:
             found = read(*arguments, **more)

@@ -1,4 +1,4 @@
-"""What other ranks say in JSON, and what the ranks that a command has started tell it."""
+"""Fuzz the JSON that ranks send each other, and what started ranks tell a command."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ sizes = st.none() | st.integers(-2, 20) | st.sampled_from([2**24 + 1, 2**62, -(2
 
 
 class Ranks:
-    """A communicator whose other ranks say something, and of how many bytes it is."""
+    """A communicator whose other ranks send given bytes, and their number."""
 
     rank = 0
 
@@ -47,7 +47,7 @@ class Ranks:
 @fuzzed
 @given(st.lists(st.tuples(documents, sizes), min_size=1, max_size=3))
 def test_what_ranks_say(said):
-    """What this one says is there, or whose words cannot be read."""
+    """The result holds this rank's answer, or the error names the unreadable rank."""
     found = outcome(agreement.gathered, Ranks(said), SAID, errors=(CodedError,))
     if found is not None:
         assert len(found) == 1 + len(said) and found[0] == SAID
@@ -65,12 +65,12 @@ answers = st.lists(
 @fuzzed
 @given(st.lists(answers, min_size=2, max_size=4))
 def test_differences(answers):
-    """Each is a part of what a rank has said."""
+    """Each difference is a part of some rank's answer."""
     for answer, words in zip(answers, agreement.differences(answers), strict=True):
         assert words == "nothing" or words in answer
 
 
-# Of the ranks that doctor and bench have started
+# Ranks that doctor and bench have started
 
 MPIRUN = launcher.Launcher("mpirun", launcher.OPEN_MPI, 5)
 FOUND = [RANK | {"rank": rank} for rank in range(2)]
@@ -78,7 +78,7 @@ NOISE = [b"", b"a warning\n", b"\xff\xfe\x85", asking._MARK.encode(), b"\0" * 50
 
 
 def asked(printed, status):
-    """What comes of a job that prints so, and has such a status."""
+    """Return what the command reports for a job with this output and exit status."""
 
     def play(*_, output, **__):
         output.flush()
@@ -94,7 +94,7 @@ def asked(printed, status):
 
 
 def lines(document):
-    """What rank 0 prints, among others."""
+    """Draw the lines that rank 0 prints, with other lines between them."""
     said = st.one_of(
         changed(document).map(json.dumps),
         damaged(json.dumps(document).encode()).map(
@@ -118,7 +118,7 @@ def test_what_a_job_prints(printed, status):
 @example([])
 @example([{}, {}])
 def test_what_doctor_hears(everything):
-    """Findings, of which one is bad where it is no list of what the ranks have found."""
+    """Findings that are not a list of objects count as a bad finding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asking, "answered", lambda *_, **__: everything)
         found = list(doctor._tried(2, MPIRUN, {}))
@@ -142,7 +142,7 @@ TOKEN = "0123456789abcdef"
 
 
 class Line:
-    """A socket to which callers come who say something, and then nobody."""
+    """A socket that accepts callers with given messages, and then none."""
 
     def __init__(self, said):
         self._said = list(said)
@@ -177,7 +177,7 @@ callers = st.one_of(
 @given(st.lists(callers, max_size=4))
 @example([b"x" * 10_000, f"{TOKEN} 1 -9 ends\n".encode()])
 def test_what_is_heard_of_ranks_ends(said):
-    """Whoever has the token says which rank ended how; others nothing, and all are heard."""
+    """Only callers with the token can report a rank's end, and all callers are read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("secrets.token_hex", lambda _: TOKEN)
         heard = ends.Ends(4, Line(said), "127.0.0.1", near=True, sure=True)

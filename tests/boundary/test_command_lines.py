@@ -1,4 +1,4 @@
-"""Command lines of commands that start ranks, or read files. Nothing is started."""
+"""Fuzz the command lines of commands that start ranks or read files, and start nothing."""
 
 import contextlib
 import io
@@ -56,7 +56,7 @@ OWN["run"] += FLAGS
 
 @st.composite
 def lines(draw, name, first):
-    """A command line, of options that it has, and now and then others."""
+    """Draw a command line of existing options and, now and then, unknown ones."""
     words = [*draw(st.sampled_from([[], ["-n", "2"], ["-n", "2"], ["-n", "2"]]))]
     for _ in range(draw(st.sampled_from([0, 1, 1, 2, 3]))):
         option = draw(st.sampled_from(OWN[name] * 5 + [*OPTIONS, *FLAGS, *ODD]))
@@ -71,7 +71,7 @@ def lines(draw, name, first):
 
 
 class Connecting:
-    """A socket that looks for a host as others do, and finds none."""
+    """A socket that looks up a host like a real one, and finds none."""
 
     def __init__(self, *_):
         pass
@@ -89,7 +89,7 @@ class Connecting:
 
 @contextlib.contextmanager
 def nothing_started(version):
-    """Inside, jobs are noted, and end at once."""
+    """Record the jobs in this block instead of starting them."""
     played = []
 
     def play(command, environment, **_):
@@ -117,7 +117,7 @@ def nothing_started(version):
 
 
 def said(line, version=VERSIONS[0], **environment):
-    """The status, and the jobs that would be started."""
+    """Return the exit status and the jobs that would be started."""
     out, err = io.StringIO(), io.StringIO()
     with (
         nothing_started(version) as played,
@@ -146,7 +146,7 @@ def said(line, version=VERSIONS[0], **environment):
 @example(["run", "-n", "2", f"--hosts=a:{'9' * 5000}", __file__], VERSIONS[0])
 @example(["run", "-n", "4294967297", __file__], VERSIONS[0])
 def test_run(line, version):
-    """It would start mpirun with words of these options, in a program of these arguments."""
+    """The command starts mpirun with these options, and the program with its arguments."""
     status, played = said(line, version)
     assert status in (0, 1, 2)
     for command, environment in played:
@@ -173,7 +173,7 @@ def test_bench_and_doctor(line):
 @fuzzed
 @given(lines("report", st.sampled_from([__file__, "/dev/null", "/", "/none"])))
 def test_report(line):
-    """None of these is a file of telemetry."""
+    """None of these paths is a telemetry file."""
     assert said(line)[0] in (1, 2)
 
 

@@ -1,4 +1,4 @@
-"""What launchers, schedulers and users leave in the environment, besides `JAXCODED_DEBUG`."""
+"""Fuzz the environment variables of launchers, schedulers and users."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxcoded import Options
 from jaxcoded.tools.launch import places, rank
 
-# What a variable can be: any bytes but 0, and numbers that are none or too large.
+# A variable can hold any bytes except 0: also malformed or huge numbers.
 texts = st.text(
     st.characters(exclude_characters="\0", exclude_categories=["Cs"])
     | st.sampled_from("\udc80\udcff"),
@@ -24,7 +24,7 @@ numbers = st.integers(-2, 9).map(str) | st.sampled_from(
 
 
 class Unheard:
-    """A socket whose other end hears nothing."""
+    """A socket whose other end reads nothing."""
 
     def __enter__(self):
         return self
@@ -40,7 +40,7 @@ class Unheard:
 
 
 def connect(address, patience):
-    """As `socket.create_connection`, to a host that there always is."""
+    """Act as `socket.create_connection` to a host that always exists."""
     host, port = address
     host.encode("idna")
     if not 0 <= port < 65536:
@@ -61,7 +61,7 @@ def connect(address, patience):
 @example("a..b:2:3", None, 0)
 @example("a:99999:3", None, 0)
 def test_who_is_told_of_a_ranks_end(told, number, code):
-    """Whoever that may be, the job goes on."""
+    """The job continues with any address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("socket.create_connection", connect)
         for name in rank._RANK:
@@ -84,7 +84,7 @@ def test_who_is_told_of_a_ranks_end(told, number, code):
 @example("0", "0", "0,1")
 @example("²", "²", "0")
 def test_gpus_of_a_rank(number, ranks, gpus):
-    """It gets some of those that there are, or the environment is left alone."""
+    """A rank gets some of the existing GPUs, or the environment does not change."""
     names = rank._LOCAL[0]
     with pytest.MonkeyPatch.context() as patch:
         for name in rank._LOCAL[1]:
@@ -113,7 +113,7 @@ tasks = st.lists(
 @example(f"2(x{'9' * 5000})", b"a\nb\n")
 @example("1", b"\xff\n")
 def test_a_job_of_slurm(tasks, names):
-    """Hosts with numbers of their tasks, hosts alone, or nothing."""
+    """The result is hosts with their numbers of tasks, hosts alone, or nothing."""
 
     def scontrol(command, text=False, errors="strict", **_):
         said = names.decode(errors=errors) if text else names

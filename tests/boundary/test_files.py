@@ -1,4 +1,4 @@
-"""Files: telemetry, records, traces and snapshots."""
+"""Fuzz files: telemetry, records, traces and snapshots."""
 
 import dataclasses
 import io
@@ -28,7 +28,7 @@ SEEN = {name: np.asarray(value) for name, value in dataclasses.asdict(seen()).it
 
 
 class Unpickled:
-    """Says so if it is."""
+    """An object that reports when it is unpickled."""
 
     count = 0
 
@@ -43,7 +43,7 @@ def npy(array):
 
 
 def claiming(shape, descr="<f8", data=b"\0" * 64):
-    """A file that says that it has an array of this shape."""
+    """Return an array file whose header claims this shape."""
     file = io.BytesIO()
     header = {"descr": descr, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)
@@ -72,7 +72,7 @@ ODD = st.sampled_from(
 
 @st.composite
 def other_arrays(draw, array):
-    """An array that differs from this one in something."""
+    """Draw an array that differs from this one in type, shape or values."""
     how = draw(st.sampled_from(["number", "number", "dtype", "shape", "text"]))
     array = array.copy()
     if how == "number" and array.size and array.dtype.kind in "if":
@@ -99,7 +99,7 @@ def other_arrays(draw, array):
 
 @st.composite
 def archives(draw):
-    """The bytes of a file of telemetry with something else in it."""
+    """Draw the bytes of a telemetry file with one entry replaced."""
     members = [(name, npy(value)) for name, value in SEEN.items()]
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(members) - 1))
@@ -129,7 +129,7 @@ def archives(draw):
     return file.getvalue()
 
 
-# zipfile warns of names that are there twice, and numpy of numbers that overflow
+# zipfile warns about duplicate names, and NumPy about numbers that overflow
 @pytest.mark.filterwarnings("ignore")
 @fuzzed
 @given(data=archives() | damaged(archives()) | ODD)
@@ -154,7 +154,7 @@ def test_telemetry(tmp_path_factory, data):
 
 
 def test_telemetry_that_is_pressed(tmp_path):
-    """It could be longer than any memory."""
+    """A compressed file could expand beyond any memory."""
     path = tmp_path / "seen.npz"
     np.savez_compressed(path, **SEEN)
     with pytest.raises(ValueError, match="was not written by Telemetry.save"):
@@ -171,7 +171,7 @@ def test_arrays(data):
     array = outcome(_files.array, data)
     assert not Unpickled.count
     if array is not None:
-        # NumPy reads the same
+        # NumPy reads the same array
         expected = np.load(io.BytesIO(data), allow_pickle=False)
         assert array.dtype == expected.dtype
         assert array.shape == expected.shape
@@ -192,7 +192,7 @@ LINES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore")  # of what damaged headers say
+@pytest.mark.filterwarnings("ignore")  # warnings about damaged headers
 @fuzzed
 @given(
     data=st.one_of(
@@ -219,7 +219,7 @@ def test_traces(tmp_path_factory, data, ending):
 
 
 def test_a_trace_is_a_file(tmp_path):
-    """NumPy would fetch it from the network, and leave it in this folder."""
+    """NumPy would download a URL and store it in this folder."""
     for path in ("http://localhost:1/trace.csv", tmp_path):
         with pytest.raises(OSError):
             _ = stragglers.Trace(path).table
@@ -313,7 +313,7 @@ STATE = {"w": jnp.arange(3.0), "n": 5, "b": np.ones((2, 2), np.int8)}
 @fuzzed
 @given(data=damaged(snapshots.to_bytes(STATE).tobytes()))
 def test_snapshots(data):
-    """Values may be others; but there are as many, of the same dtypes."""
+    """Values may differ, but their number and dtypes are the same."""
     state = outcome(snapshots.from_bytes, data, STATE)
     if state is not None:
         assert len(data) == snapshots.to_bytes(STATE).nbytes
@@ -322,4 +322,4 @@ def test_snapshots(data):
         assert type(state["n"]) is int
 
 
-assert sys.byteorder == "little"  # as the headers above say
+assert sys.byteorder == "little"  # as in the headers above

@@ -1,4 +1,4 @@
-"""What ranks say to each other where processes join a group, in JSON, and a variable of their environment."""
+"""Fuzz the JSON that ranks exchange when processes join a group, and their variable."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from jaxcoded.transport.agreement import LONGEST, plain
 TAG = 7
 INVITATION = Invitation(3, 2, 2, 4, Options(check=Check("warn")))
 VERDICT = Verdict("they have not", True, "0123456789abcdef")
-# what is said
+# what a message contains
 MESSAGES = [
     Asks("a visit"),
     Wants("a visit", "another", "ranks=2"),
@@ -46,13 +46,13 @@ messages = pytest.mark.parametrize(
 
 
 def said(message):
-    """In JSON."""
+    """Return a message as JSON."""
     return [type(message).__name__, plain(dataclasses.asdict(message))]
 
 
 @contextlib.contextmanager
 def a_channel(data, kind):
-    """A channel on which these bytes come from this rank itself."""
+    """Return a channel on which this rank has sent itself these bytes."""
     comm = MPI.COMM_SELF.Dup()
     sent = np.frombuffer(bytearray(data), np.uint8)
     request = comm.Isend(sent, 0, TAG)
@@ -82,7 +82,7 @@ def test_what_is_said_is_heard(message):
 
 
 def sound(message):
-    """Whether it is what the others may say."""
+    """Return whether another rank may send this message."""
     if isinstance(message, Tells):
         its = message.verdict
         assert type(message.visit) is str and type(its.same) is bool
@@ -102,7 +102,7 @@ def sound(message):
 
 @messages
 def test_what_may_be_said(message):
-    """A valid object, or an error that says whose words these are."""
+    """Reading gives a valid object, or an error that names the sender."""
 
     @fuzzed
     @given(
@@ -166,7 +166,7 @@ def test_others_than_were_invited():
 
 
 class Starting:
-    """A group of this rank and others, each of which says something once it is asked."""
+    """A group of this rank and others, each of which answers a question once."""
 
     rank = 0
 
@@ -193,7 +193,7 @@ class Starting:
 
 
 def asked(answers):
-    """What the starter says to them, and finds itself."""
+    """Return what the starter tells the others, and what it concludes itself."""
     comm = Starting(answers)
     ranks = OldRanks(comm, ["a"] * comm.size, 0, agreed=lambda mine: mine)
     ranks.ask("ranks=2", 0, [], seconds=0.0)
@@ -212,7 +212,9 @@ answers = (
 @fuzzed
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_what_the_starter_is_answered(answers):
-    """Nobody starts anything unless all want the same, and who has been heard is told why."""
+    """Processes start only if all ranks ask for the same; otherwise each rank that
+    answered is told the reason.
+    """
     verdict, told = asked(answers)
     if not verdict.why_not:
         assert {json.loads(it)[1]["words"] for it in answers} == {"ranks=2"}

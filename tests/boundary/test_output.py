@@ -1,4 +1,4 @@
-"""What ranks print, and what mpirun makes of it."""
+"""Fuzz the output of ranks, and how mpirun passes it on."""
 
 import re
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxcoded.tools.terminal import display, lines
 from jaxcoded.tools.terminal.page import Page
 
-# pieces of what moves a cursor, or looks like what mpirun says
+# pieces that move a cursor, or look like mpirun's own messages
 PARTS = st.binary(max_size=8) | st.sampled_from(
     [
         *(
@@ -76,7 +76,7 @@ def test_whatever_mpirun_hands_on(parts):
 
 
 def marked(rank, stream, data):
-    """As Open MPI 5 does it."""
+    """Mark a rank's output as Open MPI 5 does."""
     out = b""
     for byte in data:
         named = {38: b"&ap;", 60: b"&lt;", 62: b"&gt;"}.get(byte)

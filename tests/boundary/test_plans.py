@@ -1,4 +1,4 @@
-"""Plans, codes and models of delays that come as texts."""
+"""Fuzz plans, codes and delay models given as text."""
 
 import inspect
 import itertools
@@ -26,7 +26,7 @@ PLANS = [
     ),
     make_plan(3, Shared(blocks=2)),
 ]
-pytestmark = pytest.mark.filterwarnings("ignore")  # of codes that amplify
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings about codes that amplify
 
 
 @fuzzed

@@ -1,4 +1,4 @@
-"""What calls, command lines and the environment say."""
+"""Fuzz the settings of calls, command lines and the environment."""
 
 import math
 
@@ -123,16 +123,16 @@ CHANGES = {
 
 @st.composite
 def lines(draw):
-    """A command line with some other options."""
+    """Draw a command line with some options changed."""
     names = draw(st.lists(st.sampled_from(sorted(CHANGES)), max_size=3))
     return LINE | {name: draw(CHANGES[name]) for name in names}
 
 
-@pytest.mark.filterwarnings("ignore")  # of a trace without numbers
+@pytest.mark.filterwarnings("ignore")  # warnings about a trace without numbers
 @fuzzed
 @given(lines())
 def test_a_command_line(given_):
-    """Of plan and simulate. What comes of it is in its range."""
+    """The results of plan and simulate are in their ranges."""
     found = outcome(cluster._cluster, **given_, errors=(ValueError, OSError))
     if found is not None:
         assert 0 < found.payload < math.inf and 0 < found.work < math.inf

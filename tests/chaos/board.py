@@ -1,4 +1,4 @@
-"""What ranks tell their conductor without MPI: a file that all have in their memory."""
+"""A memory-mapped file in which ranks report to their conductor without MPI."""
 
 import pathlib
 
@@ -10,18 +10,18 @@ ROW = np.dtype(
         (
             "schedule",
             np.int64,
-        ),  # it plays this one of the job, from 1; 0 before and after
-        ("steps", np.int64),  # that it has done in it
+        ),  # the schedule in progress, from 1; 0 before and after
+        ("steps", np.int64),  # steps done in this schedule
         (
             "progress",
             np.float64,
-        ),  # when it last came on; on the clock of `time.monotonic`
-        ("wake", np.float64),  # it stops itself, and is to go on then
-        ("kill", np.float64),  # it hangs, and is to be killed then
-        ("host", np.int64),  # its number, where there are several
-        ("cut", np.float64),  # the cable of its host is to be cut until then
-        ("failed", np.int64),  # it has found something wrong
-        ("done", np.int64),  # it has come to its end
+        ),  # time of its last progress, by `time.monotonic`
+        ("wake", np.float64),  # when the conductor must continue it
+        ("kill", np.float64),  # when the conductor must kill it, if it hangs
+        ("host", np.int64),  # number of its host, if there are several
+        ("cut", np.float64),  # until when the cable of its host must be cut
+        ("failed", np.int64),  # whether it has found a fault
+        ("done", np.int64),  # whether it has ended
     ]
 )
 
@@ -29,12 +29,13 @@ ROW = np.dtype(
 class Board:
     """
     Args:
-        path: of the file.
-        processes: that the job may have, where this is the conductor, which makes the file.
+        path: path of the file.
+        processes: most processes of the job; only the conductor, which makes the file,
+            gives it.
 
     Attributes:
-        rows: one for each process in the order in which they were started, which it alone writes, but
-            for "wake" and "kill", that the conductor takes back.
+        rows: one for each process, in the order of their starts. Only that process
+            writes it, except that the conductor resets "wake" and "kill".
     """
 
     def __init__(self, path: pathlib.Path, processes: int = 0) -> None:

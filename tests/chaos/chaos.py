@@ -1,16 +1,18 @@
-"""Schedules of faults on real processes, under Open MPI's fault-tolerant MPI.
+"""Play schedules of faults on real processes, under Open MPI's fault-tolerant MPI.
 
-    make chaos SEEDS=500                                  so many schedules, seeds drawn
-    make chaos MINUTES=10                                 as many as there is time for
-    python tests/chaos/chaos.py --seeds 20 --first 1000   those of seeds 1000 to 1019
-    python tests/chaos/chaos.py --replay 1003 --ranks 9   one schedule again, alone
-    python tests/chaos/chaos.py --minutes 5 --hosts 4     on so many hosts of scripts/on_hosts.py
+    make chaos SEEDS=500                                  500 schedules, random seeds
+    make chaos MINUTES=10                                 as many as 10 minutes allow
+    python tests/chaos/chaos.py --seeds 20 --first 1000   seeds 1000 to 1019
+    python tests/chaos/chaos.py --replay 1003 --ranks 9   one schedule alone
+    python tests/chaos/chaos.py --minutes 5 --hosts 4     on 4 hosts of on_hosts.py
 
-Of ten jobs one is on three hosts, unless `--hosts` says how many, or this machine cannot make them.
+One of ten jobs runs on three hosts if this machine can make them; `--hosts` sets
+another number.
 
-A job plays one schedule after the other on the ranks that are left. This is its conductor: it lets
-ranks go on that stop themselves, kills those that hang by their schedule, looks for hangs, and in
-the end compares what the ranks have left and looks for what nobody has put away.
+A job plays one schedule after the other on the ranks that are left. This program is its
+conductor. It continues ranks that stop themselves, kills ranks that hang by their
+schedule, and detects other hangs. At the end it compares the ranks' results and looks
+for processes and files that are left.
 """
 
 import argparse
@@ -41,26 +43,26 @@ from schedule import FEWEST, MOST, Schedule, schedule
 from jaxcoded.tools.launch import launcher
 from jaxcoded.tools.launch.rank import TAKES_IN
 
-OF_A_JOB = 16  # schedules
-HOSTS, OF_JOBS = 3, 10  # on which one of so many jobs is
+OF_A_JOB = 16  # schedules of a job
+HOSTS, OF_JOBS = 3, 10  # one of 10 jobs runs on 3 hosts
 LOOK = 0.02  # seconds between two looks at the board
-# Seconds of an idle machine:
-HANGS = 30.0  # nothing has come on for so long
-STARTS = 60.0  # a job
-ENDS = 20.0  # processes after the last schedule
-ASKED = 1.0  # ranks that are asked where they are
-LINES = 60  # of what ranks have said
+# Seconds on an idle machine:
+HANGS = 30.0  # without progress
+STARTS = 60.0  # until a job starts
+ENDS = 20.0  # until processes end after the last schedule
+ASKED = 1.0  # until ranks have written their stacks
+LINES = 60  # of the ranks' output, shown with a finding
 
 
 @dataclasses.dataclass(eq=False)
 class Finding(Exception):
-    """Something that must not be.
+    """A fault that the conductor has found.
 
     Attributes:
-        what: in words.
-        schedule: in which it was found, if it was in one.
-        said: by the ranks.
-        job: the seeds of the job that found it, its ranks and its hosts, if one has.
+        what: the fault in words.
+        schedule: the schedule in which it was found, if any.
+        said: the ranks' output.
+        job: the seeds, ranks and hosts of the job that found it, if any.
     """
 
     what: str
@@ -73,7 +75,7 @@ class Finding(Exception):
         if self.schedule is not None:
             it = self.schedule
             again = f"--replay {it.seed} --ranks {it.ranks}"
-        elif seeds:  # it is of no schedule alone
+        elif seeds:  # no single schedule causes it
             again = f"--first {seeds[0]} --seeds {len(seeds)} --ranks {ranks}"
         else:
             return f"{self.what}\n{self.said}"
@@ -84,7 +86,9 @@ class Finding(Exception):
 
 
 def arranged(seeds: list[int], ranks: int, *, hosts: bool = False) -> list[Schedule]:
-    """The schedules that a job of so many ranks plays of these seeds; ``hosts``: see `schedule`."""
+    """Return the schedules of these seeds that a job of ``ranks`` ranks plays;
+    ``hosts``: see `schedule`.
+    """
     out: list[Schedule] = []
     for seed in seeds[:OF_A_JOB]:
         if ranks < FEWEST:
@@ -95,11 +99,11 @@ def arranged(seeds: list[int], ranks: int, *, hosts: bool = False) -> list[Sched
 
 
 class Job:
-    """Ranks that play schedules.
+    """A job whose ranks play schedules.
 
     Args:
-        schedules: one after the other.
-        hosts: of `on_hosts`; none: this machine as it is.
+        schedules: the schedules, in order.
+        hosts: hosts of `on_hosts`; none: this machine itself.
     """
 
     def __init__(self, schedules: list[Schedule], hosts: Sequence[str] = ()) -> None:
@@ -117,13 +121,13 @@ class Job:
         (self._directory / "schedules").write_bytes(pickle.dumps(schedules))
         self._said = self._directory / "said"
         self._looked_at: set[int] = set()  # processes
-        self._shared: set[str] = set()  # files of /dev/shm that they have had
-        self.ended_late = False  # the launcher
+        self._shared: set[str] = set()  # files of /dev/shm that they have mapped
+        self.ended_late = False  # whether the launcher did
 
     def play(self) -> None:
-        """Raises `Finding` for what must not be."""
+        """Run the job, and raise `Finding` for a fault."""
         environment = launch.limited(0)
-        del environment["JAXCODED_MPIRUN_TIMEOUT"]  # else others would clean up
+        del environment["JAXCODED_MPIRUN_TIMEOUT"]  # else scripts/mpirun would clean up
         key, _, value = self._name.partition("=")
         environment |= {
             key: value,
@@ -179,7 +183,7 @@ class Job:
             if rows["failed"].any():
                 self._fail("a rank has found something wrong", here)
             if started and not here:
-                # MPI's launcher is all that is left
+                # only MPI's launcher is left
                 ends_at = min(ends_at, now + ENDS * self._slowness)
                 if now > ends_at:
                     self.ended_late = True
@@ -207,7 +211,7 @@ class Job:
         return bool(pid) and _state(pid) not in ("", "Z", "X")
 
     def _help(self, rank: int, now: float) -> None:
-        """Let a rank go on that is to, and kill one that is to be killed."""
+        """Continue or kill a rank whose board asks for it now."""
         row = self._board.rows[rank]
         pid = int(row["pid"])
         with contextlib.suppress(ProcessLookupError):
@@ -260,7 +264,7 @@ class Job:
             rows = left.get(it.seed, [])
             if len(rows) != it.survivors:
                 raise Finding(
-                    f"{it.survivors} ranks should have come to its end, not {len(rows)}",
+                    f"{it.survivors} ranks should have reached the end, not {len(rows)}",
                     it,
                     self._said.read_text(errors="replace")[-8000:],
                 )
@@ -272,7 +276,7 @@ class Job:
         until = time.monotonic() + ASKED * self._slowness
         while (left := self._processes()) and time.monotonic() < until:
             time.sleep(LOOK)
-        if self.ended_late:  # and what is left is its own, but for ranks
+        if self.ended_late:  # processes other than ranks belong to the launcher
             left = [pid for pid in left if "play.py" in _program(pid)]
         if left:
             raise Finding(f"processes are left: {left}", None)
@@ -292,7 +296,7 @@ class Job:
         return out
 
     def _end(self, job: "subprocess.Popen[bytes]") -> None:
-        for _ in range(3):  # who is ended may be starting others
+        for _ in range(3):  # a process may start others before it ends
             for pid in self._processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -300,7 +304,9 @@ class Job:
 
 
 def _state(pid: int) -> str:
-    """Of a process: one letter, see proc(5); empty if there is none."""
+    """Return the state of a process, one letter of proc(5); empty if there is no
+    process.
+    """
     try:
         text = pathlib.Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -309,7 +315,7 @@ def _state(pid: int) -> str:
 
 
 def _program(pid: int) -> str:
-    """The script that a process of Python runs."""
+    """Return the script that a Python process runs."""
     with contextlib.suppress(OSError):
         words = pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         if pathlib.Path(words[0]).name.startswith("python"):
@@ -318,7 +324,7 @@ def _program(pid: int) -> str:
 
 
 def can_make_hosts() -> bool:
-    """Whether this machine can; says why not."""
+    """Return whether this machine can make hosts; print why not."""
     try:
         with on_hosts.network(1, "1gbit"):
             return True
@@ -328,7 +334,7 @@ def can_make_hosts() -> bool:
 
 
 def _mapped(pid: int) -> set[str]:
-    """The files of /dev/shm that a process has in its memory."""
+    """Return the files of /dev/shm that a process has mapped."""
     try:
         lines = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -343,11 +349,12 @@ def _mapped(pid: int) -> set[str]:
 def play(
     seeds: list[int], ranks: int, hosts: int = 0, rate: str = ""
 ) -> tuple[list[Schedule], bool]:
-    """Play the first of these seeds in a job of so many ranks. Raises `Finding`.
+    """Play the first of these seeds in a job of ``ranks`` ranks; raise `Finding` for a
+    fault.
 
     Args:
-        hosts: so many; 0: this machine as it is.
-        rate: of a host's cable.
+        hosts: number of hosts; 0: this machine itself.
+        rate: the rate of a host's cable.
 
     Returns:
         The schedules that were played, and whether MPI's launcher did not end.
@@ -383,7 +390,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit", help="of a host's cable")
     parser.add_argument("--go-on", action="store_true", help="after a finding, too")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and the job is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the job is ended
     compiled.make_haste()
     compiled.share()
     if given.replay is not None:

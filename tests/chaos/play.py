@@ -1,11 +1,13 @@
-"""The program of the ranks that play schedules of faults: one training, in every way of `schedule`.
+"""The program of ranks that play schedules of faults: one training, in every way of
+`schedule`.
 
-``play.py DIRECTORY``: the schedules that lie there, one after the other, each on the ranks that the
-one before has left. `chaos.py` starts it, continues who is stopped, kills who hangs, and compares
-what the ranks leave in the directory. Every step is checked here.
+``play.py DIRECTORY``: play the schedules in the directory, each on the ranks that the
+previous one has left. `chaos.py` starts this program, continues stopped ranks, kills
+ranks that hang, and compares the results in the directory. This program checks every
+step.
 
-``play.py DIRECTORY SCHEDULE PHASE``: the same of a process that ranks have started to join at the end of
-a phase; both count from 0.
+``play.py DIRECTORY SCHEDULE PHASE``: the same in a process that joins at the end of a
+phase. Schedules and phases count from 0.
 """
 
 import ctypes
@@ -40,21 +42,21 @@ from jaxcoded.group.membership.new_rank import NewRank
 
 jax.config.update("jax_enable_x64", True)
 
-EXAMPLES, ROWS = 24, 48  # of a step, and all
+EXAMPLES, ROWS = 24, 48  # of a step, and in all
 RATE = 0.02
-CLOSE = 1e-9  # of the largest number
-EXACT = 1e-9  # a residual
+CLOSE = 1e-9  # relative to the largest number
+EXACT = 1e-9  # for a residual
 TRIES = 20
 SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
-PATIENCE = 60 * SLOWNESS  # seconds in which all ranks that live must come
-COMES = 10 * SLOWNESS  # and where whoever has not is put out
-ANNOUNCES = SLOWNESS  # and in which a rank announces its message, if it is to
+PATIENCE = 60 * SLOWNESS  # seconds in which all live ranks must come
+COMES = 10 * SLOWNESS  # the same if the group puts out the others
+ANNOUNCES = SLOWNESS  # seconds in which a rank announces its message
 
 directory = pathlib.Path(sys.argv[1])
-place = [int(word) for word in sys.argv[2:]]  # where it joins
+place = [int(word) for word in sys.argv[2:]]  # where this process joins
 world = MPI.COMM_WORLD
 schedules = pickle.loads((directory / "schedules").read_bytes())
-process = world.rank  # of all that the job has had
+process = world.rank  # among all processes that the job has had
 if place:
     process += schedules[0].ranks + sum(it.joining for it in schedules[: place[0]])
     phases = schedules[place[0]].phases[: place[1]]
@@ -71,14 +73,14 @@ mine["pid"] = os.getpid()
 
 
 class Wrong(Exception):
-    """What came is not what must come."""
+    """A step did not end as the schedule demands."""
 
 
 class Training:
-    """The data, and what one process makes of them: a linear fit, whose batch moves on.
+    """A linear fit by one process, whose batch moves through the data.
 
     Args:
-        width: numbers of the parameters.
+        width: the number of parameters.
     """
 
     def __init__(self, width):
@@ -88,25 +90,24 @@ class Training:
         self.rate = RATE / width
 
     def rows(self, number):
-        """Of the batch of a step."""
+        """Return the rows of the batch of a step."""
         return (np.arange(EXAMPLES) + 5 * number) % ROWS
 
     def after(self, w, gradient):
         return w - self.rate * gradient
 
     def step(self, w, number):
-        """The parameters after a step, of one process."""
+        """Return the parameters after a step by one process."""
         rows = self.rows(number)
         off = self.x[rows] @ w - self.y[rows]
         return self.after(w, 2 * off @ self.x[rows])
 
 
 class Steps:
-    """How a rank makes its steps in a group.
+    """The steps of a rank in a group.
 
     Args:
-        keeps: whether a step that fails leaves the parameters as they are, and its errors are
-            raised in it.
+        keeps: whether a failed step keeps the parameters and raises its error itself.
     """
 
     def __init__(self, of, training, group, keeps):
@@ -128,8 +129,9 @@ class Steps:
         return self._training.x[rows], self._training.y[rows]
 
     def __call__(self, w, number, skip, flip):
-        """The parameters after a step, in which this rank may have nothing to contribute, or something
-        wrong."""
+        """Return the parameters after a step, in which this rank may skip or contribute
+        a wrong value.
+        """
         if self.way == "host":
             return self._host(w, number, skip, flip)
         if self.way == "blocks":
@@ -154,7 +156,7 @@ class Steps:
         return out
 
     def drop_the_error(self):
-        """After a step that failed: what is handed on to the next one is of it."""
+        """Drop the error of a failed step, which JAX would raise in the next one."""
         jaxcoded.effects_barrier()
         self._token = jnp.int32(0)
 
@@ -215,7 +217,7 @@ class Steps:
 
 
 def flipped(x, flip):
-    """With one bit of the exponent of its largest number flipped, or not."""
+    """Return ``x``, with one exponent bit of its largest number flipped if ``flip``."""
     bits = jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.uint64)
     largest = jnp.argmax(jnp.abs(x))
     bits = bits.at[largest].set(bits[largest] ^ (jnp.uint64(flip) << 61))
@@ -227,8 +229,8 @@ class Player:
 
     Args:
         of: the schedule.
-        number: of it in the job.
-        rank: of this process in it.
+        number: the number of the schedule in the job.
+        rank: the rank of this process in the schedule.
     """
 
     def __init__(self, of: Schedule, number: int, rank: int) -> None:
@@ -237,19 +239,19 @@ class Player:
         mine["progress"] = time.monotonic()
         self._training = Training(of.width)
         self._w = self._right = np.zeros(of.width)
-        self._number = 0  # steps that are done
+        self._number = 0  # steps done
         # the step that has failed in each phase; 0: none
         self._failed = np.zeros(len(of.phases), int)
-        self._missed = False  # the next phase, see `_go_on`
+        self._missed = False  # whether it missed the next phase, see `_go_on`
         self._dying = self._flips = False
         self._found: set[tuple[Phase, int]] = set()  # phases and steps of flipped bits
         self._repeated = 0
-        self._missed_deadlines = 0  # of the step in progress
+        self._missed_deadlines = 0  # in the step in progress
         self._met: set[int] = set()  # steps before which all ranks met
         self._befallen: set[tuple[Phase, Fault]] = set()
 
     def begin(self, comm):
-        """With the ranks that live; the schedule numbers them in this order."""
+        """Begin with the live ranks; the schedule numbers them in this order."""
         options = dict(self._of.options)
         if options.get("on_deadline") is not None:
             options["deadline"] *= SLOWNESS
@@ -259,9 +261,11 @@ class Player:
         )
 
     def join(self, phase: Phase) -> bool:
-        """Those that have come to the end of a phase, or not, where one dies on the way."""
+        """Join the ranks at the end of a phase; return whether that succeeded: not if
+        one dies meanwhile.
+        """
         self._befall(phase, phase.extending)
-        if self._dying:  # at the latest before the others take it for one of them
+        if self._dying:  # at the latest before the others count it as a member
             NewRank.ready = lambda *_: self._be_killed()
         try:
             self._group = jaxcoded.CodedGroup.joining()
@@ -275,7 +279,9 @@ class Player:
         return True
 
     def play(self, first=0):
-        """The communicator of the ranks that live in the end; ``first``: the phase with which it begins."""
+        """Play the phases from ``first`` on; return the communicator of the ranks that
+        live at the end.
+        """
         for number, phase in enumerate(self._of.phases[first:], first):
             if self._missed:
                 self._missed = False
@@ -301,14 +307,14 @@ class Player:
         self._group.close()
         return comm
 
-    # The steps of a phase.
+    # Steps of a phase.
 
     def _train(self, phase: Phase, number: int) -> bool:
-        """Whether this rank is to go on; ``number``: of the phase."""
+        """Train in a phase with this number; return whether this rank continues."""
         keeps = phase.fails or phase.root_dies
         steps = Steps(self._of, self._training, self._group, keeps)
         first, self._met = self._number, set()
-        past = phase.steps + (2 if phase.fails else 0)  # it fails by then
+        past = phase.steps + (2 if phase.fails else 0)  # the step fails by then
         while self._number < first + past:
             step = self._number - first + 1
             self._flips = False
@@ -347,14 +353,14 @@ class Player:
                     self._note()
                     continue
                 self._judge(phase, error)
-                if not phase.root_dies:  # else some may have had its sum
+                if not phase.root_dies:  # if the root dies some ranks may have the sum
                     self._failed[number] = self._number + 1
                 steps.drop_the_error()
                 return True
             if self._dying:
                 return False
             if phase.flips(step) and (phase, step) not in self._found:
-                raise Wrong(f"nobody has found the flipped bit of step {step}")
+                raise Wrong(f"no rank has found the flipped bit of step {step}")
             self._number += 1
             self._missed_deadlines = 0
             self._right = self._training.step(self._right, self._number - 1)
@@ -363,14 +369,14 @@ class Player:
                 self._check(steps.residual)
             self._note()
         if phase.fails:
-            raise Wrong(f"{past} steps were done, and none of them failed")
+            raise Wrong(f"{past} steps were done, but none of them failed")
         if steps.ahead:
             with errors.translated():
                 self._w = np.asarray(self._w)
             self._check(0.0)
         if not phase.root_dies and any(it.kind == "error" for it in phase.faults):
-            # a rank that is late may not have heard yet that its calls do not match, and would wait
-            # alone for the others' next one
+            # A late rank may not know yet that its calls do not match. It would wait
+            # alone for the others' next call.
             self._agree()
         return True
 
@@ -385,15 +391,17 @@ class Player:
             raise Wrong(
                 f"after step {self._number} the parameters are off by {off:.1e}"
             )
-        self._right = self._w  # else roundings add up
+        self._right = self._w  # otherwise rounding errors add up
 
     def _note(self):
         mine["steps"] = self._number
         mine["progress"] = time.monotonic()
 
     def _repeats(self, phase, text):
-        """Whether a step of blocks on the host is to be repeated: a rank died with what it has
-        computed, or the dead and who was given up for being slow are too many together."""
+        """Return whether a step of blocks on the host must be repeated. A rank died
+        with blocks that it had computed, or too many ranks are dead or given up as
+        slow.
+        """
         if self._of.way != "blocks":
             return False
         too_many = "nobody who is left holds" in text and not phase.fails
@@ -402,14 +410,14 @@ class Player:
         return again and self._repeated < TRIES
 
     def _judge(self, phase, error):
-        """Whether this error is to come."""
+        """Raise `Wrong` unless the schedule demands this error."""
         text = str(error)
-        if not (phase.fails or phase.root_dies):  # before who is late has all results
+        if not (phase.fails or phase.root_dies):  # before late ranks have all results
             raise Wrong(f"step {self._number + 1} failed: {text}") from error
         dead = [phase.living.index(rank) for rank in phase.dead]
         rootless = phase.root_dies and "the root, rank " in text
         if not (rootless or isinstance(error, jaxcoded.TooManyErasures)):
-            raise Wrong(f"not for want of the dead: {text}") from error
+            raise Wrong(f"the dead do not cause this error: {text}") from error
         named = [
             rank
             for rank in range(len(phase.living))
@@ -422,7 +430,7 @@ class Player:
             ) from error
 
     def _agree(self):
-        """After a call that did not match: all go on from the root's state."""
+        """Continue on all ranks from the root's state after a call that did not match."""
         for _ in range(TRIES):
             state = {"number": jnp.int64(self._number), "w": jnp.asarray(self._w)}
             try:
@@ -439,7 +447,9 @@ class Player:
         raise Wrong(f"calls have not matched {TRIES} times")
 
     def _take_over(self):
-        """What the root knows, where it is another one, or where this rank is new. Which steps have failed."""
+        """Take over the state of a new root, or on a new rank; return the failed step
+        of each phase.
+        """
         state = self._number, self._failed, self._w
         number, failed, w = jaxcoded.tree_bcast(
             jax.tree.map(jnp.asarray, state), self._group
@@ -451,16 +461,16 @@ class Player:
             self._number += 1
         self._w = np.asarray(w)
         self._check(0.0 if self._of.exact else math.inf)
-        return np.array(failed)  # to be written to
+        return np.array(failed)  # a copy that can be written
 
     # Faults.
 
     def _befall(self, phase, step) -> bool:
-        """What is to happen in this step. Whether this rank skips."""
+        """Apply the faults of this rank in this step; return whether it skips."""
         skip = False
         if phase.errs(step) and step not in self._met:
             self._met.add(step)
-            self._group.comm.Barrier()  # nobody is late, and the others hear of it soon
+            self._group.comm.Barrier()  # no rank is late, so the others notice soon
         for it in phase.of(self._rank, step):
             skip |= it.kind == "skip"
             if (phase, it) in self._befallen:
@@ -510,7 +520,9 @@ class Player:
                 raise Wrong("integers were summed")
 
     def _die_when_announced(self):
-        """Or a little later, where this rank has nothing to announce, or has done the step."""
+        """Die when the message is announced, or soon if there is no message or the step
+        is done.
+        """
         until, status = (
             time.monotonic() + ANNOUNCES,
             self._group._session.transport.status,
@@ -526,12 +538,12 @@ class Player:
 
     def _be_killed(self):
         time.sleep(PATIENCE)
-        raise Wrong("this rank was to be killed, and lives")
+        raise Wrong("the conductor has not killed this rank")
 
     # The end of a phase.
 
     def _recover(self, phase, number):
-        for it in phase.faults:  # where a step has failed before, it dies now
+        for it in phase.faults:  # if a step has failed before, this rank dies now
             if it.rank == self._rank and it.rank in phase.dead and it.kind in FATAL:
                 self._befall(phase, it.step)
         self._befall(phase, phase.recovering)
@@ -542,8 +554,10 @@ class Player:
             self._take_over()
 
     def _go_on(self, left: int, put_out: bool = False, follows=()):
-        """With so many ranks; or with those that are left of the phase that follows. Of a root that died in it
-        this rank, which was late, has not heard that nobody was dead, and met the others at its end."""
+        """Continue with ``left`` ranks, or with the survivors of the phase that
+        follows. The second happens if the root died in that phase before this late rank
+        knew that no rank was dead.
+        """
         for _ in range(TRIES):
             mine["progress"] = time.monotonic()
             try:
@@ -567,7 +581,7 @@ class Player:
         say(f"goes on as rank {self._group.rank} of {left}")
 
     def _extend(self, phase, number):
-        """Have ranks join at the end of a phase, of this number."""
+        """Let ranks join at the end of the phase with this number."""
         self._befall(phase, phase.extending)
         command = [sys.executable, __file__, directory, self._index, number]
         self._note()
@@ -583,7 +597,7 @@ class Player:
             say(str(error))
             return self._go_on(len(phase.after))
         if phase.lost:
-            raise Wrong("ranks have joined, though one has died on the way")
+            raise Wrong("ranks have joined although one died meanwhile")
         self._group = group
         self._take_over()
         self._note()
@@ -621,5 +635,5 @@ except BaseException as error:
     say(f"fails: {type(error).__name__}: {error}")
     time.sleep(
         PATIENCE
-    )  # until all have been asked where they are, and the job is ended
+    )  # until all ranks have written their stacks and the job is ended
     raise

@@ -1,9 +1,9 @@
-"""Schedules of faults, made from a seed: what befalls which rank at which step of a training, and
-what must come of it.
+"""Make schedules of faults from a seed: which rank has which fault at which training
+step, and what must result.
 
-Pure code: nothing is started here. A schedule says everything that the ranks need to play it
-(`play.py`) and its conductor to judge it (`chaos.py`). Equal seeds and numbers of ranks give equal
-schedules.
+This module starts nothing. A schedule holds all that the ranks need to play it
+(`play.py`) and that the conductor needs to judge it (`chaos.py`). Equal seeds and
+numbers of ranks give equal schedules.
 """
 
 import dataclasses
@@ -14,49 +14,54 @@ from typing import Any
 
 import jaxcoded
 
-FEWEST, MOST = 6, 13  # ranks with which a schedule begins
-LEFT = 5  # at least so many live at its end
-MOST_DEAD = (0, 0, 1, 2, 2, 4)  # of one schedule
-# A step of these is checked before the next one begins; "ahead" runs ahead of its rounds, and
-# donates its parameters.
+FEWEST, MOST = 6, 13  # ranks at the beginning of a schedule
+LEFT = 5  # least ranks that live at its end
+MOST_DEAD = (0, 0, 1, 2, 2, 4)  # drawn for a schedule
+# A rank checks each of these steps before the next one. "ahead" runs ahead of its
+# rounds and donates its parameters.
 CODED = ("host", "host", "jit", "ahead", "gradient", "started")
 SHARED = ("shared", "blocks")
 SKIPPING = ("host", "jit", "started")
 FLIPPING = ("host", "jit")
 DONATING = "ahead"
-# Faults that leave no rank that lives without coming: who compares messages waits for all of them.
+# Faults after which every live rank still comes: a group that compares messages waits
+# for all of them.
 PASSING = ("sleep", "stop", "kill", "offer", "leave", "skip")
-LAST_ERROR = 3  # steps after one
-# How often ranks join, for which JAX takes seconds to start, and how often where so few are left.
+LAST_ERROR = 3  # steps after an error
+# How often ranks join, and how often if few are left. JAX takes seconds to start.
 JOIN, JOIN_FEW, FEW = 0.06, 0.3, 7
 MOST_JOIN = 4
-IN_VAIN = 0.35  # how often they do not at first
-# Seconds in which those that are to join certainly start: an old rank that dies does it then, and not in MPI's
-# `Shrink` afterwards, in which Open MPI may crash ranks that live.
+IN_VAIN = 0.35  # how often the first attempt to join fails
+# Seconds in which joining processes certainly start. An old rank dies within this time:
+# if it died in MPI's later `Shrink`, Open MPI could crash live ranks.
 STARTING = 0.5
 WIDTHS = (50, 50, 3000, 3000, 40_000)
-# On both sides of what comes along with an offer, on one host and from another, and of a piece.
+# Sizes around the longest message sent with its offer, on one host and between hosts,
+# and around a piece.
 NEAR = (128, 129, 256, 257, 4096, 4097, 8192, 8193, 32_768, 32_769)
 LATE = 0.3  # seconds for which a parent sleeps while a child announces its message
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """What befalls a rank.
+    """A fault of a rank.
 
     Attributes:
-        kind: "sleep"; "stop" (SIGSTOP, and later SIGCONT); "kill" (SIGKILL); "offer" (the same once it has
-            announced its message, which its parent, asleep, has not fetched); "loop" and "lock",
-            endless loops of the program, the latter with Python's lock, in which it is killed
-            later; "exit" (it leaves the program, and is killed while it waits for the others);
-            "leave" (SIGTERM, of which it leaves in order); "cut" (the cable of its host is cut, and
-            mended later); "skip" (it has nothing to contribute); "error" (wrong arguments, which the
-            program catches); "flip" (a bit of what it contributes, which others find).
-        rank: of those with which the schedule begins, and then of those that join.
-        step: in which it happens, from 1 in each phase; the one after the last is `recovered`, and the
-            next one `extended`, or `joining`.
-        delay: seconds from the beginning of the step.
-        seconds: how long it lasts, or until it is killed; infinite: until the others put it out.
+        kind: what happens to the rank. "sleep": it sleeps. "stop": it gets SIGSTOP, and
+            SIGCONT later. "kill": it gets SIGKILL. "offer": the same after it has
+            announced a message that its sleeping parent has not fetched. "loop": its
+            program loops for ever. "lock": the same with Python's lock. "exit": it
+            leaves the program, and is killed while it waits for the others. "leave": it
+            leaves in order after SIGTERM. "cut": the cable of its host is cut for a
+            while. "skip": it has nothing to contribute. "error": its program catches
+            the error of wrong arguments. "flip": a bit of its contribution is flipped,
+            which the others detect.
+        rank: the rank, first of those at the beginning, then of those that join.
+        step: the step in which it happens, from 1 in each phase. The step after the
+            last is `recovered`, and the next one `extended` or `joining`.
+        delay: seconds after the beginning of the step.
+        seconds: how long it lasts, or until the rank is killed; infinite: until the
+            others put it out.
     """
 
     kind: str
@@ -78,15 +83,16 @@ FATAL = ("kill", "offer", "loop", "lock", "exit", "leave")
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Some steps, after which the ranks that live go on in a group of their own, and ranks may join.
+    """Some steps, after which the live ranks continue in a new group, and ranks may
+    join.
 
     Attributes:
-        steps: how many.
-        living: with which it begins.
-        faults: in the order of their steps.
-        fails: whether more die than the plan can do without: a step fails on all ranks that live,
-            and is done again in the next phase.
-        joining: ranks that are to join then.
+        steps: number of steps.
+        living: the ranks that live at its beginning.
+        faults: the faults in the order of their steps.
+        fails: whether more ranks die than the plan tolerates. Then a step fails on all
+            live ranks, and the next phase repeats it.
+        joining: the ranks that join at its end.
     """
 
     steps: int
@@ -97,17 +103,17 @@ class Phase:
 
     @property
     def recovering(self) -> int:
-        """The step that is `recovered`."""
+        """Return the number of the step that calls `recovered`."""
         return self.steps + 1
 
     @property
     def extending(self) -> int:
-        """The step that is `extended`."""
+        """Return the number of the step that calls `extended`."""
         return self.steps + 2
 
     @functools.cached_property
     def dead(self) -> tuple[int, ...]:
-        """Who dies in it, before ranks join."""
+        """Return the ranks that die in this phase before others join."""
         return tuple(
             sorted(
                 it.rank
@@ -118,7 +124,7 @@ class Phase:
 
     @functools.cached_property
     def lost(self) -> tuple[int, ...]:
-        """Who dies while ranks join, of which none does then: of the others, or of these."""
+        """Return the old or new ranks that die while ranks join, so that none joins."""
         return tuple(
             it.rank
             for it in self.faults
@@ -127,31 +133,33 @@ class Phase:
 
     @functools.cached_property
     def after(self) -> tuple[int, ...]:
-        """Who lives at its end, in the order of the group."""
+        """Return the ranks that live at its end, in the order of the group."""
         gone = {*self.dead, *self.lost}
         joined = () if self.lost else self.joining
         return *(rank for rank in self.living if rank not in gone), *joined
 
     @property
     def puts_out(self) -> bool:
-        """Whether somebody hangs until it is put out."""
+        """Return whether a rank hangs until the group puts it out."""
         return any(it.kind in FATAL and it.seconds == math.inf for it in self.faults)
 
     @property
     def root_dies(self) -> bool:
-        """Then the rank with the most results becomes the root, and ranks have other numbers."""
+        """Return whether the root dies: then the rank with the most results becomes the
+        root, and ranks are renumbered.
+        """
         return self.living[0] in self.dead
 
     def errs(self, step: int) -> bool:
-        """Whether a rank calls with wrong arguments in a step."""
+        """Return whether a rank calls with wrong arguments in a step."""
         return any((it.kind, it.step) == ("error", step) for it in self.faults)
 
     def flips(self, step: int) -> bool:
-        """Whether a rank flips a bit in a step."""
+        """Return whether a rank flips a bit in a step."""
         return any((it.kind, it.step) == ("flip", step) for it in self.faults)
 
     def of(self, rank: int, step: int) -> list[Fault]:
-        """What befalls a rank in a step."""
+        """Return the faults of a rank in a step."""
         return [it for it in self.faults if (it.rank, it.step) == (rank, step)]
 
 
@@ -159,12 +167,12 @@ class Phase:
 class Schedule:
     """
     Attributes:
-        seed, ranks: of which it was made.
+        seed, ranks: the seed and the number of ranks from which it was made.
         way: how the program sums its gradients, one of `CODED` and `SHARED`.
-        width: numbers of a gradient.
-        strategy: of the group.
-        options: arguments of `Options`; the deadline in seconds of an idle machine.
-        phases: one after the other.
+        width: length of a gradient.
+        strategy: the group's strategy.
+        options: arguments of `Options`; the deadline in seconds on an idle machine.
+        phases: the phases, in order.
     """
 
     seed: int
@@ -177,30 +185,30 @@ class Schedule:
 
     @property
     def survivors(self) -> int:
-        """Ranks that live at its end."""
+        """Return the number of ranks that live at its end."""
         return len(self.phases[-1].after)
 
     @property
     def waits(self) -> bool:
-        """Whether a parent waits for as long as it takes."""
+        """Return whether a parent waits without a limit."""
         return "on_deadline" not in self.options
 
     @property
     def exact(self) -> bool:
-        """Whether all sums are those of the whole batch."""
+        """Return whether all sums are of the whole batch."""
         return self.options.get("on_deadline") != "approximate"
 
     @property
     def joining(self) -> int:
-        """Processes that are started to join."""
+        """Return the number of processes that are started to join."""
         return sum(len(phase.joining) for phase in self.phases)
 
     def plan(self, size: int) -> jaxcoded.Plan:
-        """That of a group of so many ranks."""
+        """Return the plan of a group of ``size`` ranks."""
         return jaxcoded.make_plan(size, self.strategy)
 
     def has_plan(self, size: int) -> bool:
-        """Whether there is one."""
+        """Return whether there is a plan for ``size`` ranks."""
         try:
             self.plan(size)
         except ValueError:
@@ -225,7 +233,7 @@ class Schedule:
 
 
 def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
-    """Whether sums are exact without these ranks of the plan."""
+    """Return whether sums are exact without these ranks of the plan."""
     if plan.root in missing:
         return False
     if plan.strategy.by_blocks:
@@ -234,10 +242,11 @@ def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
 
 
 def schedule(seed: int, ranks: int, *, hosts: bool = False) -> Schedule:
-    """The schedule of a seed for so many ranks, at least `FEWEST`.
+    """Return the schedule of a seed for this number of ranks, at least `FEWEST`.
 
     Args:
-        hosts: whether the ranks are on several: their cables may be cut, and no ranks join.
+        hosts: whether the ranks are on several hosts. Then cables may be cut, and no
+            ranks join.
     """
     rng = random.Random(f"{seed} {ranks}")
     to_die = max(0, min(rng.choice(MOST_DEAD), ranks - LEFT))
@@ -265,8 +274,9 @@ def schedule(seed: int, ranks: int, *, hosts: bool = False) -> Schedule:
 
 
 def _with_joins(rng: random.Random, of: Schedule) -> Schedule:
-    """The same, and in the end ranks join, at first perhaps in vain, and it may go on with them; or as it
-    is."""
+    """Return the schedule, perhaps extended by ranks that join at the end, and by steps
+    with them. The first attempt to join may fail.
+    """
     phases, living = list(of.phases), of.phases[-1].after
     most = min(MOST - len(living), MOST_JOIN)
     numbers = [n for n in range(1, most + 1) if of.has_plan(len(living) + n)]
@@ -275,7 +285,7 @@ def _with_joins(rng: random.Random, of: Schedule) -> Schedule:
         return of
     number = rng.choice(numbers)
     new = tuple(range(of.ranks, of.ranks + number))
-    # where the root has died, ranks are others in the plan
+    # after the root's death ranks have other numbers in the plan
     known = not any(phase.root_dies for phase in phases)
     if rng.random() < IN_VAIN:
         may_die = list(new)
@@ -297,8 +307,9 @@ def _with_joins(rng: random.Random, of: Schedule) -> Schedule:
 def _with_join(
     rng: random.Random, phase: Phase, new: tuple[int, ...], dies: int | None = None
 ) -> Phase:
-    """The same, and these join, or do not, as one dies on the way: of them, or of the others. Ranks may
-    be late."""
+    """Return the phase with ranks that join at its end. If an old or new rank dies
+    meanwhile, none joins. Ranks may be late.
+    """
     out = dataclasses.replace(phase, joining=new)
     faults = list(phase.faults)
     for rank in rng.sample((*phase.after, *new), rng.choice((0, 0, 1, 2))):
@@ -315,7 +326,9 @@ def _with_join(
 
 
 def _with_offers(rng: random.Random, of: Schedule) -> Schedule:
-    """The same, where some of those that are killed have announced messages that nobody has fetched."""
+    """Return the schedule in which some killed ranks have announced messages that no
+    rank has fetched.
+    """
     phases: list[Phase] = []
     for phase in of.phases:
         plan, faults = of.plan(len(phase.living)), []
@@ -338,9 +351,10 @@ def _with_offers(rng: random.Random, of: Schedule) -> Schedule:
 
 
 def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
-    """The same with flipped bits, and a group that looks for them, where it has what it takes: in each
-    step in which one is flipped its sum could do without that rank. Where vectors are donated none is, and
-    nobody is to be accused."""
+    """Return the schedule with flipped bits and a group that detects them, if its plan
+    allows that. In each step with a flipped bit the sum is exact without that rank.
+    With donated vectors no bit is flipped, and no rank may be accused.
+    """
     kinds = {it.kind for phase in of.phases for it in phase.faults}
     ways = (*FLIPPING, DONATING)
     if of.way not in ways or not of.waits or kinds - set(PASSING):
@@ -360,7 +374,7 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
             ]
             if (
                 not phase.fails
-                # what goes into no sum can be found by nobody
+                # no rank can detect a flipped bit that enters no sum
                 and all(_sends(plan, it, missing) for it in (rank, *_above(plan, rank)))
                 and tolerates(plan, [*missing, rank])
             ):
@@ -372,13 +386,15 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
 
 
 def _sends(plan: jaxcoded.Plan, rank: int, missing: list[int]) -> bool:
-    """Whether a rank has what its parent is to get, without these."""
+    """Return whether a rank can form its message to its parent without the missing
+    ranks.
+    """
     lacks = [it for it in plan.tree.children[rank] if not _sends(plan, it, missing)]
     return rank not in missing and len(lacks) <= plan.tolerance(rank)
 
 
 def _above(plan: jaxcoded.Plan, rank: int) -> list[int]:
-    """The ranks between one and the root."""
+    """Return the ranks between one rank and the root."""
     out = []
     while (rank := plan.parents[rank]) != plan.root:
         out.append(rank)
@@ -388,7 +404,7 @@ def _above(plan: jaxcoded.Plan, rank: int) -> list[int]:
 def _strategy(
     rng: random.Random, most: int, least: int
 ) -> tuple[str, jaxcoded.Strategy]:
-    """How the work is done, and the strategy of a group that can have so many ranks."""
+    """Draw how the work is done, and a strategy that fits ``least`` to ``most`` ranks."""
     while True:
         way = rng.choice(CODED + SHARED)
         if way in SHARED:
@@ -402,7 +418,7 @@ def _strategy(
                 "fanout": rng.choice((2, 3, 4, 6, most)),
                 "code": "auto",
             }
-            if group["fanout"] < 6:  # it takes long to make for many children
+            if group["fanout"] < 6:  # a code for many children takes long to construct
                 group["code"] = rng.choice(("auto", "auto", "cyclic_repetition"))
             if way == "gradient":
                 group["slices"] = rng.choice((1, 1, 2))
@@ -442,7 +458,7 @@ def _phase(
     plan = of.plan(len(living))
     steps = rng.randint(4, 20)
     mood = rng.choice(("calm", "within", "within", "beyond"))
-    dead: list[int] = []  # ranks of the plan
+    dead: list[int] = []  # ranks in the plan
     if root_dies:
         others = rng.sample(
             range(1, plan.size), min(to_die - 1, rng.choice((0, 0, 1, 2)))
@@ -451,7 +467,7 @@ def _phase(
     elif mood != "calm":
         workers = list(range(1, plan.size))
         rng.shuffle(workers)
-        if mood == "beyond":  # those first without whom the root lacks a sum
+        if mood == "beyond":  # first the ranks without which the root lacks a sum
             workers.sort(key=lambda rank: plan.tree.parents[rank] != plan.root)
         wanted = rng.randint(1, 3)
         for rank in workers:
@@ -463,7 +479,7 @@ def _phase(
                 dead.append(rank)
     fails = of.exact and not tolerates(plan, dead)
     faults = []
-    together = rng.randint(2, steps)  # the dead of a step that fails, more or less
+    together = rng.randint(2, steps)  # about when the ranks of a failing step die
     for rank in dead:
         kind = rng.choice(
             ("kill",) * 4 + ("loop", "lock", *("exit", "leave") * (not fails))
@@ -480,7 +496,7 @@ def _phase(
             faults.append(Fault(kind, living[rank], step, delay))
         else:
             seconds = rng.uniform(0.1, 1.0)
-            # blocks on the host may need who is late
+            # blocks on the host may need late ranks
             if kind != "exit" and not fails and of.way != "blocks" and seconds < 0.5:
                 seconds = math.inf
             faults.append(Fault(kind, living[rank], step, 0.0, seconds))
@@ -488,7 +504,7 @@ def _phase(
     in_steps = [rank for rank in dead if doomed[living[rank]] <= steps]
     fails = of.exact and not tolerates(plan, in_steps)
     may_cut = hosts and of.waits
-    roots = of.options.get("on_deadline") != "raise"  # it may be stopped
+    roots = of.options.get("on_deadline") != "raise"  # the root may be stopped
     for _ in range(rng.randint(0, 6)):
         kind = rng.choice(("sleep", "stop", *("cut",) * may_cut))
         rank = living[rng.randrange(0 if roots or kind == "sleep" else 1, plan.size)]
@@ -500,7 +516,7 @@ def _phase(
     if of.way in SKIPPING and rng.random() < 0.5:
         faults += _skips(rng, plan, living, dead, doomed, steps)
     if of.way == "host" and mood == "calm" and of.exact and steps > LAST_ERROR + 1:
-        # the others must hear of it before they call something else than a step
+        # the others must know before they call anything but a step
         rank, step = rng.randrange(1, plan.size), rng.randint(2, steps - LAST_ERROR)
         if not any(it.rank == living[rank] and it.step <= step for it in faults):
             faults.append(Fault("error", living[rank], step))
@@ -510,7 +526,7 @@ def _phase(
 
 
 def _delay(rng: random.Random) -> float:
-    """From the beginning of a step: often in the middle of its round."""
+    """Draw seconds after the beginning of a step, often in the middle of its round."""
     return rng.choice((0.0, rng.uniform(0.0, 0.004), rng.uniform(0.0, 0.05)))
 
 
@@ -522,7 +538,7 @@ def _skips(
     doomed: dict[int, int],
     steps: int,
 ) -> list[Fault]:
-    """Ranks that have nothing to contribute, as many as the plan can do without beside the dead."""
+    """Draw ranks that skip: as many as the plan tolerates in addition to the dead ones."""
     out = []
     for step in rng.sample(range(1, steps + 1), rng.randint(1, 4)):
         missing = list(dead)

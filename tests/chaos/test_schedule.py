@@ -1,4 +1,4 @@
-"""Schedules of faults are what they say they are."""
+"""Schedules of faults have the properties that they state."""
 
 import collections
 import itertools
@@ -54,7 +54,7 @@ def test_who_lives_and_who_dies(schedules):
                 fault.rank for fault in phase.faults if fault.step <= phase.steps + 1
             } <= living
             assert len(set(phase.dead)) == len(phase.dead)
-            if phase.root_dies:  # ranks have other numbers then
+            if phase.root_dies:  # then ranks are renumbered
                 for later in it.phases[i + 1 :]:
                     assert {f.step for f in later.faults} <= {later.steps + 2}
             for fault in phase.faults:
@@ -102,7 +102,7 @@ def test_who_joins(schedules):
             there = {*phase.living, *phase.joining} - set(phase.dead)
             assert {fault.rank for fault in meanwhile} <= there
             assert len(phase.lost) <= 1 and phase.living[0] not in phase.lost
-            if phase.lost:  # they join after some more steps
+            if phase.lost:  # they join after more steps
                 assert it.phases[i + 1].joining == phase.joining
                 assert not it.phases[i + 1].lost
     after = [
@@ -137,7 +137,7 @@ def test_flipped_bits_are_such_as_can_be_found(schedules):
 
 
 def test_flipped_bits_go_into_a_sum():
-    """Of seed 1958238 rank 2 has no sum where both its children skip the step."""
+    """With seed 1958238 rank 2 has no sum if both its children skip the step."""
     it = schedule(1958238, 8)
     phase = next(p for p in it.phases if p.faults[0].step == 2)
     of_step_3 = [(f.rank, f.kind) for f in phase.faults if f.step == 3]
@@ -165,7 +165,9 @@ def test_what_a_schedule_says_that_must_come(schedules):
 
 
 def counted(plan, rank, missing):
-    """Whether a rank has its sum, where no parent lacks more than any of its children."""
+    """Return whether a rank has its sum if each parent tolerates that any of its
+    children are missing.
+    """
     lacks = [
         c
         for c in plan.tree.children[rank]
