@@ -712,7 +712,7 @@ def test_ranks_that_live_go_on_without_the_dead(
 
 def test_as_many_die_as_the_plan_can_do_without(tmp_path, fault_tolerant):
     """Three in one round, below two parents, and one more later: nothing is recovered."""
-    job = recover(tmp_path, fault_tolerant, "goes on", "2,4,5", "3")
+    job = recover(tmp_path, fault_tolerant, "continues", "2,4,5", "3")
     trained(job, {2, 3, 4, 5})
     assert job.of_all("steps") == job.of_all("rounds") == 60  # none is repeated
     for parent, children in (0, {2, 3}), (1, {4, 5}):
@@ -922,7 +922,9 @@ def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
 
 @pytest.mark.parametrize("told", ["2,3", *map(more, ("", "1", "2", "1,2,3,4"))])
 def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told):
-    job = run(tmp_path, 6, "roll.py", "anew", told, options=fault_tolerant, limit=LIMIT)
+    job = run(
+        tmp_path, 6, "roll.py", "regroup", told, options=fault_tolerant, limit=LIMIT
+    )
     assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
     assert job.of_all("survivors") == [3, 1, 2, 4]
     assert job.of_all("size") == 4

@@ -1,8 +1,10 @@
-"""One rank lives, and stops entering the all-reduce: the program of jax#38503, with a group.
+"""One live rank stops entering the all-reduce: the program of jax#38503, with a group.
 
-There all others wait for ever, without an error or a warning, as the stuck one is not dead.
-``alive_but_stuck.py DIRECTORY WHY``: it is put out; or cannot be, as its process is of "another
-namespace", "another user" or "another host", and goes on later. It is the last rank.
+Without a group all others wait for ever, without an error or a warning, as the stuck
+rank is not dead.
+``alive_but_stuck.py DIRECTORY WHY``: the last rank is stuck, and the group puts it out.
+Otherwise WHY says why the group cannot: its process is of "another namespace", "another
+user" or "another host". Then it continues later.
 """
 
 import errno
@@ -18,7 +20,7 @@ from jaxcoded.group.process import Process
 
 STEPS, STALL_STEP, ELEMENTS = 10, 5, 64 * 1024
 DEADLINE, COMES = 4.0 * SLOWNESS, 2.0 * SLOWNESS  # seconds
-GAVE_UP, FAILED_TOO = 100, 200  # on the board
+GAVE_UP, FAILED_TOO = 100, 200  # numbers on the board
 
 directory, why = sys.argv[1:]
 board = Board(directory)
@@ -28,7 +30,7 @@ if why == "another namespace" and stalls:
     own = Process.own()._replace(numbers="of a container")
     Process.own = lambda: own
 if why == "another namespace":
-    roll.REPORTED = 0.1  # nobody takes the caller for stuck, which still waits
+    roll.REPORTED = 0.1  # so that no rank takes the waiting caller for stuck
 if why == "another user":
     Process.kill = lambda _: errno.EPERM
 group = jaxcoded.CodedGroup(

@@ -1,9 +1,14 @@
-"""A rank that nobody can do without is killed, where MPI reports deaths.
+"""A rank whose message is needed is killed, where MPI reports deaths.
 
-``announced.py DIRECTORY WHEN FLOATS...``: there is a group of `PLACES` ranks for each number of FLOATS, and its second
-rank is killed "before" it calls a round, or after it has announced its message, and before its parent wants to fetch
-it, which is "at once" or when its death is "known". The survivors report what their round ended with, and how often their process woke up in the time
-after it.
+``announced.py DIRECTORY WHEN FLOATS...``: there is a group of `PLACES` ranks for each
+number of FLOATS. The second rank of each is killed:
+
+- "before": before it calls a round;
+- "at once": after it has announced its message, before its parent fetches the message;
+- "known": the same, and its parent fetches the message once the death is known.
+
+The survivors report the result of their round, and how often their process then woke
+up.
 """
 
 import os
@@ -21,7 +26,7 @@ import jaxcoded
 
 PLACES = 4
 IDLE = 2.0  # seconds
-KNOWN = 2.0  # seconds after which MPI has reported a death
+KNOWN = 2.0  # seconds until MPI has reported a death
 SUM = PLACES * (PLACES + 1) // 2
 
 directory, when, *sizes = sys.argv[1:]
@@ -48,7 +53,7 @@ def die_when_announced():
 
 
 def wake_ups():
-    """How often the threads of this process have gone to sleep so far."""
+    """Return how often the threads of this process have gone to sleep so far."""
     lines = [
         line
         for path in pathlib.Path("/proc/self/task").glob("*/status")
@@ -79,4 +84,4 @@ time.sleep(IDLE)
 board.report(group=mine, outcome=outcome, wake_ups=wake_ups() - before)
 board.note(1)
 board.wait({rank for rank in range(board.size) if rank % PLACES != 1}, 1)
-os._exit(0)  # the end of such an MPI is not of this test
+os._exit(0)  # this test does not cover the end of an MPI with a dead rank

@@ -1,7 +1,8 @@
-"""Steps along the gradient of a function of a sum, in which a rank dies, or is stopped, between the sum and its gradient.
+"""Take steps along the gradient of a function of a sum; a rank falls between the sum
+and its gradient.
 
-``composing.py DIRECTORY STRATEGY SIGNAL``: the last rank gets the signal in the middle of step `FAULT`. Every step is
-checked.
+``composing.py DIRECTORY STRATEGY SIGNAL``: the last rank gets the signal, SIGKILL or
+SIGSTOP, in the middle of step `FAULT`. The program checks every step.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ state = {"step": 0, "harmless": board.rank != victim}
 
 
 def between(sums):
-    """Here the sum is known, and its gradient is not."""
+    """Run a callback between the sum and its gradient."""
     if state["step"] == FAULT and not state["harmless"]:
         state["harmless"] = True
         board.say(f"gets {name} between the sum and its gradient")
@@ -49,7 +50,7 @@ def values(w, x):
 
 
 def outer(sums, here=lambda s: 0):
-    sums += here(jax.lax.stop_gradient(sums))  # 0, which the gradient waits for
+    sums += here(jax.lax.stop_gradient(sums))  # adds 0, but the gradient waits for it
     return jnp.sum((sums / len(x) - 0.3) ** 2)
 
 
@@ -62,7 +63,9 @@ exact = jax.jit(jax.grad(lambda w: outer(values(w, x).sum(0))))
 
 
 def continue_it():
-    """At the root: once the others have gone on without it."""
+    """Continue the stopped rank from the root, once the others have done steps without
+    it.
+    """
     board.wait(range(victim), FAULT + 4)
     os.kill(pids[victim], signal.SIGCONT)
 

@@ -1,7 +1,7 @@
-"""Daemon threads that come back from the engine while the interpreter of their process ends.
+"""Daemon threads return from the engine while the interpreter of their process ends.
 
-``daemons.py DIRECTORY``: no round can be called any more by then, and they try it again and
-again, so that most of them wait for the interpreter where they come back.
+``daemons.py DIRECTORY``: the threads call rounds again and again, although the group
+accepts none any more. Most of them then wait for the interpreter as they return.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ THREADS, WIDTH = 8, 10
 
 board = Board(sys.argv[1])
 group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded(), transport="engine")
-# what the first call imports is there before the process ends
+# the first call imports modules, which must happen before the process ends
 uncounted.allreduce(np.ones(WIDTH), group)
 called = threading.Barrier(THREADS + 1)
 

@@ -1,8 +1,8 @@
-"""Processes that end with a round in flight, each in a way of its own, before their
-parents have come to that round. ``ending.py DIRECTORY``.
+"""Processes end in different ways with a round in flight, before their parents have
+come to it. ``ending.py DIRECTORY``.
 
-Ranks 2 and 3 are below the root, 4 and 5 below rank 1. The root and rank 1 are late, and
-could do with ranks 1 and 6 alone. What the processes free, they use again.
+Ranks 2 and 3 are below the root, 4 and 5 below rank 1. The root and rank 1 are late,
+and need ranks 1 and 6 only. The processes use freed memory again.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from harness import Board, Faults, Sums, close, run
 import jaxcoded
 
 FAULT, ROUNDS = 5, 8
-SIZE = 3000  # numbers of a gradient, and of what takes its place
+SIZE = 3000  # length of a gradient, and of the arrays that later use its memory
 
 kept = []
 

@@ -1,5 +1,7 @@
-"""An exception on one rank. ``errors.py DIRECTORY WAY RANKS``: it is "caught" at each of
-the RANKS in turn, and they go on; or "uncaught"; or that, with a call "in-flight"."""
+"""One rank raises an exception. ``errors.py DIRECTORY WAY RANKS``: each of the RANKS in
+turn raises and catches one ("caught"), or one ends the program ("uncaught"), also with
+a call in flight ("in-flight").
+"""
 
 import sys
 
@@ -8,7 +10,7 @@ from harness import Board, Faults, Sums, close, run
 import jaxcoded
 
 ROUNDS, FAULT = 60, 20
-AT_EXIT = 5.0  # seconds that the engine works on at the end of a process
+AT_EXIT = 5.0  # seconds that the engine still works at the end of a process
 
 directory, way, victims = sys.argv[1:]
 victims = [int(rank) for rank in victims.split(",")]
@@ -30,7 +32,7 @@ for i, victim in enumerate(victims):
     else:
         faults.fail_at(victim, FAULT + 10 * i)
 if way == "uncaught":
-    # the others go on for longer than that
+    # the others run for longer than that
     for number in range(FAULT + 1, ROUNDS + 1):
         faults.sleep_at(0, number, (AT_EXIT + 1) / (ROUNDS - FAULT))
 

@@ -1,14 +1,36 @@
-"""A training that takes in new ranks, as docs/recovery.md shows it.
+"""Train, and take in new ranks, as docs/recovery.md shows.
 
-``extending.py DIRECTORY OPTION EVENTS...``: after every few steps comes one of the events, by ranks of the group of
-then: "kill 1,2" (they die in the middle of these steps, and after them the group is recovered), "leave 3" (on
-SIGTERM, as on a machine that is taken back), "join 2" (so many ranks join), "roots 2" (the same, with another
-root of the plan), "differs 2" (rank 2 asks for others), "interrupts 2" (it leaves by an exception once the others go on to connect), or a way in which ranks fail to join:
-"exit 1" or "exit 0" (their program ends before it is in MPI), "ends" (after it), "alone" (it makes a group of its own), "dies hello" (before it says that it is there,
-"connect": while it is connected with the others, "open": before it makes the group, "enter": once all have made it), "hangs",
-"refuses" (it cannot have the group); or "loses 2 ask" (an old rank dies before it asks the root to start others,
-"start": while these start, "connect": before it is connected with them, "ready": once it has made the group; "loses 2 connect stops": it is stopped there, and put out), and those that live recover.
-OPTION is "shared", with shared work; "code"; or "forgets", where nothing is handed on to those that join.
+``extending.py DIRECTORY OPTION EVENTS...``: an event follows each few steps. Its
+numbers are ranks of the current group, or a count.
+
+- "kill 1,2": these ranks die in the middle of the steps, and the group is recovered;
+- "leave 3": rank 3 leaves on SIGTERM;
+- "join 2": two ranks join;
+- "roots 2": two ranks join, and the new plan has another root;
+- "differs 2": rank 2 asks for another number of ranks;
+- "interrupts 2": rank 2 leaves by an exception once the others connect.
+
+In other events a new process fails to join:
+
+- "exit 1", "exit 0": its program ends before MPI starts;
+- "ends": its program ends after MPI has started;
+- "alone": it makes a separate group;
+- "dies hello": it dies before it reports to the others;
+- "dies connect": it dies while the others connect with it;
+- "dies open", "dies enter": it dies before it makes the group, or once all have made
+  it;
+- "hangs": it hangs;
+- "refuses": it cannot have the group.
+
+In the last kind of event an old rank dies, and the live ranks recover:
+
+- "loses 2 ask": before it asks the root to start processes;
+- "loses 2 start": while these start;
+- "loses 2 connect": before it connects with them;
+- "loses 2 ready": once it has made the group;
+- "loses 2 connect stops": it is stopped instead, and put out.
+
+OPTION is "code", "shared" (shared work) or "forgets" (new ranks receive no state).
 """
 
 import hashlib
@@ -42,7 +64,7 @@ from jaxcoded.transport import engine
 
 EVERY = 12  # steps between two events
 COMES = 4.0 * SLOWNESS  # seconds
-STARTING = 0.3  # in which no process can have started
+STARTING = 0.3  # within which no process can start
 WIDTH = 400
 
 pickle_nothing()
@@ -70,7 +92,7 @@ said, alike, sizes, compiled = [], [], [], []
 
 
 def make_step(group):
-    """The compiled step."""
+    """Return the compiled step."""
     batch = group.batch(data)
 
     def loss(w, x):
@@ -88,12 +110,12 @@ def make_step(group):
 
 
 def last_is_root(size):
-    """A star."""
+    """Return a star whose root is the last rank."""
     return jaxcoded.Coded(parents=[size - 1] * (size - 1) + [-1])
 
 
 def alone(steps):
-    """The parameters after so many steps, of one process."""
+    """Return the parameters after this number of steps by one process."""
     w = np.zeros(WIDTH)
     for _ in range(steps):
         w = w - 1e-3 * 2 * (data.T @ (data @ w - 1)) / EXAMPLES
@@ -104,7 +126,7 @@ def fall(how):
     """Die, or leave in order."""
     board.say(f"{how}s")
     jax.effects_barrier()
-    time.sleep(1.0)  # all have the last sum, so that the first of them becomes the root
+    time.sleep(1.0)  # until all have the last sum; then the first one becomes the root
     if how == "leave":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE)
@@ -116,7 +138,7 @@ def stop(*_):
 
 
 def late(call):
-    """It, once the others may know who has died."""
+    """Delay ``call`` until the others may know of a death."""
 
     def after_a_while(*arguments):
         time.sleep(1.0)
@@ -132,7 +154,7 @@ def interrupt(*asked, ask=old_ranks.OldRanks.ask):
 
 
 def too_early():
-    """What a sum says that does not wait for the state of the root."""
+    """Return the error of a sum that does not wait for the root's state."""
     try:
         uncounted.coded_allreduce(w, group)
     except jaxcoded.CodedError as error:
@@ -168,7 +190,7 @@ while True:
     ranks = [int(it) for it in words.partition(" ")[0].split(",") if it.isdigit()]
     try:
         while steps < EVERY * (done + 1):
-            # nobody comes to this twice
+            # no rank comes here twice
             falls = event in ("kill", "leave") and group.rank in ranks
             if falls and steps % EVERY == EVERY // 2 and group.size == sizes[-1]:
                 fall(event)
@@ -218,7 +240,7 @@ while True:
             ]
             group, step = group.extended(2, command=command, timeout=limit), None
         elif event in ("kill", "leave"):
-            # a strategy with the parent of each rank is for no other ranks
+            # a strategy that names each rank's parent fits only these ranks
             just_these = getattr(group.plan.strategy, "parents", None) is not None
             strategy = jaxcoded.Coded(fanout=3) if just_these else None
             group = group.recovered(strategy=strategy, timeout=PATIENCE)

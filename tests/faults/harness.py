@@ -1,8 +1,8 @@
-"""What the programs of this folder share: rounds whose sums are checked, faults that are
-injected at a rank and a round, and a board that says how far every rank has come.
+"""Shared by the programs of this folder: checked rounds, faults at a given rank and
+round, and a board with the progress of each rank.
 
-`tests/test_faults.py` starts them as ``PROGRAM DIRECTORY ...`` and reads what the ranks
-leave in the directory.
+`tests/test_faults.py` starts them as ``PROGRAM DIRECTORY ...`` and reads the files that
+the ranks leave in the directory.
 """
 
 import ctypes
@@ -30,17 +30,17 @@ EXAMPLES = 12
 LATE = 0.6  # of the job's time limit
 SLOWNESS = float(
     os.environ.get("JAXCODED_SLOWNESS", "1")
-)  # of the machine, see launch.py
-PATIENCE = 30 * SLOWNESS  # seconds in which other ranks must come as far as they should
+)  # slowness of the machine, see launch.py
+PATIENCE = 30 * SLOWNESS  # seconds in which other ranks must reach the expected round
 
 
 class Board:
     """A file in which each rank notes how many rounds it has done.
 
     Args:
-        directory: shared by all ranks and by the test. Whoever has not ended long
-            before the job's time limit hangs, and writes the stacks of its threads to
-            ``stacks-RANK``.
+        directory: shared by all ranks and by the test. A process that has not ended
+            well before the job's time limit hangs: it writes the stacks of its threads
+            to ``stacks-RANK``.
     """
 
     def __init__(self, directory):
@@ -52,7 +52,7 @@ class Board:
         )
         limit = float(os.environ.get("JAXCODED_MPIRUN_TIMEOUT", "100"))
         faulthandler.dump_traceback_later(LATE * limit, file=stacks)
-        # every rank makes the file longer, and nobody changes what is in it
+        # every rank extends the file, and none changes its contents
         with (self.directory / "board").open("ab") as file:
             os.ftruncate(file.fileno(), 8 * self.size)
         self._done = np.memmap(self.directory / "board", np.int64, "r+")
@@ -60,14 +60,14 @@ class Board:
         self._started = time.monotonic()
 
     def note(self, rounds):
-        """This rank has done so many rounds."""
+        """Note that this rank has done ``rounds`` rounds."""
         self._done[self.rank] = rounds
 
     def done(self, rank):
         return int(self._done[rank])
 
     def wait(self, ranks, rounds):
-        """Wait until these ranks have done so many rounds. Fails where they do not."""
+        """Wait until these ranks have done ``rounds`` rounds, and fail if they do not."""
         until = time.monotonic() + PATIENCE
         while min(self._done[list(ranks)]) < rounds:
             if time.monotonic() > until:
@@ -81,7 +81,7 @@ class Board:
         """Tell the test, on stderr, where this rank is."""
         passed = time.monotonic() - self._started
         line = f"[{passed:6.2f} s] rank {self.rank}: {words}\n"
-        sys.stderr.write(line)  # one write, so that lines of ranks do not mix
+        sys.stderr.write(line)  # a single write: lines of ranks do not mix
         sys.stderr.flush()
 
     def report(self, **values):
@@ -93,13 +93,13 @@ class Board:
 
 
 class Device:
-    """What a compiled step waits for, which is nothing as long as it is not `stuck`."""
+    """A device that a compiled step uses, and waits for while it is `stuck`."""
 
     def __init__(self):
         self.stuck = False
 
     def __call__(self, x):
-        """The same, in a compiled function, once the device is through with it."""
+        """Return ``x`` in a compiled function, once the device has handled it."""
         zero = jax.pure_callback(self._work, jax.ShapeDtypeStruct((), x.dtype), x[0])
         return x + zero
 
@@ -110,12 +110,13 @@ class Device:
 
 
 class Sums:
-    """Gradients of every round and example, the same on all ranks, and their true sums.
+    """The gradients of every round and example, equal on all ranks, and their true
+    sums.
 
     Args:
-        group: whose ranks sum them.
-        widths: floats of a gradient, for one round after the other.
-        device: what a compiled sum waits for.
+        group: the group that sums them.
+        widths: the length of a gradient, for one round after the other.
+        device: the device that a compiled sum waits for.
     """
 
     def __init__(self, group, widths=(3000,), device=lambda x: x):
@@ -128,22 +129,24 @@ class Sums:
         self._hash = hashlib.sha256()
 
     def _gradients(self, number):
-        """Those of a round are ``scales[:, None] * base``."""
+        """Return a round's gradients as ``scales`` and ``base``: ``scales[:, None] *
+        base``.
+        """
         scales = np.random.default_rng(number).uniform(1, 2, EXAMPLES)
         return scales, self._bases[number % len(self._bases)]
 
     def gradient(self, number):
-        """What this rank contributes to a round."""
+        """Return this rank's contribution to a round."""
         scales, base = self._gradients(number)
         held = self._part.indices
         return (self._part.weights * scales[held]) @ base[held]
 
     def start(self, number):
-        """This rank's call of a round. Returns before it is over."""
+        """Start this rank's call of a round, and return before the round is over."""
         return self._sum(self.gradient(number))
 
     def check(self, number, total):
-        """Fails unless this is what the round has to result in."""
+        """Fail unless this is the true sum of the round."""
         scales, base = self._gradients(number)
         total = np.asarray(total)
         error = abs(total - scales @ base) / abs(base).sum(0)
@@ -152,13 +155,14 @@ class Sums:
 
     @property
     def digest(self):
-        """Of all results, in order."""
+        """Return the digest of all results, in order."""
         return self._hash.hexdigest()
 
 
 class Faults:
-    """Faults to inject. Every rank plans the same ones, and calls `before` before each
-    round."""
+    """Faults to inject. Every rank plans the same faults, and calls `before` before
+    each round.
+    """
 
     def __init__(self, board):
         self._board = board
@@ -182,8 +186,9 @@ class Faults:
         self.call_at(rank, number, lambda: time.sleep(seconds))
 
     def stop_at(self, ranks, number, rounds=None):
-        """Rank 0 stops the processes of these ranks before a round, and lets them go on
-        when all that are not stopped have done so many rounds without them; or never."""
+        """Have rank 0 stop these ranks before a round. It continues them after the
+        others have done ``rounds`` rounds without them, or never.
+        """
 
         def stop():
             self._board.wait(self._going(), number - 1)
@@ -224,7 +229,9 @@ class Faults:
 
 
 def pickle_nothing():
-    """From now on it is an error in this process to send or get an object that MPI would pickle."""
+    """Make it an error in this process to send or receive an object that MPI would
+    pickle.
+    """
 
     def fail(*_):
         raise AssertionError("something was pickled")
@@ -233,8 +240,9 @@ def pickle_nothing():
 
 
 def hang(how):
-    """For ever: in compiled code that holds the interpreter's lock ("lock") or not ("busy"), in Python
-    ("loop"), asleep ("sleep"), or "stopped"."""
+    """Hang for ever: in compiled code that holds the interpreter's lock ("lock") or not
+    ("busy"), in Python ("loop"), asleep ("sleep"), or "stopped".
+    """
     if how == "lock":
         ctypes.PyDLL(None).sleep(100_000)  # unlike `ctypes.CDLL` it keeps the lock
     if how == "busy":
@@ -249,8 +257,9 @@ def hang(how):
 
 
 def tree(words):
-    """The strategy and options of a group: so many children of a parent, also with long sums "in sections" ("3 in
-    sections"), or a tree that follows "hosts"."""
+    """Return a group's strategy and options for words such as "3" (the fanout), "3 in
+    sections" (which form long sums), or "hosts" (a tree that follows them).
+    """
     if words == "hosts":
         return {"strategy": jaxcoded.Coded(by_host=True)}
     number, _, in_sections = words.partition(" ")
@@ -259,13 +268,14 @@ def tree(words):
 
 
 def widths(words):
-    """``"300,3000"`` as numbers."""
+    """Return ``"300,3000"`` as numbers."""
     return [int(width) for width in words.split(",")]
 
 
 def run(board, group, sums, faults, rounds, first=1):
-    """Rounds ``first`` to ``rounds``, each checked. Returns how far behind this rank was
-    at most."""
+    """Do and check the rounds ``first`` to ``rounds``; return how far behind this rank
+    was at most.
+    """
     most_lag = 0
     for number in range(first, rounds + 1):
         faults.before(number)
@@ -290,7 +300,7 @@ def close(board, group, timeout=60.0 * SLOWNESS):
 
 
 def resources():
-    """What must not grow: resident MiB, threads, open files."""
+    """Return resources that must not grow: resident MiB, threads, open files."""
     status = pathlib.Path("/proc/self/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return {

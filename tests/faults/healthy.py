@@ -1,9 +1,9 @@
-"""Ranks that take their time to the end are not ended by a root that has closed its group.
+"""A root that has closed its group does not end ranks that still work.
 
-``healthy.py DIRECTORY WHO``: rank 3 comes to its own close late. If WHO is "outside", rank
-4 is in none of the root's groups, and comes to its end late. If WHO is "atexit" or "raise", rank
-3 is in a function of `atexit` of before the first group when the others end, and rank 4 is
-stopped for ever; with "raise", rank 3 fails.
+``healthy.py DIRECTORY WHO``: rank 3 closes late. If WHO is "outside", rank 4 is in none
+of the root's groups and ends late. If WHO is "atexit" or "raise", rank 3 runs an
+`atexit` function, registered before the first group, when the others end. Rank 4 is
+then stopped for ever. With "raise", rank 3 fails.
 """
 
 import atexit
@@ -27,7 +27,7 @@ exits = who in ("atexit", "raise")
 
 
 def write():
-    """A checkpoint."""
+    """Write a checkpoint."""
     time.sleep(SECONDS)
     board.report(end=True)
 

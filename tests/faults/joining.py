@@ -1,12 +1,12 @@
-"""What MPI makes of ranks that join, with mpi4py alone. ``joining.py DIRECTORY WAY``:
+"""How MPI handles ranks that join, with mpi4py alone. ``joining.py DIRECTORY WAY``:
 
-- "spawned": the ranks start one more (`MPI_Comm_spawn`), and all of them sum;
-- "after a death": one rank has died before, and MPI has left it out (`Shrink`);
-- "old dies": a rank that was there from the beginning dies afterwards, and the others leave it out;
-- "new dies": the one that has joined does;
-- "at once": as "old dies", but while others may still make the communicator;
-- "again": one after the other dies, old and new, and each is replaced;
-- "connects": it is started by an mpirun of its own instead (`MPI_Comm_connect` and `accept`).
+- "spawned": the ranks start another one (`MPI_Comm_spawn`), and all of them sum;
+- "after a death": one rank has died, and MPI has excluded it (`Shrink`);
+- "old dies": an old rank dies afterwards, and the others exclude it;
+- "new dies": the new rank dies, and the others exclude it;
+- "at once": as "old dies", but others may still be making the communicator;
+- "again": old and new ranks die in turn, and each is replaced;
+- "connects": another mpirun starts the rank (`MPI_Comm_connect` and `accept`).
 """
 
 import os
@@ -28,12 +28,12 @@ def tolerant(comm):
 
 
 def without(comm, rank):
-    """The ranks of a communicator but one, which dies."""
+    """Return a communicator without one rank, which dies."""
     old, comm = comm, tolerant(comm.Dup())
     rank %= comm.size
     if way != "at once":
         comm.Barrier()
-        time.sleep(0.5)  # so nobody is in `Dup` any more
+        time.sleep(0.5)  # so that no rank is in `Dup` any more
     if comm.rank == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
@@ -58,7 +58,9 @@ def merged(both, new):
 
 
 def freed(*comms):
-    """`MPI_Finalize` waits for all ranks of several that hold ranks of more than one start."""
+    """Free these communicators: otherwise `MPI_Finalize` waits for ranks of several
+    starts.
+    """
     for comm in comms:
         if comm != MPI.COMM_WORLD:
             comm.Free()
@@ -89,5 +91,5 @@ if way == "again":
 elif way.endswith(("dies", "at once")):
     comm = without(comm, -1 if way == "new dies" else 1)
 assert comm.allreduce(1) == comm.size
-# one write, so that lines of ranks do not mix
+# a single write, so that lines of different ranks do not mix
 sys.stderr.write(f"sum of {comm.size} after {time.process_time():.1f} s\n")

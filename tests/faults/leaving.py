@@ -1,5 +1,6 @@
 """Ways to leave. ``leaving.py DIRECTORY WAY RANK``: all ranks do `ROUNDS` rounds, and
-RANK does not leave as it should."""
+RANK leaves in a wrong way.
+"""
 
 import gc
 import signal
@@ -54,7 +55,7 @@ try:
             if board.rank == 0:
                 sys.exit(3)
         case "deleted":
-            # and another one, that is never closed either
+            # a second group that is never closed
             del group
             gc.collect()
             group = jaxcoded.CodedGroup(

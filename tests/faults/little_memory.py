@@ -1,8 +1,9 @@
-"""A rank whose engine has too little memory now and then, see `memory.cpp`.
+"""One rank's engine has too little memory now and then, see `memory.cpp`.
 
-``little_memory.py DIRECTORY WAY VICTIM``: the sum of each round is of other numbers, so that a wrong one shows where a
-rank is in another round than the rest. WAY: rounds are "called", or "started". Each rank reports in which rounds
-there was too little memory; for the last `CLEAN` ones there is enough.
+``little_memory.py DIRECTORY WAY VICTIM``: each round sums different numbers, so that a
+wrong sum shows a rank in a different round. WAY: rounds are "called", or "started".
+Each rank reports the rounds with too little memory. The last `CLEAN` rounds have
+enough.
 """
 
 import ctypes
@@ -17,11 +18,11 @@ from harness import Board, close
 import jaxcoded
 
 ROUNDS, CLEAN = 40, 6
-EVERY_VECTOR, EVERY_OTHER = 3, 997  # of what the engine takes fails
-GROWTH = 1.16  # of vectors, so that no memory is used again for long
+EVERY_VECTOR, EVERY_OTHER = 3, 997  # one of so many requests for memory fails
+GROWTH = 1.16  # of the vectors' lengths, so that freed memory rarely fits
 
 directory, way, victim = sys.argv[1:]
-# the engine takes memory as programs do, not such as others can read
+# the engine then takes ordinary memory instead of shared memory
 resource.setrlimit(resource.RLIMIT_AS, (1 << 46, -1))
 board = Board(directory)
 group = jaxcoded.CodedGroup(

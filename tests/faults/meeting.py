@@ -1,14 +1,22 @@
-"""Ranks that meet in `recovered` only after some have given up there.
+"""Ranks that meet in `recovered` only after some of them have given up there.
 
-``meeting.py DIRECTORY WAY``: the root comes "late", and nobody is dead; or the last rank is dead before
-("late without one"); or it is stopped just before MPI's part begins, and goes on when the others have given it up
-("stops", with the last rank dead); or the root's program ends with an error ("fails"); or that of the last rank
-ends in a way that MPI does not notice by itself ("exits"); or rank 1 has left the group in a ``with`` block whose error
-its program catches ("caught"); or the last two are late, and the others may not put them out ("in vain"); or the root dies, and its successor before it has handed its state on
-("successor"): then rank 2 has one sum less than the others, which ask for that state in vain before ("asked for"); or
-rank 1 is stopped just before all agree that they have a new group, and goes on when the others have been
-interrupted there and have done more rounds in the old one ("overtaken").
-Those who live call until they have met.
+``meeting.py DIRECTORY WAY``, where WAY is one of:
+
+- "late": the root comes late, and no rank is dead;
+- "late without one": the same after the last rank has died;
+- "stops": the last rank is dead; the root is stopped just before MPI's part begins, and
+  continues after the others have given it up;
+- "fails": the root's program ends with an error;
+- "exits": the last rank's program ends in a way that MPI does not report;
+- "caught": rank 1 leaves the group in a ``with`` block whose error its program catches;
+- "in vain": the last two ranks are late, and the others may not put them out;
+- "successor": the root dies, and its successor dies before it hands its state on; rank
+  2 then lacks one sum;
+- "asked for": the same after the others have asked for that state without success;
+- "overtaken": rank 1 is stopped just before all agree on the new group. It continues
+  after the others were interrupted and have done more rounds in the old group.
+
+The live ranks call `recovered` until they have met.
 """
 
 import contextlib
@@ -28,8 +36,8 @@ import jaxcoded
 from jaxcoded.group.membership import recovery, roll
 from jaxcoded.group.process import Process
 
-COMES = 1.0 * SLOWNESS  # seconds in which ranks are to come
-GIVES_UP, LEAVES = 1000, 2000  # on the board
+COMES = 1.0 * SLOWNESS  # seconds in which ranks must come
+GIVES_UP, LEAVES = 1000, 2000  # numbers on the board
 
 directory, way = sys.argv[1:]
 board = Board(directory)
@@ -45,7 +53,7 @@ def die():
 
 
 def stop(comm):
-    """Before it is shrunk."""
+    """Stop this rank before the communicator shrinks."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return shrunk(comm)
 
@@ -56,7 +64,7 @@ def stop_to_agree(*what):
 
 
 class Interrupted(jaxcoded.CodedError):
-    """Raised by a handler of signals."""
+    """Raised by a signal handler."""
 
 
 def interrupt(*_):
@@ -64,7 +72,7 @@ def interrupt(*_):
 
 
 def meet():
-    """Call `recovered` until all that live have met."""
+    """Call `recovered` until all live ranks have met."""
     global group
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
@@ -80,7 +88,7 @@ def meet():
 
 
 def sums(count):
-    """So many rounds, each checked."""
+    """Do ``count`` rounds, and check each."""
     global rounds
     its = Sums(group)
     for number in range(rounds + 1, rounds + count + 1):
@@ -123,7 +131,7 @@ if way == "in vain":
         Process.kill = lambda _: errno.EPERM
     else:
         board.wait(set(range(last - 1)), GIVES_UP + 1)
-    if rank == last:  # if the other one does not kill it, as it was told to then
+    if rank == last:  # unless the other rank kills it on the caller's order
         board.wait({last - 1}, GIVES_UP + 1)
     try:
         group.recovered(timeout=COMES, put_out=rank < last - 1)
@@ -151,12 +159,12 @@ if way in ("successor", "asked for"):
     if successor:
         die()
     if way == "asked for":
-        # by a jitted call, whose tracing says nothing of how it ends
+        # in a jitted call, whose tracing does not show how it ends
         ask = jax.jit(lambda state: jaxcoded.tree_bcast(state, group))
         board.note(LEAVES + 2)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.block_until_ready(ask(np.zeros(1)))
-            raise AssertionError("what came of a dead root?")
+            raise AssertionError("recovered without the dead root's state")
         refused = []
         for call in uncounted.coded_allreduce, uncounted.allreduce:
             try:

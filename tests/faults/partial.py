@@ -1,9 +1,9 @@
-"""A training whose work is shared, in which more ranks are stopped than `replicas`: the others go on
-with the part of the batch that they hold.
+"""Train with shared work while more ranks than `replicas` are stopped: the others
+continue with the part of the batch that they hold.
 
-``partial.py DIRECTORY WAY RANKS...``: each of the RANKS is stopped in the middle of a block until the
-others have done `WITHOUT` steps. WAY: blocks are computed in "jit", or on the "host". Every step is
-checked.
+``partial.py DIRECTORY WAY RANKS...``: each of the RANKS is stopped in the middle of a
+block until the others have done `WITHOUT` steps. WAY: blocks are computed in "jit", or
+on the "host". The program checks every step.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from harness import SLOWNESS, Board, close
 import jaxcoded
 
 FAULT, STEPS = 3, 32
-WITHOUT = 16  # with a wait until the deadline in each they would take too long
+WITHOUT = 16  # more would take too long, as each waits until the deadline
 BLOCKS, EXAMPLES, WIDTH = 4, 3, 50
 NAP = 2e-3  # seconds, in every block
 DEADLINE = 3.0 * SLOWNESS  # seconds
@@ -40,7 +40,7 @@ holders = group.plan.placement.holders
 batch = len(holders) * EXAMPLES
 random = np.random.default_rng(0)
 x, y = random.standard_normal((batch, WIDTH)), random.standard_normal(batch)
-# what only those hold who are stopped
+# examples that only the stopped ranks hold
 lost = np.repeat([set(ranks) <= set(victims) for ranks in holders], EXAMPLES)
 assert 0 < lost.sum() < batch / 2
 state = {"step": 0, "number": 0, "harmless": board.rank not in victims}
@@ -57,7 +57,9 @@ def compute(y):
 
 
 def continue_them():
-    """At the root: once the others have gone far without."""
+    """Continue the stopped ranks from the root, once the others have done `WITHOUT`
+    steps.
+    """
     try:
         board.wait(set(range(board.size)) - set(victims), FAULT + WITHOUT)
     finally:

@@ -1,6 +1,7 @@
-"""A rank with children is stopped, and does not take what one of them has sent it. How often does that one look?
+"""A stopped parent does not receive its child's message: how often does the child poll?
 
-``polling.py DIRECTORY``: reports how many times in a second the rank went to sleep while its program slept.
+``polling.py DIRECTORY``: report how often per second the child's threads went to sleep
+while its program slept.
 """
 
 import os
@@ -26,14 +27,15 @@ pids = board.comm.allgather(os.getpid())
 
 def sums(numbers):
     for number in numbers:
-        # each call has words of its own, which ranks tell each other, and which are too long for MPI to send at once
+        # the calls have different, long descriptions, which ranks exchange; MPI cannot
+        # send them at once
         layers = {f"layer{i}": np.ones((3 + i, number)) for i in range(4)}
         jax.block_until_ready(coded_allreduce(layers, group))
         board.note(number)
 
 
 def sleeps():
-    """Of all threads of this process, so far."""
+    """Return how often the threads of this process have gone to sleep so far."""
     return sum(
         int(line.split()[1])
         for status in pathlib.Path("/proc/self/task").glob("*/status")
@@ -50,7 +52,7 @@ if board.rank == 0:
 if board.rank != STOPPED:
     board.wait([0], 3)
     sums(range(4, 7))
-    time.sleep(SECONDS)  # for naps to grow
+    time.sleep(SECONDS)  # until the pauses have grown
     before, since = sleeps(), time.monotonic()
     time.sleep(SECONDS)
     board.report(sleeps=(sleeps() - before) / (time.monotonic() - since))

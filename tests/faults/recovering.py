@@ -1,18 +1,34 @@
-"""A training that goes on with the ranks that live, as docs/recovery.md shows it.
+"""Train, lose ranks, and continue with the live ones, as docs/recovery.md shows.
 
-``recovering.py DIRECTORY WAY RANKS...``: RANKS ("3,6") are killed one group after the other, and
-after each the group is recovered; or they hang, as `harness.hang` does ("3,6:lock") or in their compiled step ("3:device"), and are put out; or they leave in order, in Python
-("3:leaves") or while they are busy ("3:leaves busy"); or their program ends with an error ("3:raises").
-WAY is "trains", with a code, or "shared", with shared work; "goes on" (nothing is recovered: the plan can do
-without all of them); "root" or
-"root-shared" (the root is among the dead, the step fails, and the state is handed on), "root-holds" (the same, where
-the root holds data), "root-donated" (the state is lost with the step, and is read from the root's last checkpoint), "behind" (and
-rank 2 was stopped meanwhile, so that it knows less), "wakes" (the root was stopped, and goes on once
-others have missed the round in which it says that the roll is called); or what goes wrong once the first are dead: "beyond" (more than a parent can do without, which is an error),
-"explicit" (the tree was given), "few" (no plan for so many ranks), "stopped" (a rank that lives does
-not come for a while), "apart" (a rank calls something else), "again" (one more rank, the last,
-dies while the group is made anew), "waits" (the last rank keeps the others waiting there), "stops" (it is
-stopped there).
+``recovering.py DIRECTORY WAY RANKS...``: the RANKS of each argument fall together, and
+then the group is recovered. An argument names the ranks and how they fall:
+
+- "3,6": they are killed;
+- "3,6:lock": they hang as in `harness.hang`, and the group puts them out;
+- "3:device": they hang in their compiled step, and the group puts them out;
+- "3:leaves", "3:leaves busy": they leave in order, in Python or while they are busy;
+- "3:raises": their program ends with an error.
+
+WAY is one of:
+
+- "trains", "shared": the training uses a code, or shared work;
+- "continues": no recovery, as the plan tolerates all these deaths;
+- "root", "root-shared": the root dies, the step fails, and the state is handed on;
+- "root-holds": the same with a root that holds data;
+- "root-donated": the step consumes the state; it is read from the root's checkpoint;
+- "behind": rank 2 was stopped meanwhile, and lacks results;
+- "wakes": the root was stopped, and continues after the others have missed the round in
+  which it announces the roll call.
+
+Other WAYs add a fault after the first deaths:
+
+- "beyond": more ranks die than a parent tolerates, which is an error;
+- "explicit": the strategy names the tree;
+- "few": no plan fits the ranks that are left;
+- "stopped": a live rank does not come for a while;
+- "apart": a rank calls something else;
+- "again": the last rank dies while the ranks make the new group;
+- "waits", "stops": there the last rank is late, or stopped.
 """
 
 import contextlib
@@ -35,9 +51,9 @@ import jaxcoded
 from jaxcoded.group.membership import change
 from jaxcoded.transport import engine
 
-EVERY = 20  # steps between two looks for the dead
-MET = 1000  # more than steps: on the board of ranks that are about to recover
-# a step does
+EVERY = 20  # steps between two checks for dead ranks
+MET = 1000  # above all steps: the board's number for ranks that are about to recover
+# WAYs in which a step fails
 FAILS = (
     "beyond",
     "root",
@@ -70,7 +86,7 @@ if any(hangs):
     logging.getLogger("jaxcoded").addHandler(logging.StreamHandler())
 size = board.size
 options = jaxcoded.Options()
-# who hangs holds the others up
+# a hanging rank delays the others
 if set(hangs) - {"", "leaves", "raises"} and way in FAILS:
     seconds = STUCK / 4 if way == "wakes" else STUCK
     options = jaxcoded.Options(deadline=seconds, on_deadline="raise")
@@ -82,7 +98,7 @@ elif way.endswith("shared"):
         board.comm, jaxcoded.Shared(replicas=2), options=options
     )
 else:
-    fanout, stragglers = {"few": (size - 1, size - 2), "goes on": (3, 2)}.get(
+    fanout, stragglers = {"few": (size - 1, size - 2), "continues": (3, 2)}.get(
         way, (2, 1)
     )
     group = jaxcoded.CodedGroup(
@@ -95,7 +111,7 @@ else:
 rounds = []
 group.on_round(lambda it: rounds.append(it.number))
 
-took = {}  # seconds, of those that leave
+took = {}  # seconds that leaving ranks take
 if any(how.startswith("leaves") for how in hangs):
     jaxcoded.leave_on_sigterm(NOTICE)
 
@@ -105,7 +121,7 @@ compiled, device = [], Device()
 
 
 def make_step(group):
-    """The compiled step, and what this rank reads of each batch."""
+    """Return the compiled step, and the part of each batch that this rank reads."""
     part = group.batch(EXAMPLES)
     assert len(part.indices) or (group.rank == group.plan.root and way != "root-holds")
     x = data[part.indices]
@@ -122,7 +138,7 @@ def make_step(group):
         value, gradient = value_and_grad(w, batch)
         return w - 1e-3 * gradient, value
 
-    # a step that fails takes with it what was donated
+    # a failed step consumes its donated arguments
     donates = way not in FAILS or way == "root-donated"
     jitted = jax.jit(step, donate_argnums=0 if donates else ())
     return lambda w: jitted(w, part.of(x))
@@ -133,7 +149,7 @@ def loss_of_each(loss):
 
 
 def alone(steps):
-    """The parameters after so many steps, of one process."""
+    """Return the parameters after this number of steps by one process."""
     w = np.zeros(WIDTH)
     for _ in range(steps):
         w = w - 1e-3 * 2 * (data.T @ (data @ w - 1)) / EXAMPLES
@@ -177,7 +193,7 @@ def train(to):
             if way not in FAILS[1:]:
                 raise
             said.append(str(error))
-            jaxcoded.effects_barrier()  # drops it
+            jaxcoded.effects_barrier()  # drops the error
             if way == "behind" and board.rank == 1:
                 os.kill(pids[2], signal.SIGCONT)
             failed_at.append(steps)
@@ -204,7 +220,7 @@ def train(to):
 
 
 def leave(*, busy):
-    """As a machine that is taken back makes this rank, with its last step in flight."""
+    """Leave, with the last step in flight, as if this machine were reclaimed."""
     if busy:
         threading.Timer(0.5 * SLOWNESS, told_to_leave).start()
         hang("busy")
@@ -227,7 +243,7 @@ def see_off(rank, process):
 
 
 def recover(round_):
-    """Go on without those that have fallen in a round."""
+    """Continue without the ranks that have fallen in a round."""
     global group, meetings
     if way == "wakes":
         if board.rank == 1:
@@ -239,7 +255,8 @@ def recover(round_):
         group = group.recovered()
         return
     jax.block_until_ready(w)
-    # not of steps: some may have a result more that a stopped root could not tell to all
+    # not of steps: some ranks may have one more result, which a stopped root could not
+    # send to all
     meetings += 1
     board.note(MET + meetings)
     fallen = {rank for ranks in victims[: round_ + 1] for rank in ranks}
@@ -248,7 +265,7 @@ def recover(round_):
 
 
 def sums_too_early():
-    """What a sum says that does not wait for the state of the root."""
+    """Return the error of a sum that does not wait for the root's state."""
     try:
         uncounted.coded_allreduce(w, group)
     except jaxcoded.CodedError as error:
@@ -257,7 +274,7 @@ def sums_too_early():
 
 
 def fails(**arguments):
-    """What `recovered` raises."""
+    """Return the error that `recovered` raises."""
     try:
         group.recovered(**arguments)
     except (ValueError, jaxcoded.CodedError) as error:
@@ -266,7 +283,7 @@ def fails(**arguments):
 
 
 def wake():
-    """Let the root go on once the others are in `recovered`."""
+    """Continue the root once the others are in `recovered`."""
     stat = pathlib.Path(f"/proc/{pids[0]}/stat")
     while stat.read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
@@ -277,7 +294,7 @@ def wake():
 said, failed_at, alike, too_early, read = [], [], [], [], []
 watchers = []
 for how, ranks in zip(hangs, victims):
-    if how.startswith("leaves") and board.rank == size - 2:  # which stays
+    if how.startswith("leaves") and board.rank == size - 2:  # the rank that stays
         for rank in ranks:
             process = rank, os.pidfd_open(pids[rank])
             watchers.append(threading.Thread(target=see_off, args=process, daemon=True))
@@ -289,12 +306,12 @@ for round_ in range(len(victims)):
         if way != "beyond":
             raise
         said.append(str(error))
-        jaxcoded.effects_barrier()  # drops it
+        jaxcoded.effects_barrier()  # drops the error
     if way in ("explicit", "few"):
         said.append(fails())
-        train((round_ + 1) * EVERY + 3)  # the old group goes on
+        train((round_ + 1) * EVERY + 3)  # the old group continues
         group = group.recovered(strategy=jaxcoded.Coded(fanout=2))
-    elif way == "goes on":
+    elif way == "continues":
         continue
     elif way == "stopped":
         if board.rank == board.size - 1:
@@ -303,7 +320,7 @@ for round_ in range(len(victims)):
             said.append(fails(timeout=3.0))
             board.note(1000)
         old = group
-        while group is old:  # the late one may hear first that it was late
+        while group is old:  # the late rank may first get an error that it was late
             with contextlib.suppress(jaxcoded.CodedError):
                 group = group.recovered(timeout=PATIENCE)
     elif way == "again":
@@ -343,14 +360,14 @@ for round_ in range(len(victims)):
         sys.exit()
     else:
         recover(round_)
-    assert group.recovered() is group  # nobody has died since
+    assert group.recovered() is group  # no rank has died since
     assert way.endswith("shared") or group.plan.tolerance(group.plan.root) == 1
     if way not in FAILS[1:]:
         step = make_step(group)
 train(steps + EVERY)
 for each in watchers:
     each.join(PATIENCE)
-if way == "goes on":
+if way == "continues":
     children = group.plan.coded_children(group.rank)
     fallen = [rank for ranks in victims for rank in ranks if rank in children]
     until = time.monotonic() + PATIENCE
@@ -361,7 +378,7 @@ w = np.asarray(w)
 error = abs(w - alone(steps)).max() / abs(w).max()
 until = time.monotonic() + PATIENCE
 while rounds[-1:] != [group.rounds] and time.monotonic() < until:
-    time.sleep(0.01)  # they are told of by another thread
+    time.sleep(0.01)  # another thread reports them
 board.report(
     digest=hashlib.sha256(w).hexdigest(),
     error=error,
@@ -380,4 +397,4 @@ board.report(
     too_early=too_early,
     followed=rounds[-1:] == [group.rounds] and rounds.count(1) > 1,
 )
-group.close(2.0 if way == "goes on" else 60.0)  # which has its dead
+group.close(2.0 if way == "continues" else 60.0)  # the old group, which has dead ranks

@@ -1,6 +1,7 @@
-"""Ranks whose MPI does not take each third message, and does not receive each third piece of a vector, see `refusing.c`.
+"""MPI refuses every third message and every third receive of a piece, see `refusing.c`.
 
-``refusing.py DIRECTORY``: the sum of each round is of other numbers, so that one shows where a rank is in another round.
+``refusing.py DIRECTORY``: each round sums different numbers, so that a wrong sum shows
+a rank in a different round.
 """
 
 import ctypes

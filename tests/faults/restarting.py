@@ -1,5 +1,7 @@
-"""A training that begins at its latest checkpoint. ``restarting.py DIRECTORY VICTIM [whole]``: this rank is
-killed after `KILLED` steps, or -1: none is. With "whole" the others end with an error at the next checkpoint."""
+"""Train from the latest checkpoint on. ``restarting.py DIRECTORY VICTIM [whole]``: rank
+VICTIM is killed after `KILLED` steps; -1: no rank is. With "whole" the others end with
+an error at the next checkpoint.
+"""
 
 import os
 import pathlib
@@ -40,7 +42,7 @@ while step < STEPS:
     step += 1
     if step % EVERY == 0 and group.rank == 0:
         np.savez(directory / "new.npz", step=step, w=w)
-        (directory / "new.npz").rename(kept)  # whole, or not at all
+        (directory / "new.npz").rename(kept)  # atomic: no reader sees a partial file
     if step % EVERY == 0 and whole:
         group = group.recovered()
         if group.size < board.size:

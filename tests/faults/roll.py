@@ -1,6 +1,9 @@
-"""Whoever calls the roll dies after it has told a few. ``roll.py DIRECTORY WHAT RANKS``: who is told
-("1,3", or "" for nobody) that the group is to be made "anew", as the last rank is dead; or that all are to "stay", as
-nobody is. Rank 3 knows one round more."""
+"""The rank that calls the roll dies after it has told only some ranks the result.
+
+``roll.py DIRECTORY WHAT RANKS``: it tells RANKS ("1,3", or "" for none) to make a new
+group without the dead last rank ("regroup"), or, if no rank is dead, to keep the old
+one ("stay"). Rank 3 has done one round more.
+"""
 
 import os
 import signal
@@ -20,7 +23,7 @@ SECONDS = 20.0
 
 directory, what, told = sys.argv[1:]
 told = {int(rank) for rank in told.split(",") if rank}
-kind = messages.Anew if what == "anew" else messages.Stay
+kind = messages.Anew if what == "regroup" else messages.Stay
 board = Board(directory)
 comm = board.comm.Dup()
 for it in board.comm, comm:
@@ -28,7 +31,7 @@ for it in board.comm, comm:
 processes = [Process(*it) for it in gathered(comm, Process.own())]
 roll = Roll(comm, processes, 0)
 last = comm.size - 1
-if what == "anew" and board.rank == last:
+if what == "regroup" and board.rank == last:
     os.kill(os.getpid(), signal.SIGKILL)
 if board.rank == 0:
     say = roll._from_caller.say
@@ -37,7 +40,7 @@ if board.rank == 0:
         verdict = isinstance(message, kind)
         if not verdict or to in told:
             say(to, message)
-        if verdict and to == (last - 1 if what == "anew" else last):
+        if verdict and to == (last - 1 if what == "regroup" else last):
             until = time.monotonic() + 1
             while time.monotonic() < until:
                 [request.Test() for request, _ in channel._sent]
@@ -46,7 +49,7 @@ if board.rank == 0:
 
     roll._from_caller.say = tell_a_few
 stayed = 0
-while not roll.call(SECONDS, False):  # who was told to stay comes again
+while not roll.call(SECONDS, False):  # a rank that is told to stay comes again
     stayed += 1
 shrinking = pending(comm.Shrink)
 roll.wait(shrinking, SECONDS, SECONDS, False)
@@ -54,4 +57,4 @@ smaller = shrinking.result(0.0)
 known = True, 5 + (board.rank == 3)
 survivors, _, behind = recovery.successors(smaller, comm, 0, known)
 board.report(survivors=survivors, size=smaller.size, stayed=stayed, behind=behind)
-os._exit(0)  # the end of such an MPI is not of this test
+os._exit(0)  # this test does not cover the end of an MPI with a dead rank

@@ -1,5 +1,6 @@
-"""A root that says nothing any more. ``root.py DIRECTORY WAY``: it is "stopped" until all
-others have heard that their round failed, or "killed", where MPI is fault-tolerant."""
+"""The root falls silent. ``root.py DIRECTORY WAY``: it is "stopped" until the round has
+failed on all others, or "killed", with fault-tolerant MPI.
+"""
 
 import os
 import signal
@@ -23,7 +24,7 @@ group = jaxcoded.CodedGroup(
 sums, faults = Sums(group), Faults(board)
 pids = board.comm.allgather(os.getpid())
 others = range(1, board.size)
-# compiling takes long, too
+# compilation also takes long
 run(board, group, sums, faults, FAULT - 1)
 board.wait(range(board.size), FAULT - 1)
 faults.signal_at(0, FAULT, signal.SIGSTOP if way == "stopped" else signal.SIGKILL)
@@ -38,4 +39,4 @@ if board.rank == 1:
         os.kill(pids[0], signal.SIGCONT)
 if way == "killed":
     board.wait(others, FAULT)
-    os._exit(0)  # the end of such an MPI is not of this test
+    os._exit(0)  # this test does not cover the end of an MPI with a dead rank

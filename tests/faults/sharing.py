@@ -1,10 +1,16 @@
-"""A training whose work is shared, in which something befalls ranks in the middle of a block.
+"""Train with shared work, and let faults hit ranks in the middle of a block.
 
-``sharing.py DIRECTORY WAY WIDTH RANKS...``: each of the RANKS is "stopped" in the middle of a block
-until the others have done `WITHOUT` steps, or "killed" there; or an exception is raised there, which
-is "uncaught", or after which the rank "closes" the group or "continues" with the next step. Or it
-does fewer steps, and "exits" or "ends", which closes the group. Gradients have WIDTH floats. Every
-step is checked.
+``sharing.py DIRECTORY WAY WIDTH RANKS...``, where gradients have WIDTH floats and each
+of the RANKS has a fault, the WAY:
+
+- "stopped": in a block, until the others have done `WITHOUT` steps;
+- "killed": in a block;
+- "uncaught": a block raises an exception that ends the program;
+- "closes", "continues": the rank catches it and closes the group, or does the next
+  step;
+- "exits", "ends": the rank does fewer steps, and exits, or ends and closes the group.
+
+The program checks every step.
 """
 
 import hashlib
@@ -41,7 +47,7 @@ y = random.standard_normal(BATCH)
 
 
 class Blocks:
-    """What happens while a block is computed: mostly nothing."""
+    """Apply this rank's fault while it computes a block."""
 
     def __init__(self):
         self.step = self.number = 0
@@ -53,7 +59,7 @@ class Blocks:
     def __call__(self, y):
         time.sleep(NAP)
         self.number += 1
-        # with one in its vector, which nobody will use
+        # with one block in its vector, which no other rank will use
         if self.step >= FAULT and self.number == 2 and not self.harmless:
             self.harmless = True
             befall()
@@ -77,7 +83,9 @@ def stopped(rank):
 
 
 def continue_them():
-    """At the root: let those that are stopped go on, once the others have gone far without."""
+    """Continue the stopped ranks from the root, once the others have done `WITHOUT`
+    steps.
+    """
     while not all(map(stopped, victims)):
         time.sleep(0.01)
     start, first = time.monotonic(), board.done(0)
@@ -112,7 +120,7 @@ def right(w):
 
 
 def checked(step, w):
-    """A step, checked. The parameters after it."""
+    """Do and check a step; return the parameters after it."""
     blocks.begin(step)
     actual = jax.block_until_ready(coded(w, part.of(local)))
     for mine, expected in zip(actual, right(w)):

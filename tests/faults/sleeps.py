@@ -1,5 +1,6 @@
-"""Many rounds in which ranks sleep at random, never more children of a parent in one
-round than it can do without. ``sleeps.py DIRECTORY FANOUT ROUNDS WIDTHS``."""
+"""Ranks sleep in random rounds, in each round at most as many children of a parent as
+it tolerates. ``sleeps.py DIRECTORY FANOUT ROUNDS WIDTHS``.
+"""
 
 import sys
 
@@ -9,7 +10,7 @@ from harness import Board, Faults, Sums, close, resources, run, tree, widths
 import jaxcoded
 
 LONGEST = 20e-3  # seconds
-SHARE = 0.1  # of the rounds a parent lacks children
+SHARE = 0.1  # of rounds in which a parent lacks children
 
 directory, fanout, rounds, words = sys.argv[1:]
 rounds = int(rounds)
@@ -26,7 +27,7 @@ for number in range(1, rounds + 1):
 
 
 def measure(name):
-    """After all ranks have caught up, so that nothing is kept for late ones."""
+    """Measure after all ranks have caught up, so that nothing is kept for late ranks."""
     board.comm.Barrier()
     board.report(**{name: resources()})
 

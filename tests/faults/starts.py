@@ -1,5 +1,6 @@
-"""Groups that are opened and closed one after the other, in which every rank begins when
-it comes. ``starts.py DIRECTORY FANOUT GROUPS``."""
+"""Ranks open and close groups one after the other, without a common start. ``starts.py
+DIRECTORY FANOUT GROUPS``.
+"""
 
 import sys
 import time

@@ -1,7 +1,8 @@
-"""Processes that are stopped for a while; the rounds of the others go on.
+"""Some processes are stopped for a while, and the others continue their rounds.
 
-``stopped.py DIRECTORY FANOUT ROUNDS WIDTHS RANKS...``: the RANKS ("5" or "1,5") are
-stopped one after the other, for so many ROUNDS. The gradients have WIDTHS ("300,3000").
+``stopped.py DIRECTORY FANOUT ROUNDS WIDTHS RANKS...``: the RANKS of each argument ("5"
+or "1,5") are stopped together, for ROUNDS rounds. Gradients have the lengths WIDTHS
+("300,3000").
 """
 
 import sys

@@ -1,10 +1,13 @@
-"""Everything at once, for the sanitizers to watch: several threads in every process, each
-with groups of its own that are opened, used, replanned and closed one after the other,
-while another thread looks at all of them; and an end in the middle of rounds.
+"""Do everything at once, under the sanitizers.
 
-``stress.py DIRECTORY SEED EPISODES END``. Every thread has so many groups. END is what the
-last rank does while its threads are in rounds: ``close`` (nothing, all ranks close their
-groups), ``exit`` or ``raise``. Sums are checked, also those that the others still get.
+Several threads in each process open, use, replan and close their groups, one after the
+other. Another thread reads the state of all groups, and the process ends in the middle
+of rounds.
+
+``stress.py DIRECTORY SEED EPISODES END``: each thread has EPISODES groups. END is what
+the last rank does while its threads are in rounds: ``close`` (all ranks close their
+groups), ``exit`` or ``raise``. The program checks all sums, also those that other ranks
+get after that.
 """
 
 import contextlib
@@ -22,8 +25,8 @@ from mpi4py import MPI
 import jaxcoded
 
 THREADS = 3
-ROUNDS = 8  # with a group, at most
-LAST_ROUNDS, FAULT = 100, 3  # with the last group, and before which the process ends
+ROUNDS = 8  # most rounds with a group
+LAST_ROUNDS, FAULT = 100, 3  # rounds with the last group; the process ends before this
 WIDTHS = 3, 300, 5000, 70_000
 PAUSE = 2e-3  # seconds, on average
 
@@ -32,16 +35,16 @@ board = Board(directory)
 SCALES = 1.0 + np.arange(EXAMPLES)
 open_groups = {}  # by thread
 leaving = threading.Event()
-in_last_group = []  # widths, of those that have done rounds with it
+in_last_group = []  # widths, of threads that have done rounds with it
 failures = []
 
 
 class Rounds:
-    """Rounds of a group, each checked against the sum of the whole batch in float64.
+    """Rounds of a group, each checked against the whole batch's sum in float64.
 
     Args:
-        group: whose.
-        width: of a gradient.
+        group: the group.
+        width: the length of a gradient.
     """
 
     def __init__(self, group, width):
@@ -77,7 +80,7 @@ class Rounds:
         self.check(number, total)
 
     def started(self, number, several=3):
-        """Rounds of which more than one are in flight."""
+        """Start several rounds, so that more than one is in flight."""
         handles = []
         for each in range(several):
             handle, _, self.token = self._start(self.local(number + each), self.token)
@@ -87,13 +90,15 @@ class Rounds:
             self.check(number + each, total)
 
     def start(self, number):
-        """Rounds that nobody will call for."""
+        """Start rounds whose results no caller takes."""
         for each in range(3):
             *_, self.token = self._start(self.local(number + each), self.token)
 
 
 def episode(thread, comm, shared, own):
-    """A group's life. ``shared`` draws alike on all ranks, ``own`` does not."""
+    """Use a group from opening to close. ``shared`` draws alike on all ranks, ``own``
+    does not.
+    """
     group = jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(fanout=int(shared.choice([2, 3]))),
@@ -124,7 +129,7 @@ def episode(thread, comm, shared, own):
 
 
 def last(comm, width, call, own):
-    """A group in which the last rank leaves between, or in the middle of, rounds."""
+    """Use a group that the last rank leaves between rounds or in the middle of one."""
     group = jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(),
@@ -136,7 +141,7 @@ def last(comm, width, call, own):
     for number in range(1, LAST_ROUNDS + 1):
         time.sleep(own.exponential(PAUSE))
         if quits and number == FAULT and call == "started":
-            # where Python ends, JAX aborts a thread that is in one of its calls
+            # at Python's end JAX aborts threads that are in its calls
             while len(in_last_group) < THREADS and not failures:
                 time.sleep(1e-3)
             leaving.set()
@@ -150,7 +155,7 @@ def last(comm, width, call, own):
 
 
 def look():
-    """What a monitor would ask, of whatever groups there are."""
+    """Read the state of all open groups, as a monitor would."""
     while not leaving.is_set():
         for group in list(open_groups.values()):
             with contextlib.suppress(jaxcoded.GroupClosed):

@@ -1,9 +1,15 @@
-"""A rank that lives and is stuck: in a loop with or without the interpreter's lock, in a compiled step, or stopped.
+"""A rank that lives and is stuck.
 
-``stuck.py DIRECTORY WAY RANK``: WAY is "lock" (a loop in C that holds the lock), "loop" (one in
-Python), "device" (its jitted step waits for one), "stopped", or "jit" (all ranks but that one wait in a jitted step for it, as no rank may be
-missing). The others do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank and to its parent.
-In the end the rank is killed or, where the others wait for it, goes on.
+``stuck.py DIRECTORY WAY RANK``, where WAY is one of:
+
+- "lock": a loop in C that holds the interpreter's lock;
+- "loop": a loop in Python;
+- "device": its jitted step waits for such a loop;
+- "stopped": it is stopped;
+- "jit": the other ranks wait for it in a jitted step, as no rank may be missing.
+
+The others do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank and its parent.
+At the end the rank is killed; in "jit" it continues.
 """
 
 import logging
@@ -52,7 +58,7 @@ def stay():
 
 def ask():
     board.say("asks")
-    time.sleep(0.5 * SLOWNESS)  # so that the others are in the step
+    time.sleep(0.5 * SLOWNESS)  # until the others are in the step
     for rank in sorted({victim, parent, 0}):
         os.kill(pids[rank], signal.SIGUSR1)
     time.sleep(1.5 * SLOWNESS)

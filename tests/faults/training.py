@@ -1,8 +1,8 @@
-"""A little training, in which a process is stopped for longer than results are kept.
+"""A small training, in which a process is stopped for longer than results are kept.
 
-``training.py DIRECTORY TOKENS RANKS...``: each of the RANKS is stopped, one after the
-other. Those of "4,1" are stopped together, and rank 4 goes on first. With TOKENS "yes"
-tokens order the rounds.
+``training.py DIRECTORY TOKENS RANKS...``: the RANKS of each argument are stopped, one
+argument after the other. With "4,1" both are stopped, and rank 4 continues first. With
+TOKENS "yes" tokens order the rounds.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ PAUSE = 3e-3  # seconds, on average
 
 directory, tokens, *victims = sys.argv[1:]
 board = Board(directory)
-# at least 64 rounds are kept, whatever their size
+# 64 rounds are kept at least, whatever their size
 group = jaxcoded.CodedGroup(
     board.comm,
     jaxcoded.Coded(fanout=2),
@@ -46,7 +46,7 @@ truth = np.random.default_rng(1).standard_normal(FEATURES)
 
 
 def batch_of(step):
-    """The global batch of a step, equal on all ranks."""
+    """Return the global batch of a step, equal on all ranks."""
     random = np.random.default_rng(step)
     x = random.standard_normal((EXAMPLES, FEATURES))
     return x, x @ truth + random.standard_normal(EXAMPLES)
@@ -104,7 +104,7 @@ while done < steps:
             )
             jax.block_until_ready(state_after)
     except jaxcoded.Desynchronized:
-        time.sleep(20 * PAUSE)  # and it does not continue at once
+        time.sleep(20 * PAUSE)  # it does not continue at once
         state, token = group.resync(state), jnp.int32(0)
         resynced.append([done, int(state[2])])
         done = int(state[2])

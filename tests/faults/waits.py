@@ -1,8 +1,8 @@
-"""More ranks late than a parent can do without: it waits, says for whom, and goes on.
+"""More ranks are late than a parent tolerates: it waits, names them, and continues.
 
-``waits.py DIRECTORY``: ranks 1 and 2, the root's children, sleep; then 3 and 4, those of
-rank 1, while the root goes on without rank 1; and at last rank 1 stops the root, and lets it go on
-when it has been told that the root does not answer.
+``waits.py DIRECTORY``: first ranks 1 and 2 sleep, the root's children. Then ranks 3 and
+4 sleep, the children of rank 1, while the root continues without rank 1. At last rank 1
+stops the root, and continues it after a report that the root does not answer.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Heard(logging.Handler):
 
 
 def stop_the_root():
-    """Before it calls round 25, however late this rank is."""
+    """Stop the root before it calls round 25, even if this rank is late."""
     os.kill(root, signal.SIGSTOP)
     board.note(25)
 
@@ -45,7 +45,7 @@ group = jaxcoded.CodedGroup(
     options=jaxcoded.Options(deadline=DEADLINE),
 )
 sums, faults = Sums(group), Faults(board)
-# compiling takes long, too: that counts for nothing
+# compilation also takes long, and must not count
 run(board, group, sums, faults, 5)
 board.comm.Barrier()
 heard.messages.clear()

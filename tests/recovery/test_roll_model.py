@@ -1,7 +1,8 @@
-"""`Roll` among ranks, messages and a clock that are made up: any order, any death, none of it slow.
+"""`Roll` with simulated ranks, messages and time: any order and any death, without real
+waits.
 
-A rank is a thread that runs alone until it sleeps. Which one is next, how long a message takes, when one
-dies and what of its last words is lost, a seed decides.
+A rank is a thread that runs alone until it sleeps. A seed decides which rank is next,
+how long messages take, when ranks die, and which of their last messages are lost.
 """
 
 import errno
@@ -18,33 +19,33 @@ from jaxcoded.errors import CodedError
 from jaxcoded.group.membership import channel, roll
 from jaxcoded.group.membership.messages import Kill, Stay
 
-SECONDS = 2.0  # for which those who call the roll wait, of the clock that is made up
-SLOWEST = 0.1  # a message, or a rank between two looks
-SEEN = 10 * SLOWEST  # after which others know that a rank has come
-ENDS = 60.0  # when ranks need not come again, if all of them live
-LATEST = 400.0  # when all that live have met, though they come late for call after call
+SECONDS = 2.0  # simulated seconds that callers of the roll wait
+SLOWEST = 0.1  # most seconds of a message, or between two polls of a rank
+SEEN = 10 * SLOWEST  # until others know that a rank has come
+ENDS = 60.0  # after which ranks need not come again, if all of them live
+LATEST = 400.0  # by when all live ranks have met, even if they come late every time
 PAUSE = 10e-3
 
 
 class Killed(BaseException):
-    """Ends the thread of a rank."""
+    """Raised to end the thread of a rank."""
 
 
 class Interrupted(Exception):
-    """Raised by a handler of signals of the program, wherever it is."""
+    """Raised by the program's signal handler at any place."""
 
 
 class World:
-    """What ranks share.
+    """The state that simulated ranks share.
 
     Attributes:
-        now: seconds.
-        dead: ranks that are.
-        reported: when a rank hears that one is dead, by both.
-        channels: messages, as when they are there, tag and words, by the ranks from and to which.
-        put_out: when a caller has said that a rank is to be killed.
-        busy: since when a rank has been in `Roll.call` or `wait`, and was not stopped.
-        interrupts: when ranks are interrupted there.
+        now: the simulated time in seconds.
+        dead: the dead ranks.
+        reported: when a rank learns of another's death, by both ranks.
+        channels: messages as (arrival time, tag, words), by sender and receiver.
+        put_out: when a caller has ordered a rank to be killed.
+        busy: since when a rank has been in `Roll.call` or `wait` without a stop.
+        interrupts: when a signal interrupts ranks there.
     """
 
     def __init__(self, size, random):
@@ -60,11 +61,13 @@ class World:
         self._planned, self._sent = [], [0] * size
 
     def plan(self, rank, when, seconds):
-        """Have a rank stopped for so long, or die (None): at a time, or with so many messages sent (int)."""
+        """Plan to stop a rank for ``seconds``, or to kill it (None): at a time, or
+        after it has sent a number of messages (int).
+        """
         self._planned.append((rank, when, seconds))
 
     def _happens(self, rank, when):
-        """What is planned for it by then."""
+        """Return what is planned for a rank by then."""
         for it in [it for it in self._planned if it[0] == rank]:
             _, planned, seconds = it
             if type(planned) is not type(when) or planned > when:
@@ -78,7 +81,7 @@ class World:
                     self.busy[rank] = self._wakes[rank]
 
     def sent(self, rank):
-        """One more message."""
+        """Count one more message of a rank."""
         self._sent[rank] += 1
         before = self._wakes[rank], rank in self.dead
         self._happens(rank, self._sent[rank])
@@ -86,7 +89,7 @@ class World:
             self._hand_over(rank)
 
     def kill(self, rank):
-        """What it has sent, and is not there yet, comes in part."""
+        """Kill a rank; only a part of its messages in flight still arrives."""
         if rank in self.dead:
             return
         self.dead.add(rank)
@@ -97,7 +100,7 @@ class World:
             del channel[self.random.integers(there, len(channel) + 1) :]
 
     def run(self, program):
-        """Runs ``program(rank)`` on all, to its end."""
+        """Run ``program(rank)`` on all ranks to its end."""
         for rank in range(self.size):
             threading.Thread(
                 target=self._live, args=(program, rank), daemon=True
@@ -109,7 +112,7 @@ class World:
             for rank in range(self.size):
                 self._happens(rank, self.now)
             able = [it for it, when in self._wakes.items() if when <= self.now]
-            if not able:  # it was stopped
+            if not able:  # the rank was stopped
                 continue
             rank = able[self.random.integers(len(able))]
             self._turns[rank].release()
@@ -148,7 +151,7 @@ class World:
 
 
 class Comm:
-    """The group's communicator, as one rank has it."""
+    """The group's communicator on one rank."""
 
     def __init__(self, world, rank):
         self.size, self.rank, self._world = world.size, rank, world
@@ -163,7 +166,7 @@ class Comm:
         channel = world.channels.setdefault((self.rank, to), [])
         before = channel[-1][0] if channel else 0.0
         there = max(before, world.now + world.random.uniform(0, SLOWEST))
-        # a reader sees what is in the sender's memory then
+        # a reader sees the sender's memory as it is then
         channel.append((there, tag, words))
         world.sent(self.rank)
         return types.SimpleNamespace(Test=lambda: there <= world.now)
@@ -195,7 +198,7 @@ class Comm:
 
 
 class Process:
-    """Of a rank, which others of its host can kill."""
+    """A rank's process, which other ranks of its host can kill."""
 
     def __init__(self, world, rank, host):
         self._world, self._rank, self._host = world, rank, host
@@ -220,8 +223,9 @@ class Process:
 
 
 class Meeting:
-    """What MPI's collectives wait for: all ranks that live. Whether any has died since then is the
-    same for all."""
+    """The meeting in one of MPI's collectives, which waits for all live ranks. All of
+    them agree on whether any rank has died meanwhile.
+    """
 
     def __init__(self, world):
         self._world, self._come, self.dead = world, set(), None
@@ -238,7 +242,7 @@ class Meeting:
 
 
 def rolls(world, hosts, monkeypatch):
-    """A `Roll` of each rank."""
+    """Return a `Roll` for each rank."""
     processes = [Process(world, rank, host) for rank, host in enumerate(hosts)]
     monkeypatch.setattr(roll, "time", world)
     monkeypatch.setattr(roll, "_PAUSE", PAUSE)
@@ -276,7 +280,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     apart=False,
     interrupts={},
 )
-@example(  # stopped as it called the roll, it killed who had no time to answer
+@example(  # a caller was stopped as it called the roll, and killed ranks in haste
     seed=643,
     size=5,
     deaths=[1.0, 3.0, 0.0],
@@ -286,7 +290,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     apart=False,
     interrupts={},
 )
-@example(  # who had given up and come again was not asked again, and killed
+@example(  # a rank that had given up and come again was not asked again, and was killed
     seed=7626,
     size=5,
     deaths=[1.0, 1.0, 1.0],
@@ -296,7 +300,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     apart=False,
     interrupts={1: 0.0},
 )
-@example(  # the root came again, and began to wait anew, while the others lost their patience
+@example(  # the root came again and waited from the start; the others gave up
     seed=440,
     size=5,
     deaths=[18, 3.0, 3.0],
@@ -309,7 +313,9 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
 def test_all_that_live_meet(
     seed, size, deaths, stops, failed, put_out, apart, interrupts, monkeypatch
 ):
-    """Ranks come, give up, are stopped and die when they like. ``failed``: a round has, on one of them."""
+    """Ranks come, give up, stop and die at any time. ``failed``: a round has failed on
+    one of them.
+    """
     random = np.random.default_rng(seed)
     world = World(size, random)
     with monkeypatch.context() as patched:
@@ -337,7 +343,7 @@ def test_all_that_live_meet(
             each[rank]._tell = functools.partial(tell, rank)
 
         def visit(rank, attempt):
-            """Whether the group was made anew."""
+            """Return whether a new group was made."""
             broken = rank == failing
             if not each[rank].call(SECONDS, put_out, broken=broken):
                 return None
@@ -369,7 +375,7 @@ def test_all_that_live_meet(
                 if done is not None:
                     each[rank].next_attempt()
                     attempt += 1
-            world.kill(rank)  # it ends
+            world.kill(rank)  # its program ends
 
         world.run(program)
     live = set(range(size)) - world.dead

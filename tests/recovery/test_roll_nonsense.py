@@ -1,6 +1,7 @@
-"""`Roll` where one rank sends words that nobody says: the others go on, or have an error in words.
+"""`Roll` with one rank that sends invalid messages: the others continue, or raise an
+error.
 
-Its world is made up, see `test_roll_model`.
+Ranks and time are simulated, see `test_roll_model`.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ NONSENSE = [*NUMBERS, True, None, "", [], {}, [[]], ["0"], [10**9], [True], "ran
 
 
 def words(random, size, tag):
-    """Nearly right, or anything."""
+    """Draw the words of a message: nearly valid, or anything."""
     kind = KINDS[tag][random.integers(len(KINDS[tag]))]
     fields = {}
     for field in dataclasses.fields(kind):
@@ -93,8 +94,8 @@ def test_nonsense_is_an_error_in_words(
             for _ in range(VISITS):
                 world.sleep(random.uniform(0, SECONDS))
                 try:
-                    anew = each[rank].call(SECONDS, put_out, broken=failed)
-                    assert anew in (True, False)
+                    regroup = each[rank].call(SECONDS, put_out, broken=failed)
+                    assert regroup in (True, False)
                 except CodedError as error:
                     said.append(str(error))
             world.kill(rank)

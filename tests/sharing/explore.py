@@ -7,11 +7,13 @@ from model import wrong
 
 
 class Wrong(AssertionError):
-    """A schedule that ends in a wrong sum, or in a state that the round cannot end from."""
+    """A schedule that ends in a wrong sum, or in a state from which the round cannot
+    end.
+    """
 
 
 def schedule(parents, state):
-    """How a state was reached."""
+    """Return the moves that lead to a state."""
     steps = []
     while parents[state] is not None:
         step, state = parents[state]
@@ -20,8 +22,9 @@ def schedule(parents, state):
 
 
 def recoverable(model, state):
-    """Whether the round can end: every block is held by a rank that is there and not out, or need
-    not be in the sum."""
+    """Return whether the round can end: a live rank that is not out holds every block,
+    or the sum may lack the block.
+    """
     if model.approximates:
         return True
     out = {r for r, account in enumerate(state.accounts) if account.out}
@@ -30,7 +33,7 @@ def recoverable(model, state):
 
 
 def after(model, steps, **faults):
-    """The state that some steps lead to, each given by how its name begins."""
+    """Return the state after some steps, each given by the beginning of its name."""
     state = model.start(**faults)
     for step in steps:
         moves = [*model.moves(state), *model.faults(state)]
@@ -39,11 +42,11 @@ def after(model, steps, **faults):
 
 
 def explore(model, start=None, most=10**6, **faults):
-    """Visit every state that can be reached. Returns how many there are.
+    """Visit every reachable state; return their number.
 
     Raises:
-        Wrong: a sum is wrong, or a round cannot end any more although every block is held by
-            a rank that is there and no more faults come.
+        Wrong: a sum is wrong, or a round cannot end although live ranks hold every
+            block and no more faults come.
     """
     start = start or model.start(**faults)
     parents = {start: None}
@@ -81,20 +84,21 @@ def explore(model, start=None, most=10**6, **faults):
 
 
 def run(model, seed, most=5000, **faults):
-    """One random schedule. Returns whether the round ended.
+    """Play a random schedule; return whether the round ended.
 
     Raises:
-        Wrong: a sum is wrong, or the round does not end although every block is held by a
-            rank that is there.
+        Wrong: a sum is wrong, or the round does not end although live ranks hold every
+            block.
     """
     rng = random.Random(seed)
     state = model.start(**faults)
     steps = []
-    share = rng.choice([0.002, 0.02, 0.2])  # of moves that are faults
+    share = rng.choice([0.002, 0.02, 0.2])  # share of faults among the moves
     for step in range(most):
         if state.over:
             return True
-        # In the second half whoever is there goes on until the round is over.
+        # In the second half live ranks continue without more faults until the round is
+        # over.
         faulty = step < most // 2 and rng.random() < share
         moves = list(model.faults(state)) if faulty else []
         moves = moves or list(model.moves(state))

@@ -1,75 +1,81 @@
-"""A model of work sharing in one family: which messages, in whatever order, keep the sum exact.
+"""A model of work sharing in one family: which messages, in any order, keep the sum exact.
 
-The batch is cut into *blocks*. In a round each block is granted to one rank that holds its data,
-and that rank's program adds its gradient to a vector of its own. The parent keeps a *ledger* of who
-was granted what, and takes the ranks' vectors, piece by piece, once they hold every block exactly
-once. It can take back what a rank has not added yet (*recall*), and all that a silent rank was
-granted (*drop*).
+The batch is cut into *blocks*. In a round each block is granted to one rank that holds
+its data. That rank's program adds the block's gradient to the rank's vector. The parent
+keeps a *ledger* of grants. It takes the vectors, piece by piece, once they hold every
+block exactly once. It can take back blocks that a rank has not added yet (*recall*),
+and all blocks of a silent rank (*drop*).
 
-The vectors are *lent*: they are the programs', and others may have them only while their programs
-wait for the next block. A program adds to its vector, or empties it; nothing can be taken out of it.
+The vectors are *lent*: they belong to the programs, and others may read them only while
+their programs wait for the next block. A program adds to its vector or empties it; it
+cannot subtract a block.
 
-The rules, which `Rules` switches off one by one so that tests can show what each is for:
+`Rules` switches off single rules, so that tests can show what each is for.
 
-Rank, per round: a generation, a queue of blocks, the block that its program computes, the vector
-and how many blocks of this generation are in it.
-0. A rank's own blocks are granted to it as the round begins: they are in its queue as it calls. Unless
-   it is to *ask*: then its queue is empty, and it says so. Who is told to *hold* before it calls is to
-   ask, and answers that.
-1. What is granted goes to the queue.
-2. The program takes blocks from the queue and adds each when it is computed, whatever has become of
-   it by then. Then it comes for the next, and waits while there is none.
-3. A recalled block that is queued is returned. One that is being computed is returned only if the
-   vector is empty otherwise, which is then to be emptied: it counts for nothing that the program
-   adds it. Others stay.
-4. A drop begins a new generation: nothing is queued, what is being computed does not count, and the
-   vector is to be emptied.
-4'. Whatever is to be emptied is empty before anything else is added to it.
-5. After each of these the parent is told: generation, blocks added, blocks returned. What was said
-   in an older generation counts for nothing.
-6. A piece of the vector is given out if generation and number of added blocks are those asked for,
-   and only while the program waits: nothing is queued and nothing is being computed. Otherwise it is
-   refused, and the parent may ask again.
-7. The rank leaves the round when it hears that it is over, and not before.
+Rank, per round: a generation, a queue of blocks, the block that its program computes,
+the vector, and the number of blocks of this generation in it.
+0. The queue of a rank that calls holds its own blocks. A rank that must *ask* starts
+   with an empty queue and says so. A rank that is told to *hold* before it calls must
+   ask, and says so too.
+1. Granted blocks go to the queue.
+2. The program takes blocks from the queue. It adds each block once computed, even if
+   the grant was revoked meanwhile. Then it asks for the next one, and waits if there is
+   none.
+3. A recalled block is returned if it is queued. If it is being computed, it is returned
+   only if the vector holds nothing else; the program's addition is then ignored, and
+   the vector must be emptied. Other blocks stay.
+4. A drop begins a new generation: the queue is empty, the block being computed does not
+   count, and the vector must be emptied.
+4'. A vector that must be emptied is empty before anything else is added.
+5. After each of these the rank reports its generation, and the blocks added and
+   returned. The parent ignores reports of older generations.
+6. A piece of the vector is given out if the generation and the number of added blocks
+   match the request, and only while the program waits: the queue is empty and no block
+   is being computed. Otherwise the rank refuses, and the parent may ask again.
+7. The rank leaves the round when it hears that the round is over, and not before.
 
-Parent, per round: for each rank its generation and the blocks granted in it; the free blocks; the
-pieces of the sum that are formed.
-0'. Who has not called is told to hold before others get its blocks. They are free once it answers
-    that it will ask, or is found silent. If it has begun with them all the same it is dropped. Who
-    asks although it need not have is granted its blocks once more.
+Parent, per round: the generation and the granted blocks of each rank, the free blocks,
+and the pieces of the sum that are formed.
+0'. A rank that has not called is told to hold before others get its blocks. The blocks
+   are free once the rank answers that it will ask, or is found silent. A rank that has
+   begun with them nevertheless is dropped. A rank that asks without need is granted its
+   blocks again.
 8. A free block is granted to a rank that holds it and has acknowledged its generation.
-9. What is returned is free. A silent rank is dropped: all that it was granted is free.
-10. A rank is *sealed* when every block in its ledger is added. That it has nothing to do is not
-    enough: a grant may be on its way.
-11. A piece is formed when nothing is free and every rank with blocks in its ledger is sealed, from
-    their pieces, each as it was when its rank had just these blocks. Pieces that were formed before
-    a rank was dropped stay: each is a whole sum by itself.
+9. Returned blocks are free. A silent rank is dropped: all its blocks are free.
+10. A rank is *sealed* when every block in its ledger is added. An idle rank is not
+   necessarily sealed: a grant may be on its way.
+11. A piece is formed when no block is free and every rank with blocks in its ledger is
+   sealed. It is the sum of their pieces, each of the version with just these blocks.
+   Pieces formed before a drop stay: each is a complete sum.
 12. The round is over when every piece is formed.
 
-Where programs do not wait, but hand their vectors over at the end (``lends=False``, blocks on the
-host), an engine cannot have one emptied either, but what was recalled or dropped while it was
-computed is not added. Then:
+Programs whose blocks are on the host do not wait, but hand their vectors over at the
+end (``lends=False``). Then an engine cannot have a vector emptied, but it does not add
+blocks that were recalled or dropped while they were computed. Then:
 3''. A recalled block that is queued or being computed is returned.
-4''. Who is dropped is out for the round: nothing is granted to it any more.
-13. When nothing is free and every rank with blocks in its ledger is sealed, the parent ends the
-    round's computation. It grants nothing after that, and a program leaves its loop only then.
+4''. A dropped rank is out for the round: it is granted nothing more.
+13. When no block is free and every rank with blocks in its ledger is sealed, the parent
+   ends the round's computation. It grants nothing after that, and only then do programs
+   leave their loops.
 6''. A piece is given out once the program has handed over its vector, after its loop.
-9''. A rank that is dropped after the end of the computation fails the round, on all ranks.
+9''. If a rank is dropped after the end of the computation, the round fails on all
+ranks.
 
-With a deadline after which the sum may be of a part of the batch (``approximates``), the parent may
-*close* the round at any moment. From then on:
-14. Nothing is granted. Who has not called has no blocks any more; if it has begun with its own all
-    the same, it is dropped (0'). All that is not added is recalled.
-15. The parent may drop anybody whose vector does not come, also after the end of the computation,
-    which then fails nothing.
-16. A piece is formed when every rank with blocks in its ledger is sealed, although blocks are free:
-    these are missing.
-17. All pieces are of the same blocks: where a rank is dropped the sum begins anew.
+With a deadline after which the sum may be of a part of the batch (``approximates``),
+the parent may *close* the round at any moment. From then on:
+14. Nothing is granted. A rank that has not called has no blocks any more; if it has
+   begun with them nevertheless, it is dropped (0'). Blocks not yet added are recalled.
+15. The parent may drop any rank whose vector does not come, also after the end of the
+   computation. The round does not fail then.
+16. A piece is formed when every rank with blocks in its ledger is sealed, although
+   blocks are free: the sum lacks these.
+17. All pieces are of the same blocks: after a drop the sum begins again.
 
-Ranks are processes: they stop and wake up, or die, at any moment, and what they have sent may still
-arrive. Messages of one rank to another keep their order; but a vector may be read before what was
-said to its rank earlier is heard, or after what was said later. The root is one of the ranks, and its
-process neither stops nor dies. Whether the parent finds a rank silent rightly is up to chance.
+Ranks are processes: they stop and wake up, or die, at any moment, and what they have
+sent may still arrive. Messages between two ranks keep their order. A vector may be read
+before its rank has handled earlier messages, or after later ones. The root is one of
+the ranks, and its process neither stops nor dies. The parent may wrongly find a rank
+silent at any moment.
 """
 
 import dataclasses
@@ -81,23 +87,25 @@ Block = int
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which of the rules hold.
+    """The rules in force, by their numbers above.
 
     Attributes:
-        refuse: who has begun with its own blocks when they were free is dropped (0').
+        refuse: a rank that has begun with its own blocks when they were free is dropped
+            (0').
         count_added: a rank is not sealed just because it has nothing to do (10).
-        generations: what was said or held before a drop counts for nothing (5, 6).
-        versions: pieces are used only as of the blocks in the ledger (6, 11).
-        keep_added: a recalled block that is added is not returned (3).
-        keep_running: nor is one that is computed while others are in the vector (3).
-        drop_running: nor does one count that was taken back while it was computed (3, 4).
-        empty: what is in the vector of one that was dropped goes (4').
+        generations: reports and pieces from before a drop are ignored (5, 6).
+        versions: a piece is used only if it holds the blocks in the ledger (6, 11).
+        keep_added: a recalled block that is already added is not returned (3).
+        keep_running: neither is a block being computed while others are in the vector
+            (3).
+        drop_running: a block taken back while it is computed does not count (3, 4).
+        empty: the vector of a dropped rank is emptied (4').
         wait: vectors are lent only while programs wait (6).
         stay: ranks leave only when every piece is formed (7, 12).
         out: a rank whose vector cannot be emptied is granted nothing after a drop (4'').
-        hold: programs go on until the computation ends (13).
+        hold: programs continue until the computation ends (13).
         grant_nothing: nothing is granted once the round is closed (14).
-        anew: the sum is begun anew where a rank is dropped from a closed round (17).
+        restart: after a drop from a closed round the sum begins again (17).
     """
 
     refuse: bool = True
@@ -113,41 +121,41 @@ class Rules:
     out: bool = True
     hold: bool = True
     grant_nothing: bool = True
-    anew: bool = True
+    restart: bool = True
 
 
 class Rank(NamedTuple):
-    """What a rank knows of the round."""
+    """A rank's knowledge of the round."""
 
     generation: int = 0
     queue: tuple[Block, ...] = ()
     computes: Block | None = None
-    unwanted: bool = False  # what it computes does not count
-    vector: tuple[Block, ...] = ()  # what was added, in order
-    added: int = 0  # so many blocks count
-    stale: bool = False  # the vector is to be emptied
+    unwanted: bool = False  # whether the block that it computes does not count
+    vector: tuple[Block, ...] = ()  # the added blocks, in order
+    added: int = 0  # number of blocks that count
+    stale: bool = False  # whether the vector must be emptied
     left: bool = False
-    ends: bool = False  # it has heard that nothing more is to be computed,
-    handed_over: bool = False  # and its program that owns the vector has handed it over
+    ends: bool = False  # it knows that the computation has ended,
+    handed_over: bool = False  # and its program has handed the vector over
     called: bool = True
-    asks: bool = False  # before it begins with its own blocks
+    asks: bool = False  # whether it asks before it begins with its own blocks
 
 
 class Account(NamedTuple):
-    """What the parent knows of a rank."""
+    """The parent's knowledge of a rank."""
 
     generation: int = 0
     known: int = 0  # generation that the rank has acknowledged
     blocks: frozenset[Block] = frozenset()  # granted and not returned
-    added: int = 0  # so many of them
+    added: int = 0  # number of these that are added
     recalled: frozenset[Block] = frozenset()
     out: bool = False
     called: bool = True
-    held: bool = False  # it was told to hold
+    held: bool = False  # whether it was told to hold
 
 
 class Piece(NamedTuple):
-    """Of a rank's vector, as it was given out."""
+    """A piece of a rank's vector, as given out."""
 
     generation: int
     version: int
@@ -160,23 +168,23 @@ class State(NamedTuple):
     free: frozenset[Block]
     fetched: tuple[tuple[Piece | None, ...], ...]  # by rank and piece
     asked: frozenset[tuple[int, int, int, int]]  # rank, piece, generation, version
-    reads: frozenset[tuple[int, int, int, int]]  # of these, on their way
-    formed: tuple[tuple[Block, ...] | None, ...]  # what each piece of the sum is of
+    reads: frozenset[tuple[int, int, int, int]]  # reads of these on their way
+    formed: tuple[tuple[Block, ...] | None, ...]  # the blocks in each piece of the sum
     down: tuple[tuple[tuple, ...], ...]  # messages on their way, by rank
     up: tuple[tuple[tuple, ...], ...]
     stopped: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
-    recalls: int = 0  # to come
+    recalls: int = 0  # recalls to come
     faults: tuple[int, int, int] = (
         0,
         0,
         0,
     )  # stops, deaths and wrong suspicions to come
 
-    misread: bool = False  # a vector was given out that was being added to
-    ending: bool = False  # the parent has ended the computation
+    misread: bool = False  # whether a vector was given out during an addition
+    ending: bool = False  # whether the parent has ended the computation
     failed: bool = False
-    closed: bool = False  # the deadline is over
+    closed: bool = False  # whether the deadline is over
 
     @property
     def over(self) -> bool:
@@ -189,14 +197,14 @@ def replaced(items: tuple, index: int, item: object) -> tuple:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A family.
+    """The model of a family.
 
     Attributes:
         holders: the ranks that hold each block's data; rank 0 is the root. Block ``b`` is
             rank ``b % ranks``'s own, if that holds it.
-        ranks: how many there are.
-        pieces: of every vector.
-        lends: whether programs lend their vectors while they wait; or hand them over in
+        ranks: number of ranks.
+        pieces: number of pieces of a vector.
+        lends: whether programs lend their vectors while they wait, or hand them over at
             the end.
         approximates: whether the sum may be of a part of the batch after a deadline.
     """
@@ -221,13 +229,13 @@ class Model:
         expected: tuple[int, ...] | None = None,
         asks: tuple[int, ...] = (),
     ) -> State:
-        """A round begins.
+        """Return the state at the beginning of a round.
 
         Args:
-            recalls, stops, deaths, suspicions: to come.
-            expected: ranks of which the parent takes it that they begin with their own
-                blocks; ``None``: all have called, and begun with none.
-            asks: ranks that know that they are to ask first.
+            recalls, stops, deaths, suspicions: how many may come.
+            expected: ranks that the parent expects to begin with their own blocks;
+                ``None``: all have called, and begun with none.
+            asks: ranks that know that they must ask first.
         """
         n = self.ranks
         if expected is None:
@@ -260,7 +268,7 @@ class Model:
     # What can happen next.
 
     def moves(self, state: State) -> Iterator[tuple[str, State]]:
-        """All that may happen but faults, with what comes of it."""
+        """Return all possible moves except faults, with the states after them."""
         for r in range(self.ranks):
             if state.up[r]:
                 message, *rest = state.up[r]
@@ -328,7 +336,7 @@ class Model:
                     down=replaced(state.down, r, ()),
                 )
                 yield f"{r} dies", dead
-                if state.up[r]:  # what was on its way may be lost, from some message on
+                if state.up[r]:  # the last messages on their way may be lost
                     yield (
                         f"{r} dies, and its messages are lost",
                         dead._replace(up=replaced(dead.up, r, ())),
@@ -544,12 +552,12 @@ class Model:
         )
         if self.approximates and (state.closed or state.ending):
             state = state._replace(closed=True)
-            if self.rules.anew:
+            if self.rules.restart:
                 state = state._replace(formed=(None,) * self.pieces)
         return self.sends_down(state, r, ("drop", generation))
 
     def closed(self, state: State) -> State:
-        """The deadline is over."""
+        """Return the state after the deadline."""
         for r, account in enumerate(state.accounts):
             if not account.called:
                 state = self.freed(state, r)
@@ -565,7 +573,7 @@ class Model:
         return state._replace(closed=True)
 
     def decisions(self, state: State) -> Iterator[tuple[str, State]]:
-        """All that the parent may do."""
+        """Return all moves of the parent."""
         idle = False
         grants = not (state.closed and self.rules.grant_nothing)
         if self.approximates and not (state.closed or state.ending):
@@ -658,7 +666,7 @@ class Model:
 
 
 def wrong(model: Model, state: State) -> str:
-    """What is wrong with what was given out or formed; empty if nothing is."""
+    """Return what is wrong with the pieces given out or formed; empty if nothing is."""
     if state.misread:
         return "a vector was given out while its program added to it"
     batch = tuple(range(len(model.holders)))

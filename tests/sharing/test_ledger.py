@@ -1,4 +1,6 @@
-"""The engine's ledger: each block once, whoever is late, and near the least time there is."""
+"""The engine's ledger: each block counts once, whichever ranks are late, in near the
+least time.
+"""
 
 import itertools
 import random
@@ -22,7 +24,7 @@ def steady():
 
 
 def ideal(seconds):
-    """Of a step in which all blocks are computed by all members, none of which waits."""
+    """Return the seconds of a step in which all members compute and none waits."""
     return WORKERS * BLOCKS / sum(1 / s for s in seconds)
 
 
@@ -33,7 +35,7 @@ def world(seconds, replicas=3, **options):
 
 
 def test_nobody_is_late():
-    """Everybody computes its own blocks, and nobody is told anything."""
+    """Each member computes its own blocks, and the parent gives no orders."""
     its = world([BLOCK] * WORKERS)
     step = its.run()
     assert its.orders == dict.fromkeys(its.orders, 0)
@@ -46,7 +48,7 @@ def test_nobody_is_late():
 @pytest.mark.parametrize("replicas", [0, 3])
 @pytest.mark.parametrize("tiny", [1e-9, 1e-4])
 def test_the_parent_sleeps_while_a_slow_member_computes(tiny, replicas):
-    """However little time the others take, who have nothing to do."""
+    """The parent sleeps although idle members need little time for a block."""
     seconds = [tiny] * (WORKERS - 1) + [1.0]
     its = world(seconds, replicas)
     step = its.run()
@@ -63,7 +65,7 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_near_the_least_time(name):
-    """In time that is counted: against the sum of work by the sum of speeds."""
+    """In simulated time, compared with total work over total speed."""
     factors, bound = SLOW[name]
     seconds = [BLOCK * f for f in factors]
     its = world(seconds, replicas=11)
@@ -75,7 +77,9 @@ def test_near_the_least_time(name):
 @pytest.mark.parametrize("shape", [1.1, 1.5, 2.5])
 @pytest.mark.parametrize(("slowest", "bound"), [(1.0, 1.1), (2.5, 1.25)])
 def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
-    """Which is what an owner takes for its block that costs the most, or all work over all members."""
+    """The least time is that of the most costly block on its owner, or all work over
+    all members.
+    """
     seconds = [BLOCK * f for f in np.linspace(1, slowest, WORKERS)]
     placement = Placement(tuple(range(WORKERS)), 3, BLOCKS)
     for seed in range(4):
@@ -85,12 +89,12 @@ def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
             [list(ranks) for ranks in placement.holders],
             *(WORKERS, seconds),
             latency=steady,
-            empties=False,  # as on the host, where costs are known
+            empties=False,  # as with blocks on the host, whose costs are known
             costs=of_blocks,
         )
         alone = [cost * seconds[b // BLOCKS] for b, cost in enumerate(of_blocks)]
         least = max(ideal(seconds), *alone)
-        took = [its.run() for _ in range(4)][1:]  # paces are known
+        took = [its.run() for _ in range(4)][1:]  # the ledger then knows the paces
         assert sum(took) <= bound * 3 * least, (seed, took, least)
 
 
@@ -105,7 +109,9 @@ def test_equal_costs_change_nothing():
 
 
 def test_who_has_not_called_is_told_to_hold():
-    """Others compute its blocks. Later it asks before it begins, and then it need not again."""
+    """Others compute its blocks. The rank asks before it begins once, and then need not
+    again.
+    """
     its = world([BLOCK] * WORKERS)
     late = 2 * BLOCKS * BLOCK
     step = its.run(calls=[0.0] * (WORKERS - 1) + [late])
@@ -120,7 +126,7 @@ def test_who_has_not_called_is_told_to_hold():
 
 
 def test_who_begins_before_it_hears_that_it_should_not():
-    """It is dropped, and others compute what it has begun with."""
+    """The rank is dropped, and others compute the blocks that it has begun."""
     ledger = Ledger([[0, 1], [1, 0], [1, 0]], 2, 0.02)
     first, second = Share(claimed=[0]), Share(claimed=[1, 2])
     ledger.begin(0.0)
@@ -133,12 +139,12 @@ def test_who_begins_before_it_hears_that_it_should_not():
     ledger.arrived(1, claims=True, now=0.2)
     (order,) = (o for o in ledger.orders(0.2) if o.member == 1)
     assert (order.kind, order.generation) == (Order.Kind.drop, 1)
-    ledger.heard(1, second.progress(0.0), 0.2)  # said before it hears of that
+    ledger.heard(1, second.progress(0.0), 0.2)  # sent before the rank received that
     assert ledger.version(1) == (1, 0)
 
 
 def test_who_alone_can_compute_a_free_block_is_not_given_up():
-    """On the host nobody could compute it then, although nobody is dead."""
+    """With blocks on the host no rank could compute it then, although none is dead."""
     ledger = Ledger([[0, 1], [1, 2], [1, 2], [2, 1]], 3, 0.02)
     ledger.begin(0.0)
     for member in range(3):
@@ -153,7 +159,7 @@ def test_who_alone_can_compute_a_free_block_is_not_given_up():
         (1, Order.Kind.recall),
     ]
     assert not ledger.orders(1.0)  # no answer
-    ledger.heard(0, Share().progress(0.0), 1.0)  # said before it heard of the drop
+    ledger.heard(0, Share().progress(0.0), 1.0)  # sent before the drop arrived
     there = Share()
     there.drop(1)
     ledger.heard(0, there.progress(0.0), 1.0)
@@ -161,7 +167,7 @@ def test_who_alone_can_compute_a_free_block_is_not_given_up():
 
 
 def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
-    """Its rank is given up, as soon as others would be done with the block before."""
+    """Its rank is given up as soon as others would finish the block earlier."""
     seconds = [BLOCK] * (WORKERS - 1) + [10 * BLOCK]
     its = world(seconds, replicas=11, empties=False)
     for _ in range(3):
@@ -177,14 +183,14 @@ def test_who_stops_is_taken_over_and_comes_back():
     # its five blocks or so again, by the rest, and the patience
     assert step <= BLOCK * (BLOCKS + 2) * 1.3
     its.wake(3)
-    its.run()  # was not there at the start
+    its.run()  # was absent at the start
     its.run()
     assert its.orders["drop"] == 0
 
 
 def test_who_dies_while_it_is_fetched_is_computed_anew():
     its = world([BLOCK] * WORKERS)
-    whole = BLOCK * BLOCKS + 2.5 * steady()  # of the first member only
+    whole = BLOCK * BLOCKS + 2.5 * steady()  # with steps of the first member only
     step = its.run(faults=[(whole, "die", 11)])
     assert step > BLOCK * BLOCKS + BLOCK
     assert its.computed == WORKERS * BLOCKS + BLOCKS
@@ -195,17 +201,18 @@ def test_closed_while_only_those_hold_blocks_who_are_stopped():
     stopped = {2, 3, 4, 5, 6}
     closes = 0.4
     faults = [(0.05, "stop", m) for m in stopped] + [(closes, "close", None)]
-    # where a part of the batch will do, also who has what nobody else can compute is given up
+    # if a part of the batch suffices, also a rank with blocks that no other can compute
+    # is given up
     faults += [(closes / 2, "give_up", m) for m in stopped]
     step = its.run(faults=faults)
     assert its.ledger.missing == sum(set(h) <= stopped for h in its.holders) > 0
     assert closes <= step < closes + 0.03  # the patience
-    # all of the others' blocks, and those not used
+    # all blocks of the others, including unused ones
     assert its.computed <= WORKERS * BLOCKS - its.ledger.missing + 5 * len(stopped)
 
 
 def test_closed_while_all_compute():
-    """The blocks that are begun are the last."""
+    """Members finish the blocks that they have begun, and begin no more."""
     its = world([BLOCK] * WORKERS)
     step = its.run(faults=[(5.5 * BLOCK, "close", None)])
     assert its.ledger.missing == WORKERS * (BLOCKS - 6)
@@ -215,7 +222,9 @@ def test_closed_while_all_compute():
 
 
 def test_closed_while_one_takes_much_longer():
-    """It is not waited for longer than a block takes as a rule, and what it had is missing."""
+    """The parent waits for it no longer than a usual block takes, and its blocks are
+    missing.
+    """
     its = world([BLOCK] * (WORKERS - 1) + [50 * BLOCK], replicas=0)
     step = its.run(faults=[(15 * BLOCK, "close", None)])
     assert its.ledger.missing == BLOCKS
@@ -231,14 +240,14 @@ def test_a_block_that_nobody_holds():
 
 
 def test_a_block_that_takes_long_everywhere_is_done_at_last():
-    """Whoever has nothing to do takes it over, but not again and again."""
+    """An idle member takes it over, but not again and again."""
     its = World([[0, 1, 2]], 3, [1.0] * 3, latency=steady, patience=1e-3)
     assert its.run() < 3
     assert 1 < its.computed + its.orders["recall"] < 30
 
 
 def test_a_block_does_not_go_back_and_forth_between_two_that_are_late():
-    """Their programs stay away while they compute; their engines answer."""
+    """Their programs do not call while they compute, but their engines answer."""
     ledger = Ledger([[0, 1], [0, 1], [1, 0], [1, 0], [1, 0]], 2, 0.02)
     shares = [Share(claimed=[0, 1]), Share(claimed=[2, 3, 4])]
     ledger.begin(0.0)
@@ -277,7 +286,7 @@ def test_few_orders_where_some_blocks_take_much_longer():
     seed=st.integers(0, 2**32), members=st.integers(2, 7), replicas=st.integers(1, 3)
 )
 def test_random_schedules(seed, members, replicas):
-    """Members are slow, stopped, woken up, dead, or late to call; the parent never is."""
+    """Members are slow, stopped, continued, dead or late; the parent never is."""
     rng = random.Random(seed)
     holders = spread(members, rng.randint(1, 6), replicas, extra=[0])
     fastest = rng.choice([1e-4, 1e-3, 1e-2])
@@ -317,8 +326,9 @@ def randomly_slow(rng, fastest):
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 2**32), members=st.integers(2, 7))
 def test_what_was_divided_once_is_divided_so_again(seed, members):
-    """Under another schedule, in which members stop for a while: the same blocks in each
-    vector, in the same order, and nothing is computed by anybody else."""
+    """A replay under a schedule with stopped members gives each vector the same blocks
+    in the same order. No member computes other blocks.
+    """
     rng = random.Random(seed)
     holders = [
         list(dict.fromkeys(h)) for h in spread(members, rng.randint(1, 6), 2, [0])
@@ -362,7 +372,7 @@ def test_what_was_divided_once_is_divided_so_again(seed, members):
 
 
 def test_what_only_the_dead_may_compute():
-    """Others hold it, but have not computed it then."""
+    """Others hold the block, but had not computed it in the recorded round."""
     ledger = Ledger([[1, 0], [2]], 0.02)
     ledger.begin(0.0)
     for member in range(2):

@@ -1,4 +1,6 @@
-"""The rules of work sharing keep every sum exact and every round alive, and none is idle."""
+"""The rules of work sharing keep every sum exact and let every round end, and each rule
+is needed.
+"""
 
 import random
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from model import Model, Rules
 
 ALL = frozenset({0, 1})
-ONE, TWO = (ALL,), (ALL, ALL)  # blocks, held by both of two ranks
+ONE, TWO = (ALL,), (ALL, ALL)  # blocks that both of two ranks hold
 VECTORS = pytest.mark.parametrize("lends", [True, False], ids=["lent", "handed over"])
 
 
@@ -81,12 +83,12 @@ def test_without_a_rule_some_schedule_is_wrong(rule, holders, faults, lends):
     ],
 )
 def test_every_schedule_with_a_deadline(holders, pieces, faults, lends):
-    """The sum may be of a part of the batch, in all pieces of the same."""
+    """The sum may be of a part of the batch, the same part in all pieces."""
     model = Model(holders, 2, pieces, lends=lends, approximates=True)
     assert explore(model, **faults) > 100
 
 
-@pytest.mark.parametrize("rule", ["grant_nothing", "anew"])
+@pytest.mark.parametrize("rule", ["grant_nothing", "restart"])
 def test_with_a_deadline_and_without_a_rule_some_schedule_is_wrong(rule):
     rules = Rules(**{rule: False})
     with pytest.raises(Wrong, match="of different blocks"):
@@ -94,7 +96,7 @@ def test_with_a_deadline_and_without_a_rule_some_schedule_is_wrong(rule):
 
 
 def test_who_is_chosen_dies_before_its_vector_is_fetched():
-    """Everybody is done; what the dead rank had is computed once more by the other."""
+    """All ranks are done; the other rank computes the dead rank's blocks again."""
     model = Model(TWO, 2)
     granted = ["parent grants 0 to 0", "0 hears", "parent grants 1 to 1", "1 hears"]
     computed = ["0 computes", "0 has", "1 computes", "1 has", *["parent hears"] * 4]
@@ -105,7 +107,9 @@ def test_who_is_chosen_dies_before_its_vector_is_fetched():
 
 
 def test_a_silent_rank_wakes_up_and_its_old_vector_arrives():
-    """It holds both blocks, of which the other one has computed one again by then."""
+    """The rank holds both blocks; the other rank has computed one of them again by
+    then.
+    """
     model = Model(TWO, 2)
     both = ["parent grants 0 to 1", "parent grants 1 to 1", "1 hears", "1 hears"]
     computed = ["1 computes", "1 has", "1 computes", "1 has", *["parent hears 1"] * 4]

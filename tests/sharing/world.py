@@ -1,7 +1,7 @@
-"""A family that shares its work, in one process and in time that is counted, not waited for.
+"""A family that shares its work, simulated in one process and without real waits.
 
-The ledger of the parent and the shares of its members are the engine's own code. Processes, their
-programs and the links between them are played here.
+The parent's ledger and the members' shares are the engine's code. This module simulates
+processes, their programs and the links between them.
 """
 
 import heapq
@@ -12,7 +12,9 @@ from jaxcoded.transport._engine import Ledger, Order, Share
 
 
 def spread(workers, blocks, replicas, extra=()):
-    """The holders of each block: its owner, and as many other workers, in turn; and ``extra``."""
+    """Return the holders of each block: its owner, ``replicas`` other workers in turn,
+    and ``extra``.
+    """
     return [
         [owner]
         + [
@@ -26,19 +28,20 @@ def spread(workers, blocks, replicas, extra=()):
 
 
 class World:
-    """One family.
+    """A simulated family.
 
     Attributes:
-        seconds: that each member's program takes for a block, or a function of member and
-            time.
-        latency: seconds that a message takes, a function without arguments.
+        seconds: the seconds that each member's program takes for a block, or a function
+            of member and time.
+        latency: a function without arguments: the seconds that a message takes.
         empties: whether programs can empty their vectors.
-        costs: of each block, as the parent knows them, which multiply its seconds; none: all are 1.
-        stopped, dead: processes.
-        orders: how many of each kind were given in this round.
-        woken: how often the parent has woken up in this round although it had heard nothing.
-        computed: blocks that were computed in this round, also those not used.
-        told: how often members said how far they are.
+        costs: the cost of each block, known to the parent, which multiplies its
+            seconds; none: all are 1.
+        stopped, dead: the stopped and dead processes.
+        orders: number of orders of each kind in this round.
+        woken: how often the parent has woken up in this round without a message.
+        computed: number of blocks computed in this round, including unused ones.
+        told: number of members' progress reports.
     """
 
     def __init__(
@@ -64,19 +67,19 @@ class World:
         self.events = []
         self.numbers = itertools.count()
         self.round = 0
-        self.asks = [False] * members  # before they begin with their own blocks
+        self.asks = [False] * members  # whether they ask before they begin
 
     # Time.
 
     def at(self, time, action, *args, of=None, cancel=None):
-        """Do something later; ``of``: a process, which does it once it is there."""
+        """Do something later; ``of``: the process that does it, once it runs."""
         heapq.heappush(
             self.events,
             (time, next(self.numbers), action, args, of, self.round, cancel),
         )
 
     def sends(self, link, of, action, *args):
-        """A message: links keep their order."""
+        """Send a message over a link, which keeps the order of messages."""
         time = max(self.clock + self.latency(), self.busy.get(link, 0.0))
         self.busy[link] = time
         self.at(time, action, *args, of=of)
@@ -98,7 +101,7 @@ class World:
         self._decide()
 
     def close(self, _=None):
-        """The deadline of the round is over."""
+        """Close the round at its deadline."""
         self.ledger.close(self.clock)
         self._decide()
 
@@ -109,16 +112,16 @@ class World:
     # A round.
 
     def run(self, *, calls=None, claims=None, faults=(), most=60.0):
-        """One round. Returns the seconds that it takes.
+        """Play a round; return the seconds that it takes.
 
         Args:
             calls: when each member's program calls, in seconds from now; default: at once.
-            claims: whether each member then begins with its own blocks, unless it is to ask
-                first; default: they do.
-            faults: ``(seconds from now, what, member)``: ``"stop"``, ``"wake"``, ``"die"``,
-                ``"found_dead"`` or ``"give_up"`` by the parent, or ``"close"``, after which a part of the batch
-                will do.
-            most: seconds in which it must be over.
+            claims: whether each member then begins with its own blocks, unless it must
+                ask first; default: all do.
+            faults: ``(seconds from now, what, member)``: ``"stop"``, ``"wake"``,
+                ``"die"``, ``"found_dead"`` or ``"give_up"`` by the parent, or
+                ``"close"``, after which a part of the batch suffices.
+            most: seconds in which the round must end.
         """
         self.round += 1
         self.shares = [None] * self.members
@@ -145,7 +148,7 @@ class World:
         for number in itertools.count():
             if self.over:
                 break
-            assert number < 100_000, f"nothing comes of what happens: {self.state()}"
+            assert number < 100_000, f"events do not change the state: {self.state()}"
             assert self.events, f"nothing more can happen: {self.state()}"
             event = heapq.heappop(self.events)
             time, _, action, args, of, _round, cancel = event
@@ -249,7 +252,7 @@ class World:
         self._decide()
 
     def _gather(self):
-        """Fetch from one member after the other what the sum is of."""
+        """Fetch the vectors of the sum from one member after the other."""
         if self.over or not self.ledger.settled:
             return
         for m in range(self.members):
@@ -263,7 +266,7 @@ class World:
                 self.ledger.give_up(m, self.clock)
                 self._decide()
                 return
-            # its vector can be had while its program waits for blocks
+            # its vector is available while its program waits for blocks
             assert self.shares[m].sealed, m
             assert self.shares[m].version == version, m
             assert version[1] == len(self.vectors[m]), m
