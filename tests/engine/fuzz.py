@@ -1,14 +1,13 @@
-"""Random schedules of the engine's state machine, for as long as one likes.
+"""Run random schedules of the engine's state machine for a given time.
 
     make fuzz MINUTES=10                                every test, seeds drawn
     python tests/engine/fuzz.py --minutes 10 --seed 7   the same schedules as last time with 7
     python tests/engine/fuzz.py --only test_late --replay 123 --most 4      one schedule again
 
-The tests of this folder that draw their schedule from a seed are run with seeds that no other run
-has tried. Each schedule runs in a process of its own choosing order: messages arrive in any order
-that links allow, ranks call, stop, stay away, skip, leave and fail at any moment. One that fails,
-crashes or does not end is looked for on smaller trees, and printed with the command that runs it
-again.
+It runs this folder's seeded tests with new seeds. Messages arrive in any order that
+links allow. Ranks call, stop, stay away, skip, leave and fail at any moment. If a
+schedule fails, crashes or does not end, the fuzzer searches for the failure on smaller
+trees, and prints the command that replays it.
 """
 
 import argparse
@@ -26,15 +25,15 @@ import traceback
 from multiprocessing.connection import wait
 
 HERE = pathlib.Path(__file__).resolve().parent
-LIMIT = 120  # seconds of a processor for one schedule
-SMALLER = (2, 3, 4, 6, 9)  # ranks, of the plans on which a failure is looked for
+LIMIT = 120  # processor seconds for one schedule
+SMALLER = (2, 3, 4, 6, 9)  # ranks of the plans on which a failure is searched for
 SMALLER_SECONDS = 20  # for each
 OUTCOMES = ("", "calls done", "calls failed", "calls of ranks out of the history")
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 
 def kinds():
-    """The names of messages, as the engine numbers them."""
+    """Return the names of messages, in the engine's numbering."""
     header = HERE.parent.parent / "jaxcoded/transport/cpp/message.h"
     (listed,) = re.findall(
         r"enum class Kind[^{]*{(.*?)}", header.read_text(), re.DOTALL
@@ -43,11 +42,11 @@ def kinds():
 
 
 def tests(most, seen):
-    """The tests that draw schedules from a seed, by name.
+    """Return the tests that draw schedules from a seed, by name.
 
     Args:
-        most: ranks that a plan may have.
-        seen: a counter of what happens in the schedules.
+        most: the most ranks that a plan may have.
+        seen: a counter of events in the schedules.
     """
     import simulation
 
@@ -114,7 +113,7 @@ def tests(most, seen):
     def random_plan(rng, least=1, most=14, **more):
         return draw(rng, least, max(least, min(most, largest)), **more)
 
-    # before the tests take them over
+    # before the test modules import them
     simulation.World, simulation.random_plan = Watched, random_plan
     out = {}
     for path in sorted(HERE.glob("test_node_*.py")):
@@ -126,14 +125,14 @@ def tests(most, seen):
 
 
 def asked_for(known, only):
-    """The names of all tests, or of those of a file, or of one."""
+    """Return the names of all tests, of those of a file, or of one."""
     return [
         name for name, it in known.items() if not only or only in (name, it.__module__)
     ]
 
 
 def work(pipe, seed, only, most, replay):
-    """Run schedules and tell of each, until the process is ended."""
+    """Run schedules and report each, until the process is ended."""
     seen = collections.Counter()
     known = tests(most, seen)
     names = asked_for(known, only)
@@ -145,7 +144,7 @@ def work(pipe, seed, only, most, replay):
         pipe.send(("begins", name, number))
         try:
             known[name](number)
-        except BaseException:  # noqa: BLE001  # whatever it is, it is a finding
+        except BaseException:  # noqa: BLE001  # any exception is a finding
             pipe.send(("fails", name, number, traceback.format_exc()))
             return
         pipe.send(("ends", name, number, dict(+seen)))
@@ -156,7 +155,9 @@ class Finding(Exception):
 
 
 def used(process):
-    """The seconds of a processor that a process has used: a loaded machine takes none of them."""
+    """Return the processor seconds that a process has used, which do not depend on the
+    load.
+    """
     stat = pathlib.Path(f"/proc/{process.pid}/stat").read_text()
     user, system = stat.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
@@ -166,8 +167,8 @@ class Fuzzer:
     """Processes that run schedules.
 
     Args:
-        seed: of the seeds.
-        jobs: processes.
+        seed: the seed from which the schedules' seeds are drawn.
+        jobs: number of processes.
     """
 
     def __init__(self, seed, jobs, only=None, most=14, replay=None):
@@ -186,7 +187,7 @@ class Fuzzer:
             self._processes[ours] = [process, ("nothing yet", None), 0.0]
 
     def run(self, seconds, progress=None):
-        """Run schedules for so long. Raises `Finding` when one fails."""
+        """Run schedules for ``seconds``; raise `Finding` when one fails."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             for pipe in wait(list(self._processes), min(left, 1)):
@@ -225,7 +226,7 @@ class Fuzzer:
 
 
 def attempt(seconds, progress=None, **arguments):
-    """What a fuzzer with these arguments finds in so many seconds, and the fuzzer."""
+    """Return what a fuzzer with these arguments finds in ``seconds``, and the fuzzer."""
     fuzzer = Fuzzer(**arguments)
     try:
         fuzzer.run(seconds, progress)
@@ -237,7 +238,7 @@ def attempt(seconds, progress=None, **arguments):
 
 
 def report(finding, most, jobs):
-    """Print a finding, on the smallest tree where it is found again."""
+    """Print a finding, on the smallest tree on which it occurs again."""
     name, number, words = finding
     print(f"\n{name}({number}): {words}", file=sys.stderr, flush=True)
     for ranks in SMALLER:

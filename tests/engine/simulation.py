@@ -1,7 +1,8 @@
-"""A world of nodes in one process, for tests: links with queues, a clock, and a scheduler.
+"""A simulated world of nodes in one process: links with queues, a clock, and a
+scheduler.
 
-Every rank's `LoneNode` is the engine's own code. What MPI, the clock and the processes do
-otherwise is played here, in an order that a random generator chooses.
+Every rank's `LoneNode` is the engine's code. This module simulates MPI, the clock and
+the processes, in an order that a random generator chooses.
 """
 
 import collections
@@ -30,30 +31,30 @@ NEWS = 2  # see `World.sweep`
 HEADER = struct.Struct("<BBxxIIxxxxQQQQQ")
 DTYPES = {"uint8": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 SIZES = [1, 2, 2, 4, 8]
-RESTS = 20  # times `orphan_seconds`: a second, of an idle group
-MOST_WOKEN = 128  # times in it, by timers
+RESTS = 20  # times `orphan_seconds`: a second of an idle group
+MOST_WOKEN = 128  # most wake-ups by timers in it
 POLICIES = ["warn", "drop", "raise"]
-EXAMPLES = 9  # in the batch that the ranks' contributions are made of
+EXAMPLES = 9  # in the batch from which the ranks' contributions are made
 
 
 @functools.lru_cache(maxsize=4096)
 def held(plan, rank):
-    """`shares` of this module's batch."""
+    """Return `shares` of this module's batch."""
     return shares(plan, rank, EXAMPLES)
 
 
 @functools.lru_cache(maxsize=64)
 def extent(plan):
-    """Depth of the tree, and the most children that a parent has."""
+    """Return the depth of the tree, and the most children of a parent."""
     return plan.tree.depth, max(map(len, plan.tree.children))
 
 
 def rounding(plan, dtype):
-    """Bound on the error of a sum, as a share of the sum of absolute values.
+    """Return a bound on the error of a sum, as a share of the sum of absolute values.
 
-    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded once
-    when it is made and once in every layer; in wider ones every addition counts, in
-    float64 also those of `Call.own` and `Call.sums`.
+    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded
+    once when it is made and once in every layer. In wider ones every addition counts,
+    in float64 also those of `Call.own` and `Call.sums`.
     """
     depth, fanout = extent(plan)
     bits = jnp.finfo(dtype).bits
@@ -67,17 +68,17 @@ def rounding(plan, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What ranks call in one round.
+    """A call of one round.
 
     Attributes:
         segments: dtype and length of each vector of the result.
-        seed: of the gradients.
+        seed: the seed of the gradients.
         kind: ``"allreduce"``, ``"reduce"`` or ``"broadcast"``.
-        why_not: why it must fail.
-        erased: ranks that are left out.
-        apart: vector, first element, length and kind of what is compared apart.
-        examples: what the first number of the sum should be, and the share that it may be
-            off.
+        why_not: why the call must fail.
+        erased: ranks that the sum leaves out.
+        apart: vector, first element, length and kind of numbers that are compared
+            separately.
+        examples: the expected first number of the sum, and its relative tolerance.
     """
 
     segments: tuple[tuple[str, int], ...]
@@ -98,7 +99,7 @@ class Call:
 
     @functools.cached_property
     def gradients(self):
-        """One for each example: arrays ``(EXAMPLES, count)``."""
+        """Return a gradient for each example: arrays ``(EXAMPLES, count)``."""
         rng = np.random.default_rng(self.seed)
         return [
             rng.integers(0, 256, (EXAMPLES, count), np.uint8)
@@ -109,12 +110,12 @@ class Call:
 
     @functools.cached_property
     def sums(self):
-        """The exact sum, and the sum of absolute values, of every segment."""
+        """Return the exact sum, and the sum of absolute values, of every segment."""
         wide = [g.astype(np.float64) for g in self.gradients]
         return [(g.sum(0), np.abs(g).sum(0)) for g in wide]
 
     def own(self, plan, rank):
-        """A rank's vectors, in the result's dtypes: all of one part, then the next."""
+        """Return a rank's vectors in the result's dtypes, one part after the other."""
         if self.kind == "broadcast":
             return [g[rank % EXAMPLES].copy() for g in self.gradients]
         indices, coefficients = held(plan, rank)
@@ -129,7 +130,7 @@ class Call:
         return out
 
     def check(self, plan, rank, vectors):
-        """Whether these are this call's result at a rank."""
+        """Return whether these vectors are this call's result at a rank."""
         if self.kind == "reduce" and rank != plan.root:
             assert not any(v.view(np.uint8).any() for v in vectors)
             return
@@ -139,12 +140,12 @@ class Call:
             return
         for vector, (exact, size) in zip(vectors, self.sums, strict=True):
             error = np.abs(vector.astype(np.float64) - exact)
-            # not `error > bound`, which NaN would pass
+            # unlike `error > bound`, this fails for NaN
             right = error <= rounding(plan, vector.dtype) * size
             assert right.all(), (str(vector.dtype), error.max())
 
     def check_message(self, plan, rank, segment, first, actual):
-        """Whether this is a part of what a rank tells its parent."""
+        """Return whether this is a part of a rank's message to its parent."""
         exact, scale = self.messages(plan)
         expected = exact[rank][segment][first : first + len(actual)]
         size = scale[segment % len(self.segments)]
@@ -152,9 +153,11 @@ class Call:
         error = np.abs(actual.astype(np.float64) - expected)
         return error.max(initial=0) <= bound
 
-    @functools.lru_cache(maxsize=4)  # noqa: B019  # few calls are alive at a time
+    @functools.lru_cache(maxsize=4)  # noqa: B019  # few calls live at a time
     def messages(self, plan):
-        """What every rank tells its parent, in float64, and the scale of its errors."""
+        """Return every rank's message to its parent in float64, and the scale of its
+        errors.
+        """
         own = [
             [v.astype(np.float64) for v in self.own(plan, r)] for r in range(plan.size)
         ]
@@ -196,7 +199,7 @@ class Running:
     call: Call
     own: list[np.ndarray]
     out: list[np.ndarray]
-    known: int  # of its vectors the node has
+    known: int  # number of its vectors that the node has
     scale: float = 1.0  # see `World.steps`
 
 
@@ -225,7 +228,9 @@ class Header:
 
 
 def layout(segments, piece_bytes, slices=1):
-    """Pieces ``(segment, offset, bytes)`` of vectors ``(dtype code, count)``, as `Layout`."""
+    """Return the pieces ``(segment, offset, bytes)`` of vectors ``(dtype code,
+    count)``, as `Layout` does.
+    """
     out = []
     for s, (dtype, count) in enumerate(segments):
         size = SIZES[dtype]
@@ -239,10 +244,10 @@ def layout(segments, piece_bytes, slices=1):
 
 
 class Wire:
-    """One node's wire."""
+    """The wire of one node."""
 
     def __init__(self, world, rank):
-        self.world = weakref.proxy(world)  # nodes take no part in garbage collection
+        self.world = weakref.proxy(world)  # garbage collection does not traverse nodes
         self.rank = rank
         self.valid = [0] * 5
 
@@ -273,32 +278,37 @@ class World:
     """All ranks of a plan.
 
     Attributes:
-        script: the call of each round, the first one's at 0.
-        in_place: how often results go where the rank's own vectors are.
-        twice: how many messages are delivered twice.
-        again: how many of those that announce something are delivered again later.
-        unreadable: how many pieces on the same host cannot be read and must be sent.
-        rests: how often it is a while without messages and calls in which time passes.
-        staged: how many calls of ranks with several parts begin before all are ready.
-        chained: whether what ranks hand in depends on `steps`, as gradients on parameters: a
-            rank that lacks the sum of a round must not contribute to the next one.
-        debug: whether parents wait for all of their children and compare what they send.
-        verify: or compare what has come, and what they do where it does not fit.
-        verify_wait: and wait for all children until the deadline.
-        news: what nodes have said, by rank.
-        deviations: the calls of ranks that call something else, by ``(rank, round)``.
-        skips: ``(rank, round)`` where a rank has nothing to contribute.
-        begins_with: how many of a rank's vectors are ready as it calls, by ``(rank, round)``.
+        script: the call of each round; the first round is at 0.
+        in_place: share of results that replace the rank's own vectors.
+        twice: share of messages that are delivered twice.
+        again: share of announcements that are delivered again later.
+        unreadable: share of pieces on the same host that cannot be read and must be
+            sent.
+        rests: how often time passes without messages and calls.
+        staged: share of calls with several parts that begin before all parts are ready.
+        chained: whether contributions depend on `steps`, as gradients depend on
+            parameters: a rank that lacks the sum of a round must not contribute to the
+            next one.
+        debug: whether parents wait for all of their children and compare their
+            messages.
+        verify: whether parents compare the messages that have come, and what they do
+            about a mismatch.
+        verify_wait: whether they wait for all children until the deadline.
+        news: the messages in the nodes' logs, by rank.
+        deviations: calls that differ from the script, by ``(rank, round)``.
+        skips: each ``(rank, round)`` in which a rank has nothing to contribute.
+        begins_with: the number of a rank's vectors that are ready as it calls, by
+            ``(rank, round)``.
         open: the last round that ranks may call.
         frozen: stopped processes. Others can still read their memory.
         idle: ranks that do not call, but whose engine runs.
-        leaving: ranks that have closed the group. Their process ends once they may.
-        snapshots: how often ranks keep one, in rounds; 0: never.
-        recovers: whether ranks that have lost touch fetch one.
-        restored: the rounds at which each rank has gone on with one.
-        steps: how many sums each rank has got.
+        leaving: ranks that have closed the group. Their processes end once they may.
+        snapshots: after how many rounds ranks keep a snapshot; 0: never.
+        recovers: whether ranks that are too far behind fetch a snapshot.
+        restored: the rounds at which each rank has continued from a snapshot.
+        steps: number of sums that each rank has got.
         short_of_memory: ranks that get no memory for vectors.
-        most_waiting: the longest queue of every link so far.
+        most_waiting: longest queue of every link so far.
     """
 
     def __init__(
@@ -343,26 +353,26 @@ class World:
         self.idle = set()
         self.leaving = set()
         self.dead = set()  # processes that have ended
-        self.reported = set()  # of these, those that MPI has reported dead
+        self.reported = set()  # those of them that MPI has reported dead
         self.queues = {}
         self.most_waiting = collections.Counter()
         self.requests = []  # (asker, source, what, round, piece, version)
-        self.answers = []  # the same and the data
+        self.answers = []  # the same, and the data
         self.running = [None] * plan.size
         self.given_back = [()] * plan.size  # the memory of each rank's latest call
         self.left_behind = [None] * plan.size  # the calls of processes that have died
         self.ends = [{} for _ in range(plan.size)]
-        self.results = {}  # bytes of each round's result
+        self.results = {}  # the bytes of each round's result
         self.seen = {}  # pieces of results that were fetched, by round and version
         self.snapshots = [0] * plan.size
         self.snapshot_bytes = 100
         self.recovers = True
         self.asking = set()
         self.restored = collections.defaultdict(list)
-        # more, and numbers in float16 would be infinite
+        # with more steps float16 would overflow
         self.chained = chained and plan.amplification < 1e3
         self.steps = [0] * plan.size
-        self.summed = set()  # rounds whose sum any rank has got
+        self.summed = set()  # rounds whose sum some rank has got
         self.short_of_memory = set()
         self.offered = collections.defaultdict(list)  # by (rank, round)
         self.fetched = []  # (asker, source, what, round, piece)
@@ -408,7 +418,7 @@ class World:
         )
 
     def piece_bytes(self, call):
-        """Of all messages of a call."""
+        """Return the bytes of a piece, for all messages of a call."""
         sizes = [count * jnp.dtype(dtype).itemsize for dtype, count in call.segments]
         return self.limits.piece_for(sum(sizes))
 
@@ -437,7 +447,7 @@ class World:
             return None
         data = self.nodes[source].read(what, round, piece, version)
         assert data is not None, (
-            f"rank {source} changed {what, round} before it withdrew it"
+            f"rank {source} changed {what, round} before withdrawing it"
         )
         assert ctypes.string_at(address, size) == data
         self.check_piece(source, what, round, piece, version, data)
@@ -457,9 +467,9 @@ class World:
         self.answers.append((*request, data or b""))
 
     def check_piece(self, source, what, round, piece, version, data):
-        """Nothing that travels is wrong, whether it is used or not."""
+        """Check that every piece sent is right, even if it is not used."""
         if what in (RESULT, SECTION):
-            # each parent counts those of its own family
+            # each parent counts the versions of its own family
             above = self.plan.tree.parents[source] if what == SECTION else None
             known = self.seen.setdefault((round, piece, version, above), data)
             assert known == data, (round, piece, version)
@@ -469,7 +479,9 @@ class World:
             self._check_message(source, round, piece, data)
 
     def _offering(self, rank):
-        """The call whose vectors others may read, also once its process is dead."""
+        """Return the call whose vectors others may read, even after its process has
+        died.
+        """
         return self.running[rank] or self.left_behind[rank]
 
     def _check_own(self, source, round, piece, data):
@@ -495,8 +507,11 @@ class World:
         assert right, (source, round, piece)
 
     def _may_be_overwritten(self, source, round, piece):
-        """Nobody uses a piece of a message once the root has that piece of the sum. Then the result may lie in its
-        place, and a parent that has it forms no sum. Where messages are compared, nobody may read it."""
+        """Return whether the result may overwrite a piece of a message. It may once the
+        root has that piece of the sum: no rank uses the message's piece then, and a
+        parent with the result forms no sum. If messages are compared, no rank may read
+        the piece.
+        """
         running, root = self._offering(source), self.nodes[self.plan.root]
         in_place = running.out is running.own or self.plan.coded_children(source)
         if self.compares or not in_place:
@@ -506,7 +521,7 @@ class World:
             and root.read(RESULT, round, piece) is not None
         )
 
-    # What ranks do.
+    # Actions of ranks.
 
     def call_of(self, rank, round):
         return self.deviations.get((rank, round)) or self.script[round - 1]
@@ -573,7 +588,7 @@ class World:
         )
 
     def extend(self, rank):
-        """One more part of a rank's call is ready."""
+        """Make one more part of a rank's call ready."""
         running, node = self.running[rank], self.nodes[rank]
         first = running.known
         running.known = min(first + len(running.out), len(running.own))
@@ -583,7 +598,9 @@ class World:
         self.check_end(rank)
 
     def _turn(self, rank, act, *arguments):
-        """Let a node do something. As in the engine, its call fails where there is too little memory for it."""
+        """Let a node act. As in the engine, its call fails if there is too little
+        memory.
+        """
         try:
             return act(*arguments)
         except MemoryError:
@@ -591,7 +608,7 @@ class World:
             return None
 
     def check_end(self, rank):
-        """See whether a rank's call has ended, and with what."""
+        """Check whether a rank's call has ended, and with which result."""
         running, node = self.running[rank], self.nodes[rank]
         if running is None or node.outcome() == PENDING:
             for array in self.given_back[rank]:
@@ -614,7 +631,7 @@ class World:
         if end.outcome != DESYNCHRONIZED and every and (running.round + 1) % every == 0:
             state = self.state(running.round + 1, self.steps[rank])
             self.nodes[rank].keep_state(running.round + 1, state)
-        # Nobody relies on the caller's memory any more, and nobody writes to it.
+        # No rank uses the caller's memory any more, or writes to it.
         arrays = [array.view(np.uint8) for array in (*running.own, *running.out)]
         for array in arrays:
             array[:] = 255
@@ -633,7 +650,9 @@ class World:
         assert self.results.setdefault(running.round, data) == data, where
 
     def _check_lost(self, rank, round):
-        """Whoever cannot get a result any more is so many rounds behind, or has asked a rank that was."""
+        """Check that a rank that cannot get a result any more was far enough behind, or
+        had asked such a rank.
+        """
         behind = self.nodes[self.plan.root].next_round() - round
         assert behind >= self.limits.history_rounds or any(
             self.nodes[above].desynchronized() or self.restored.get(above)
@@ -641,7 +660,9 @@ class World:
         ), (rank, round, behind)
 
     def deliver(self, link):
-        """A node that has too little memory for a message gets it again, as others wait behind it: now it must do without."""
+        """Deliver a message. A node that had too little memory for it gets it again,
+        and must then drop it, as others wait behind it.
+        """
         source, to = link
         message = self.queues[link].popleft()
         for _ in range(1 + (self.rng.random() < self.twice)):
@@ -667,11 +688,13 @@ class World:
         self.check_end(asker)
 
     def advance(self, rank):
-        """A turn of a rank. Whether it asks for another one at once; otherwise it sleeps."""
+        """Give a rank a turn; return whether it asks for another one at once. Otherwise
+        it sleeps.
+        """
         node = self.nodes[rank]
         more = self._turn(rank, node.advance)
         if more is False and node.wakes_at() <= self.clock:
-            # what it has seen last may leave nothing to wait for
+            # after its last message it may have nothing to wait for
             assert node.advance() or node.wakes_at() > self.clock, (
                 f"rank {rank} never sleeps"
             )
@@ -680,8 +703,9 @@ class World:
         return more
 
     def rest(self, times=RESTS):
-        """Nothing comes and no program calls, for so many times `orphan_seconds`. Nodes wake up when they
-        have asked to, which is seldom."""
+        """Let ``times`` · `orphan_seconds` pass without messages and calls. Nodes wake
+        up when they have asked to, and seldom.
+        """
         stopped = self.frozen | self.dead
         awake = [rank for rank in range(self.plan.size) if rank not in stopped]
         woken = collections.Counter()
@@ -699,21 +723,25 @@ class World:
         self.clock = until
 
     def steps_before(self, round):
-        """How many sums a rank has got that has missed none."""
+        """Return the number of sums that a rank without missed rounds has got."""
         return sum(number < round for number in self.summed)
 
     def state(self, round, steps=0):
-        """What the rounds before this one have made, so many of them by a sum; the same on all ranks."""
+        """Return the state after the earlier rounds, ``steps`` of them with a sum;
+        equal on all ranks.
+        """
         seed = 1000 * round + (steps if self.chained else 0)
         return random.Random(seed).randbytes(self.snapshot_bytes)
 
     def check_state(self, rank, round):
-        """Whether the snapshot that a rank has fetched is that of a round."""
+        """Check that the snapshot that a rank has fetched is that of a round."""
         expected = self.state(round, self.steps_before(round))
         assert self.nodes[rank].state() == expected, (rank, round)
 
     def recover(self, rank):
-        """Fetch a snapshot if need be, and go on with it. Whether anything was done."""
+        """Fetch a snapshot if needed, and continue from it; return whether anything was
+        done.
+        """
         node = self.nodes[rank]
         if not (self.recovers and node.desynchronized()) or node.state_missing():
             return False
@@ -737,18 +765,19 @@ class World:
         self.nodes[rank].leave(failure)
 
     def kill(self, rank, *, known):
-        """A process dies.
+        """Let a process die.
 
         Args:
-            rank: whose.
-            known: whether MPI tells those that talk to it. What they wait for fails then.
+            rank: the rank of the process.
+            known: whether MPI reports the death to its peers. Then their requests to it
+                fail.
         """
         self.dead.add(rank)
         self.left_behind[rank], self.running[rank] = self.running[rank], None
         for link, queue in self.queues.items():
             if link[1] == rank:
                 queue.clear()
-            elif link[0] == rank:  # the end of what was on its way is lost
+            elif link[0] == rank:  # the last messages on their way are lost
                 for _ in range(self.rng.randint(0, len(queue))):
                     queue.pop()
         if not known:
@@ -774,10 +803,10 @@ class World:
     # The scheduler.
 
     def step(self, pace=None):
-        """One thing happens, whichever.
+        """Let one random thing happen.
 
         Args:
-            pace: how readily each rank calls; default: all alike.
+            pace: how readily each rank calls; default: all equally.
         """
         rng = self.rng
         self.bury()
@@ -829,8 +858,9 @@ class World:
             self.arrive(answer)
 
     def sweep(self):
-        """Every rank that is not frozen does all it can. Whether there was anything: `NEWS`,
-        or only questions of waiting ranks whether somebody is there, and answers."""
+        """Let every rank that is not frozen do all it can. Return `NEWS` if anything
+        happened besides the keep-alive questions of waiting ranks and their answers.
+        """
         moved = 0
         self.bury()
         for rank in self.rng.sample(range(self.plan.size), self.plan.size):
@@ -864,7 +894,7 @@ class World:
         return max(moved, self._on_their_way())
 
     def _on_their_way(self):
-        """As `sweep`, of what ranks that are not stopped have not got yet."""
+        """Return, as `sweep`, what ranks that are not stopped have not got yet."""
         stopped = self.frozen | self.dead
         pieces = [r[1] for r in self.requests] + [a[0] for a in self.answers]
         if set(pieces) - stopped:
@@ -878,17 +908,19 @@ class World:
         return NEWS if kinds - {WANT, NOTE} else int(bool(kinds))
 
     def sweep_all(self):
-        """As `settle`, but no time passes."""
+        """Settle as `settle` does, but let no time pass."""
         while self.sweep():
             pass
 
     def parts(self, rank):
-        """The numbers of pieces that a rank has offered in its call so far, in its offers."""
+        """Return the numbers of pieces in the offers of a rank's current call."""
         running = self.running[rank]
         return self.offered.get((rank, running.round), ()) if running else ()
 
     def settle(self):
-        """Everybody who is not frozen goes on, and time passes, until nothing comes."""
+        """Let all ranks that are not frozen run, and time pass, until nothing happens
+        any more.
+        """
         quiet = 0
         for _ in range(10_000):
             if self.sweep() == NEWS:
@@ -902,7 +934,7 @@ class World:
         raise AssertionError("the ranks never come to rest")
 
     def done(self, rank, rounds=None):
-        """Whether all rounds of a rank ended with their sum."""
+        """Return whether all rounds of a rank ended with their sum."""
         rounds = min(self.open, len(self.script)) if rounds is None else rounds
         return all(
             self.ends[rank].get(r, End(PENDING, "")).outcome == DONE
@@ -932,7 +964,7 @@ class World:
 
 
 def scaled(vector, factor):
-    """Times a power of two, which rounds nothing."""
+    """Return the vector times a power of two, which is exact."""
     return vector if factor == 1 else vector * vector.dtype.type(factor)
 
 
@@ -941,7 +973,7 @@ def vectors(arrays):
 
 
 class Garbling:
-    """Makes a world in which ``garble`` sees every message before its receiver."""
+    """A world in which ``garble`` sees every message before its receiver does."""
 
     def garble(self, link, message):
         return message
@@ -955,7 +987,7 @@ class Garbling:
 def random_plan(
     rng, least=1, most=14, slices=(1, 1, 1, 2, 2, 3), stragglers=(0, 1, 1, 2)
 ):
-    """A plan of any shape."""
+    """Draw a plan of any shape."""
     size = rng.randint(least, most)
     shape = rng.choice(
         ["star", "chain", "balanced", "balanced", "irregular", "irregular"]
@@ -995,7 +1027,7 @@ def random_plan(
     for code in (everywhere if rng.random() < 0.7 else mixed, "auto"):
         try:
             plan = make_plan(size, Coded(code=code, **options))
-        except ValueError:  # there is no such code for one of its parents
+        except ValueError:  # one of its parents has no such code
             continue
         if plan.amplification < 1e4:  # messages in float16 would be infinite
             return plan
@@ -1003,7 +1035,7 @@ def random_plan(
 
 
 def tolerated(plan, rng):
-    """Ranks that every parent can do without, at most as many as it tolerates."""
+    """Draw children of every parent, at most as many as it tolerates missing."""
     out = set()
     for rank in range(plan.size):
         children = plan.coded_children(rank)
@@ -1012,15 +1044,16 @@ def tolerated(plan, rng):
 
 
 def too_many(plan, rng, *, for_good=False):
-    """Children of the root without which it waits; one less, and it does not.
+    """Draw children of the root without which it waits; with one more child it would
+    not.
 
-    It waits where as many as it can do without by luck are missing, but not if they are
-    gone for good.
+    If they are missing for good, the root does not wait for children that it can lack
+    by luck.
     """
     code = plan.codings[plan.root].code
     children, missing = plan.coded_children(plan.root), []
     enough = min(code.n - code.stragglers, len(set(code.classes)))
-    enough = 1 if code.parts > 1 else enough  # it asks the code of every set
+    enough = 1 if code.parts > 1 else enough  # then it asks the code about every set
 
     def suffices():
         answered = [child not in missing for child in children]
@@ -1033,7 +1066,9 @@ def too_many(plan, rng, *, for_good=False):
 
 
 def erasable(plan, rng):
-    """Ranks without which the plan finds every sum, maybe more than it promises."""
+    """Draw ranks without which the plan can form every sum, maybe more than it
+    promises.
+    """
     mask = np.zeros(plan.size, bool)
     for rank in rng.sample(range(plan.size), rng.randint(0, plan.size)):
         mask[rank] = True
@@ -1042,18 +1077,22 @@ def erasable(plan, rng):
 
 
 def beside(rng):
-    """A generator of its own for what is drawn in addition: what else follows from a seed stays as it is."""
+    """Return a separate generator for additional draws, so that a seed's other draws do
+    not change.
+    """
     return random.Random(hash(rng.getstate()[1]))
 
 
 def comparing(plan, rng):
-    """Whether parents compare what has come, and what they do where it does not fit: options of a world."""
+    """Draw a world's options for the comparison of messages: whether, and what to do
+    about a mismatch.
+    """
     verify = beside(rng).choice([None, None, *POLICIES])
     return {"verify": verify} if plan.checked else {}
 
 
 def random_script(plan, rng, rounds, *, most=40, dtypes=None, **more):
-    """Calls of different gradients, of none to three segments each."""
+    """Draw calls with different gradients of zero to three segments."""
     multiple = plan.padding_multiple
     dtypes = dtypes or ["float16", "bfloat16", "float32", "float64"]
     out = []
@@ -1070,7 +1109,7 @@ def random_script(plan, rng, rounds, *, most=40, dtypes=None, **more):
 
 
 def random_world(plan, rounds, rng, *, script=None, limits=None, **more):
-    """A world whose links and sizes are drawn."""
+    """Draw a world with random links and sizes."""
     hosts = rng.choice(
         [
             [0] * plan.size,

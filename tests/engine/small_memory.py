@@ -1,6 +1,7 @@
-"""One small allocation of the engine fails, each in turn, see `malloc.c`; no round ends the process, and no block is lost.
+"""Let each small allocation of the engine fail in turn, see `malloc.c`: no process
+ends, and no block is lost.
 
-It prints how many allocations there are to fail.
+It prints the number of allocations that can fail.
 """
 
 import ctypes
@@ -18,8 +19,9 @@ CALL = Call((("float32", 40),), 7)
 
 
 def compare(number):
-    """Rounds whose messages are compared. In the first one, the allocation with this number of the root's turns fails.
-    Whether there was one."""
+    """Play rounds whose messages are compared, and let the root's allocation with this
+    number fail in the first round. Return whether there was one.
+    """
     plan = make_plan(
         5, Coded(stragglers=1, code="cyclic_repetition", root_computes=False)
     )
@@ -52,8 +54,9 @@ def compare(number):
 
 
 def share(number):
-    """A member returns a block that another one is to get, and the allocation with this number fails as its word comes.
-    Whether there was one."""
+    """Let a member return a block that another one must get, and let the allocation
+    with this number fail as its message arrives. Return whether there was one.
+    """
     ledger = _engine.Ledger([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1]], 2, 0.05)
     members = _engine.Share(True, [4]), _engine.Share(True, [0, 1, 2, 3])
     ledger.begin(0.0)
@@ -76,7 +79,7 @@ def share(number):
     try:
         ledger.heard(1, progress, 0.02)
     except MemoryError:
-        ledger.heard(1, progress, 0.03)  # it is delivered again
+        ledger.heard(1, progress, 0.03)  # a second delivery
     fails = bool(malloc.failed())
     blocks = [block for its in ledger.division for block in its]
     assert len(blocks) + ledger.missing == 5, (number, ledger.division)

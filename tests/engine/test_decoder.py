@@ -1,4 +1,4 @@
-"""The engine's own decoder against the one in NumPy, `GradientCode`."""
+"""Compare the engine's decoder with `GradientCode`, the decoder in NumPy."""
 
 import functools
 import itertools
@@ -36,8 +36,7 @@ CODES = {
     "block_design": [(7, 3)],
     "grouped(load=3)": [(9, 4), (9, 3, 2)],
 }
-# Scales that hide in the units of the messages, copies that are worth something only once, and
-# equations that follow from others.
+# Messages of different scales, duplicate messages, and dependent equations.
 CUSTOM = [
     np.array([[1, 1, 0, 0], [1e-6, 0, 1e-6, 1e-6], [0, 3e5, 3e5, 0], [0, 0, 0, 1]]),
     np.array([[1, 1, 0], [1, 1, 0], [0, 0, 2], [0, 0, 2], [1, 1, 1], [0, 0, 0]]),
@@ -80,13 +79,16 @@ decoder_of = engine._decoder_of
 
 @functools.cache
 def growth(code):
-    """What coefficients may be off by, in units of the largest one: where messages nearly depend on
-    each other, bits are lost in both."""
+    """Return the error bound of coefficients, in units of the largest one. If messages
+    are nearly dependent, both decoders lose digits.
+    """
     return 1e-10 + 1e-16 * code.amplification
 
 
 def answers(code, rng):
-    """Bool ``(n, parts)``: any messages, whole children, or the first messages of children."""
+    """Draw bool ``(n, parts)``: any messages, whole children, or the first messages of
+    children.
+    """
     share = rng.choice([0.3, 0.6, 0.8, 0.95, 1])
     kind = rng.integers(3)
     if kind == 0:
@@ -104,7 +106,9 @@ def test_a_leaf_waits_for_nobody():
 
 
 def test_any_that_may_be_missing_with_copies_and_without():
-    """Of six children, of whom two each send the same, any three messages suffice."""
+    """Six children send three different messages, two copies of each: any three
+    messages suffice.
+    """
     generator = [[1, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1]]
     code = codes.linear(6, generator, stragglers=3)
     decoder = decoder_of(code)
@@ -127,7 +131,7 @@ def test_the_same_coefficients_as_in_numpy(seed):
         actual = actual.reshape(expected.shape)
         scale = max(1, np.abs(expected).max())
         assert np.abs(actual - expected).max() <= growth(code) * scale, code
-        # nothing is fetched that is not used
+        # no unused message is fetched
         assert not actual[:, ~mask.ravel()].any()
         whole = np.rint(expected)
         if np.array_equal(np.tensordot(whole, code.B, 1), target(code)) and (
@@ -143,7 +147,9 @@ def target(code):
 @given(st.integers(0, 2**32))
 @bounded
 def test_the_first_messages_that_suffice(seed):
-    """In their order; and not before any n−s of a code without parts."""
+    """Messages suffice in their order of arrival, but without parts not before any n−s
+    have come.
+    """
     rng = np.random.default_rng(seed)
     for code, decoder in known():
         mask = answers(code, rng).ravel()
@@ -151,11 +157,9 @@ def test_the_first_messages_that_suffice(seed):
         actual = decoder.decode(order.tolist(), mask.tolist())
         if not code.sufficient(mask.reshape(code.n, code.parts)):
             assert actual == [], code
-            assert (
-                decoder.decode(order.tolist(), mask.tolist()) == []
-            )  # of what it keeps
+            assert decoder.decode(order.tolist(), mask.tolist()) == []  # of its cache
             continue
-        # the shortest beginning that suffices, by bisection, as what suffices does with more
+        # bisect for the shortest sufficient beginning: more messages also suffice
         few, suffice = 0, len(order)
         while few < suffice:
             count = (few + suffice) // 2
@@ -192,7 +196,9 @@ def test_the_first_messages_that_suffice(seed):
     ],
 )
 def test_every_set_of_first_parts_is_to_both_what_it_is_to_the_other(code):
-    """Also those that are decodable and would amplify too much."""
+    """Both decoders agree on every set, also on decodable ones that would amplify too
+    much.
+    """
     refused = 0
     decoder = decoder_of(code)
     for counts in itertools.product(range(code.parts + 1), repeat=code.n):
@@ -210,7 +216,7 @@ def test_every_set_of_first_parts_is_to_both_what_it_is_to_the_other(code):
 
 
 def test_what_would_lose_all_digits_waits_for_the_next_message():
-    """These sets would have 22,000 and 8 times the amplification of the code."""
+    """These sets would amplify 22,000 and 8 times as much as the code."""
     code = codes.adaptive(4, 2, seed=2)
     for counts in ([0, 6, 1, 5], [5, 5, 1, 1]):
         mask = np.arange(6) < np.array(counts)[:, None]
@@ -229,7 +235,7 @@ def test_what_would_lose_all_digits_waits_for_the_next_message():
 
 @pytest.mark.parametrize("text", ILL_CONDITIONED)
 def test_what_numpy_decodes_is_enough(text):
-    """Where two children say nearly the same, roundings of the two are far apart."""
+    """If two children send nearly the same, the two decoders round very differently."""
     code = codes.named(text, 3, 1, 2)
     decoder = decoder_of(code)
     for missing in range(code.n):
@@ -239,8 +245,10 @@ def test_what_numpy_decodes_is_enough(text):
 
 
 def test_few_questions():
-    """One for what has come, and few for where it began to suffice; none before each part of the sum
-    is in enough messages, and none twice."""
+    """The decoder asks once about the arrived messages, and rarely about where they
+    began to suffice. It asks no question twice, and none before enough messages hold
+    each part of the sum.
+    """
     code = codes.adaptive(16, 3)
     decoder = decoder_of(code)
     everyone = [True] * len(code.B)

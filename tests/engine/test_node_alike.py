@@ -1,4 +1,4 @@
-"""Ranks that come with different states: no sum before the root's is there."""
+"""Ranks that start with different states get no sum before the root's state."""
 
 import random
 
@@ -32,5 +32,5 @@ def test_a_sum_before_the_broadcast_is_an_error(arguments, without, seed):
                     "hand it on first, as params = jaxcoded.tree_bcast"
                     in ends[number].error
                 )
-            else:  # it was decided without those, and is right: the world has checked it
+            else:  # it was decided without those; the world has checked it
                 assert 0 not in without

@@ -1,5 +1,7 @@
-"""Rounds that fail at some ranks alone, as the root does not answer: it may have decided them all the same. What such a
-rank hands in afterwards is of another state, and in no sum."""
+"""Rounds fail on some ranks alone, as the root does not answer, although it may have
+decided them. Later contributions of such a rank belong to another state, and enter no
+sum.
+"""
 
 import random
 
@@ -33,7 +35,9 @@ def outcomes(world, rank):
 
 
 def failed_alone(parents, **options):
-    """The root is stopped in round 2, with what it needs in its mailbox. All others fail that round and call the next one."""
+    """Stop the root in round 2, with the needed messages in its mailbox. All others
+    fail that round and call the next one.
+    """
     plan = make_plan(len(parents), Coded(parents=parents, stragglers=0, code="uncoded"))
     world = World(
         plan,
@@ -69,7 +73,7 @@ def test_a_rank_that_failed_alone_is_in_no_sum_until_it_resyncs(tree):
     world.recovers = False
     world.sweep_all()
     assert outcomes(world, 0) == {1: DONE, 2: DONE}
-    # those further down hear of it when they ask
+    # deeper ranks learn it when they ask
     pass_time(world, ended(world, others, 3))
     for rank in others:
         assert outcomes(world, rank) == {1: DONE, 2: FAILED, 3: DESYNCHRONIZED}
@@ -79,7 +83,7 @@ def test_a_rank_that_failed_alone_is_in_no_sum_until_it_resyncs(tree):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_a_rank_that_failed_alone_goes_on_where_the_root_is(tree):
-    """No later snapshot than that can come, as the root waits for it."""
+    """No later snapshot can come, as the root waits for this rank."""
     world, others = failed_alone(TREES[tree])
     world.open = 6
     world.settle()
@@ -92,7 +96,9 @@ def test_a_rank_that_failed_alone_goes_on_where_the_root_is(tree):
 
 
 def test_what_is_kept_of_a_state_that_others_do_not_have_is_not_handed_on():
-    """Rank 1 keeps one after the round that failed at it alone, and rank 3 asks it."""
+    """Rank 1 keeps a snapshot after the round that failed on it alone, and rank 3 asks
+    for it.
+    """
     world, _ = failed_alone(TREES["chain"])
     world.recovers = False
     node = world.nodes[3]
@@ -104,7 +110,7 @@ def test_what_is_kept_of_a_state_that_others_do_not_have_is_not_handed_on():
 
 
 def test_what_is_wrong_in_a_later_round_does_not_end_the_one_that_the_root_is_in():
-    """Rank 1 is a round ahead of the root, where it has too little memory."""
+    """Rank 1 is a round ahead of the root, and has too little memory in that round."""
     world = World(
         make_plan(3, Coded(stragglers=0)),
         [Call((("float64", 8),), seed) for seed in range(6)],
@@ -136,7 +142,7 @@ def test_what_is_wrong_in_a_later_round_does_not_end_the_one_that_the_root_is_in
 @example(603301975)
 @given(st.integers(0, 2**32 - 1))
 def test_who_fails_alone_never_spoils_a_sum(seed):
-    """Any ranks are stopped and go on, the root too."""
+    """Any ranks stop and continue, also the root."""
     rng = random.Random(seed)
     plan = random_plan(rng, least=2, most=9)
     world = random_world(plan, ROUNDS, rng, limits=limits("raise"), chained=True)
@@ -167,5 +173,5 @@ def test_who_fails_alone_never_spoils_a_sum(seed):
                 end.error.startswith("DeadlineExceeded: ")
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == ROUNDS + 1, world.describe(rank)
-        # or it has gone on behind it
+        # or it has continued behind it
         assert outcomes(world, rank).get(ROUNDS, DONE) == DONE

@@ -1,5 +1,6 @@
-"""Approximate sums: all their numbers are of the same children, whatever happens on the
-way."""
+"""All numbers of an approximate sum come from the same children, whatever happens
+meanwhile.
+"""
 
 import dataclasses
 import itertools
@@ -33,7 +34,7 @@ PLANS = [
 
 @dataclasses.dataclass(frozen=True)
 class Approximate(Call):
-    """A sum that any n−s children of the root may decide."""
+    """A sum that any n−s children of the root can decide."""
 
     def check(self, plan, rank, vectors):
         if self.kind == "reduce" and rank != plan.root:
@@ -46,7 +47,7 @@ class Approximate(Call):
         return None
 
     def possible(self, plan):
-        """The sums that all sets of at least n−s children of the root lead to."""
+        """Return the sums from all sets of at least n−s children of the root."""
         own, _ = self.messages(plan)
         children = plan.coded_children(plan.root)
         code = plan.codings[plan.root].code
@@ -61,9 +62,9 @@ class Approximate(Call):
 
 
 @many
-# where a set with stopped children was chosen again and again
+# a set with stopped children was chosen again and again
 @example(2804007454)
-# where one that had been stopped was never asked for again
+# a child that had been stopped was never asked again
 @example(275)
 @given(st.integers(0, 2**32 - 1))
 def test_one_set_of_children_for_all_of_a_sum(seed):
@@ -85,7 +86,7 @@ def test_one_set_of_children_for_all_of_a_sum(seed):
     children = plan.coded_children(plan.root)
     most = plan.tolerance(plan.root)
     while not all(node.next_round() > ROUNDS for node in world.nodes):
-        # stops and goes of as many children as may be missing, with those below
+        # stop and continue as many children as tolerated, with all ranks below them
         world.frozen.clear()
         world.frozen.update(rng.sample(children, rng.randint(0, most)))
         for _ in range(rng.randint(0, 300)):

@@ -1,4 +1,4 @@
-"""What piles up stays bounded: messages to a rank that does nothing, results kept for it."""
+"""Queues stay bounded: messages to an inactive rank, and results kept for it."""
 
 import random
 
@@ -21,7 +21,7 @@ def script(rounds=ROUNDS):
 
 
 def entry_bytes():
-    """What a result takes in the history of a rank: one child needs it still."""
+    """Return the bytes of a result in a rank's history while one child still needs it."""
     world = World(make_plan(3, Coded()), script(1), random.Random(0))
     world.frozen.add(2)
     world.sweep_all()
@@ -32,8 +32,9 @@ ENTRY = entry_bytes()
 
 
 def played(world, rounds, *, slow=0.0):
-    """Round after round, and after each of them nothing; in some of them time passes before
-    all ranks have called."""
+    """Play rounds, and let the world settle after each. In some rounds time passes
+    before all ranks have called.
+    """
     for world.open in range(1, rounds + 1):
         if world.rng.random() < slow:
             late = world.rng.randrange(world.plan.size)
@@ -84,7 +85,7 @@ def test_messages_to_a_stopped_rank(tree, links):
     world.settle()
     world.assert_done(set(range(plan.size)) - frozen - idle)
     assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
-    # nor do requests for their pieces
+    # neither do requests for their pieces
     assert len(world.requests) <= 24 * len(frozen)
     world.frozen.clear()
     world.idle.clear()
@@ -94,7 +95,7 @@ def test_messages_to_a_stopped_rank(tree, links):
 
 
 class NotFinite(Zeros):
-    """Rank 7 hands in NaN."""
+    """Rank 7 contributes NaN."""
 
     def own(self, plan, rank):
         return [v + (np.nan if rank == 7 else 0) for v in super().own(plan, rank)]
@@ -102,7 +103,7 @@ class NotFinite(Zeros):
 
 @pytest.mark.parametrize("verify", ["warn", "raise"])
 def test_messages_about_nan_to_a_stopped_rank(verify):
-    """Of what is wrong in each round it hears the first words and the latest one."""
+    """The stopped rank gets the first and the latest of the alerts of each round."""
     parents, _, _ = TREES["one below the other"]
     plan = make_plan(len(parents), Coded(parents=parents))
     calls = [NotFinite((("float32", COUNT),), seed) for seed in range(ROUNDS)]
@@ -123,7 +124,7 @@ def test_messages_about_nan_to_a_stopped_rank(verify):
 
 @pytest.mark.parametrize("leaver", [3, 7])
 def test_messages_about_a_rank_that_has_left(leaver):
-    """Its children go on, and its parent is stopped."""
+    """Its children continue, and its parent is stopped."""
     parents, frozen, _ = TREES["one below the other"]
     plan = make_plan(len(parents), Coded(parents=parents))
     world = World(plan, script(), random.Random(1), limits={"piece_bytes": 256})
@@ -148,7 +149,7 @@ def test_history_without_stragglers(far):
         assert all(node.history_bytes() <= 8 * ENTRY for node in world.nodes)
     world = World(plan, script(60), random.Random(0), hosts=hosts)
     for _ in played(world, 60):
-        # the result of the last round, until it is known that everybody has it
+        # the last round's result, until all ranks are known to have it
         assert all(node.history_bytes() <= 2 * ENTRY for node in world.nodes)
     world.assert_done()
 
@@ -159,9 +160,9 @@ def test_history_without_stragglers(far):
 @pytest.mark.parametrize(
     ("budget", "rounds", "most", "kept"),
     [
-        (10 * ENTRY, 3, 1 << 30, 10),  # by its bytes
-        (2 * ENTRY, 7, 1 << 30, 7),  # but so many rounds
-        (2 * ENTRY, 50, 12 * ENTRY, 12),  # up to so many bytes
+        (10 * ENTRY, 3, 1 << 30, 10),  # limited by its bytes
+        (2 * ENTRY, 7, 1 << 30, 7),  # but at least this number of rounds
+        (2 * ENTRY, 50, 12 * ENTRY, 12),  # limited by these bytes
         (0, 0, 0, 1),
     ],
 )
@@ -182,9 +183,9 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
     for _ in played(world, ROUNDS):
         held = [node.history_bytes() for node in world.nodes]
         assert max(held) <= (max(kept, 4) + 1) * ENTRY
-        if late == 4:  # a leaf keeps what it will need itself
+        if late == 4:  # a leaf keeps the results that it will need itself
             assert held[late] <= 4 * ENTRY
-        if world.open > 20:  # what is promised is kept, above the late rank
+        if world.open > 20:  # ranks above the late rank keep the promised results
             assert all(held[rank] >= kept * ENTRY for rank in line)
         for rank in set(range(13)) - set(line) - below - {late}:
             assert held[rank] <= 2 * ENTRY
@@ -194,7 +195,7 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
 
 
 def test_history_of_a_parent_that_has_not_got_all_of_its_message():
-    """It relays meanwhile, and in the end its own result is not kept for it either."""
+    """It relays meanwhile, and at the end no rank keeps its own result for it either."""
     rounds = 60
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
@@ -224,7 +225,7 @@ def test_history_of_a_parent_that_has_not_got_all_of_its_message():
 
 
 def test_memory_for_long_vectors():
-    """It is used again, round after round, and there is little of it."""
+    """Rounds use the same memory again, and need little of it."""
     plan = make_plan(13, Coded(fanout=3))
     size = 4 << 20
     calls = [Zeros((("float32", size // 4),), seed) for seed in range(8)]
@@ -234,7 +235,7 @@ def test_memory_for_long_vectors():
         used.append([node.memory_bytes() for node in world.nodes])
     world.assert_done()
     assert max(map(max, used[4:])) <= max(map(max, used[:4]))
-    # a sum, a result, three children's messages, and as much kept for later
+    # a sum, a result, three children's messages, and the same amount kept for later
     assert max(used[-1]) <= 6 * size
 
 
@@ -242,7 +243,7 @@ def test_memory_for_long_vectors():
     ("code", "stragglers", "used"), [("uncoded", 0, 3), ("grouped(load=3)", 1, 1)]
 )
 def test_a_turn_sums_a_bounded_part(code, stragglers, used):
-    """Other groups, and whoever asks, need not wait for the sum of a whole vector."""
+    """Other groups and requests need not wait for the sum of a whole vector."""
     plan = make_plan(4, Coded(stragglers=stragglers, code=code))
     limits = {"piece_bytes": 256, "announced_bytes": 1024}
     world = World(

@@ -1,4 +1,4 @@
-"""More children missing than a sum can do without: what happens at the deadline."""
+"""More children are missing than a sum tolerates: what happens at the deadline."""
 
 import dataclasses
 import functools
@@ -32,13 +32,14 @@ from jaxcoded.plan import atoms
 many = settings(bounded, derandomize=True, max_examples=30)
 ROUNDS = 6
 SECONDS = 5.0
-MOST_WAYS = 4096  # in which a sum may have come about, of those that are tried
+MOST_WAYS = 4096  # most ways to form a sum that are tried
 
 
 @dataclasses.dataclass(frozen=True)
 class Probed(Call):
-    """A sum over the atoms of a plan, that brings its coefficients along: the last
-    segment is a probe."""
+    """A sum over the atoms of a plan, whose last segment, a probe, holds its
+    coefficients.
+    """
 
     plan: object = None
 
@@ -62,7 +63,9 @@ class Probed(Call):
         return out
 
     def coefficients(self, probe):
-        """Of each atom ``(slices of the result, slices of the gradient, atoms)``."""
+        """Return the coefficients of each atom ``(slices of the result, slices of the
+        gradient, atoms)``.
+        """
         fine = self.plan.padding_multiple
         return probe.reshape(fine, -1, fine).transpose(0, 2, 1)
 
@@ -73,18 +76,19 @@ class Probed(Call):
             pieces = g.reshape(len(g), len(found), -1)
             said = np.einsum("uvc,cvq->uq", found, pieces).reshape(-1)
             sums = np.einsum("uvc,cvq->uq", exact, pieces).reshape(-1)
-            # what was decided before the deadline is exact
+            # a sum decided before the deadline is exact
             right = np.minimum(np.abs(vector - said), np.abs(vector - sums))
             if right.max(initial=0) >= 1e-6 * plan.amplification:
                 return self.check_deep(plan, vectors)
         return None
 
     def check_deep(self, plan, vectors):
-        """What an inner parent announced before its deadline, the first numbers of the probe too, may be
-        of more children than it had in the end. Then they were enough for an exact sum of what they had
-        sent."""
+        """Check numbers that an inner parent announced before its deadline, also in the
+        probe. They may hold more children than it had at the end. Then these children
+        sufficed for an exact sum of their messages.
+        """
         families = map(plan.coded_children, plan.coded_children(plan.root))
-        assert any(families), "numbers are not what the probe says, nor exact"
+        assert any(families), "numbers match neither the probe nor the exact sum"
         if _count(plan, plan.root) > MOST_WAYS:
             return
         found, allowed = np.concatenate(vectors), 1e-6 * plan.amplification
@@ -106,16 +110,18 @@ class Probed(Call):
             ]
             if np.abs(before - found).min(axis=0).max() < allowed:
                 return
-        raise AssertionError("there is no way to these numbers")
+        raise AssertionError("no set of messages gives these numbers")
 
     def check_message(self, plan, rank, segment, first, actual):
-        """Of a leaf. What a parent has summed may be of some children, as the result tells."""
+        """Check the message of a leaf. A parent's sum may hold only some children, as
+        the result shows.
+        """
         inner = plan.coded_children(rank)
         return inner or super().check_message(plan, rank, segment, first, actual)
 
 
 def _count(plan, rank):
-    """How many `_ways` there are."""
+    """Return the number of `_ways`."""
     children = plan.coded_children(rank)
     parts = plan.codings[rank].code.parts if children else 0
     return math.prod(
@@ -124,10 +130,11 @@ def _count(plan, rank):
     )
 
 
-@functools.lru_cache(maxsize=64)  # all ranks ask for those of a round
+@functools.lru_cache(maxsize=64)  # all ranks ask for the ways of a round
 def _ways(call, plan, rank, part):
-    """What a part of a rank's message, or of the root's sum, may be: which messages were heard, by parent
-    and part of its own, and the vectors."""
+    """Return the possible values of a part of a rank's message, or of the root's sum:
+    the messages used, by parent and part, and the vectors.
+    """
     count = len(call.segments)
     own = call.own(plan, rank)[part * count :][:count]
     children = plan.coded_children(rank)
@@ -179,8 +186,9 @@ def limits(action, **more):
 
 
 def stop_and_go(world, rng, rounds=ROUNDS):
-    """Freeze any ranks but the root, again and again, until the root has all rounds.
-    Its rounds that ended while nobody else than tolerated was frozen."""
+    """Freeze random ranks but the root, until the root has all rounds. Return its
+    rounds that ended while only tolerated ranks were frozen.
+    """
     plan = world.plan
     others = [rank for rank in range(plan.size) if rank != plan.root]
     root = world.nodes[plan.root]
@@ -189,7 +197,7 @@ def stop_and_go(world, rng, rounds=ROUNDS):
     while root.next_round() <= rounds:
         fine = rng.random() < 0.4
         world.frozen.clear()
-        if fine:  # nobody is late from before
+        if fine:  # no rank is still late
             world.settle()
         world.open = before = root.next_round()
         world.frozen.update(
@@ -199,7 +207,7 @@ def stop_and_go(world, rng, rounds=ROUNDS):
         )
         for _ in range(rng.randint(0, 100)):
             world.step()
-        if not fine and rng.random() < 0.5:  # some go on, and others stop in the middle
+        if not fine and rng.random() < 0.5:  # others stop in the middle
             world.frozen = set(rng.sample(others, rng.randint(0, len(others))))
         world.settle()
         assert root.next_round() > before, world.describe(plan.root)
@@ -218,12 +226,14 @@ def test_what_has_come_is_used_and_the_residual_tells(seed):
 
 @pytest.mark.parametrize("seed", [2372552955, 3938892192])
 def test_an_inner_parent_had_more_than_it_has_in_the_end(seed):
-    """Numbers that it announced before are better than the residual says, once a part of the residual's own."""
+    """Numbers that it announced earlier are better than the residual says; once they
+    are part of the residual.
+    """
     what_has_come(seed, 9)
 
 
 def test_a_section_is_not_formed_again_from_what_came_within_offers():
-    """Such messages have no address; this schedule read one."""
+    """Such messages have no address, but the engine once read one in this schedule."""
     what_has_come(3880313583, 3)
 
 
@@ -281,15 +291,16 @@ def test_the_error_names_ranks_further_down():
 @many
 @given(st.integers(0, 2**32 - 1))
 def test_a_root_that_does_not_call(seed):
-    """Its engine answers, and nothing can be decided: the others hear of it, and so does the root when it
-    calls after all."""
+    """The root's engine answers, but no round can be decided. The others get an error,
+    and so does the root when it calls at last.
+    """
     rng = random.Random(seed)
     plan = random_plan(rng, least=2, most=9)
     script = random_script(plan, rng, ROUNDS)
     world = random_world(plan, ROUNDS, rng, script=script, limits=limits("raise"))
     stuck = rng.randint(1, ROUNDS)
     world.open = stuck - 1
-    world.sweep_all()  # no time passes, so no deadline does
+    world.sweep_all()  # no time passes, so no deadline expires
     world.assert_done()
     world.idle.add(plan.root)
     world.open = ROUNDS
@@ -310,7 +321,7 @@ def test_a_root_that_does_not_call(seed):
 
 
 def test_a_root_that_does_not_call_keeps_what_it_has_to_hear():
-    """Nobody else can tell it of more rounds than its history is to have."""
+    """No other rank can send it more rounds than its history holds."""
     world = World(
         make_plan(3, Coded(stragglers=0)),
         [Call((("float64", 4),), seed) for seed in range(6)],
@@ -331,7 +342,7 @@ def test_a_root_that_does_not_call_keeps_what_it_has_to_hear():
 @pytest.mark.parametrize("failure", ["", "ValueError: mine"])
 @pytest.mark.parametrize("missed", [1, 2, 3, 5])
 def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):
-    """Those are decided, as errors; the next one fails on all ranks at once."""
+    """Those rounds are decided as errors; the next one fails on all ranks at once."""
     plan = make_plan(3, Coded(stragglers=0))
     script = [Call((("float64", 4),), seed) for seed in range(missed + 2)]
     world = World(plan, script, random.Random(0), limits=limits("raise"))
@@ -360,7 +371,7 @@ def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):
 
 @pytest.mark.parametrize("action", ["raise", "wait", "approximate"])
 def test_a_root_that_does_not_call_to_the_end(action):
-    """It brings the first of its vectors, and hangs."""
+    """The root hands in the first of its vectors, and hangs."""
     plan = make_plan(4, Coded(stragglers=1))
     segments = ("float32", 4), ("float64", 4)
     script = [Call(segments, seed) for seed in range(3)]
@@ -373,7 +384,7 @@ def test_a_root_that_does_not_call_to_the_end(action):
     world.open = 2
     world.submit(plan.root)
     world.idle.add(plan.root)
-    for _ in range(2 * int(SECONDS)):  # who waits goes on asking
+    for _ in range(2 * int(SECONDS)):  # waiting ranks continue to ask
         world.sweep_all()
         world.clock += 1
     for ends in world.ends:
@@ -408,8 +419,9 @@ def test_a_root_that_does_not_call_is_waited_for(action):
 
 
 def star(script):
-    """A root with three children, of which it needs two, and a deadline of 3 times the
-    median."""
+    """Return a root with three children, of which it needs two, and a deadline of 3
+    times the median.
+    """
     plan = make_plan(4, Coded(stragglers=1))
     assert plan.coded_children(0) == (1, 2, 3)
     world = random_world(
@@ -424,7 +436,7 @@ def star(script):
 
 
 def one_round(world, late, seconds):
-    """One more round, which these ranks call so many seconds later than others."""
+    """Play one more round, which these ranks call ``seconds`` later than others."""
     world.open += 1
     world.idle.update(late)
     world.sweep_all()
@@ -436,7 +448,7 @@ def one_round(world, late, seconds):
 
 
 def test_a_multiple_is_of_the_same_call():
-    """Short rounds between long ones leave those their time."""
+    """Short rounds between long ones do not shorten the deadline of the long ones."""
     gradient, scalar = Call((("float32", 8),), 1), Call((("float32", 1),), 2)
     told = Call((("float32", 1),), 3, kind="broadcast")
     step = [(gradient, 1.0), (scalar, 0.01), (scalar, 0.01), (told, 0.0), (told, 0.0)]
@@ -457,7 +469,7 @@ def test_the_first_rounds_of_a_call_have_no_multiple():
 
 
 def test_a_multiple_is_of_rounds_from_their_beginning():
-    """Also where this parent comes last, as a rule, and finds everything there."""
+    """This holds also if the parent usually comes last, after all messages."""
     world = star([Call((("float32", 8),), 1)] * 9)
     for _ in range(8):
         assert one_round(world, [0], 1.0).outcome == DONE

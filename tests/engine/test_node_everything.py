@@ -1,4 +1,4 @@
-"""All that can happen to a group, in one run."""
+"""Everything that can happen to a group, in one run."""
 
 import dataclasses
 import random
@@ -58,7 +58,8 @@ def test_everything_at_once(seed):
     for _ in range(rng.choice([0, 0, 1, 2])):
         odd = rng.randrange(plan.size), rng.randint(1, ROUNDS)
         world.deviations[odd] = Call((("float32", 5 * plan.padding_multiple),), seed)
-        # whoever is late and calls something else fails the round alone, and the others a later one
+        # a late rank with a different call fails the round alone, and the others fail a
+        # later one
         world.chained = False
     for round, call in enumerate(script, 1):
         if call.kind == "allreduce" and not call.erased and rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""Messages that cannot be what their sender meant: an error in words, and nothing else is lost."""
+"""Damaged messages cause an error with a message, and nothing else is lost."""
 
 import random
 
@@ -49,56 +49,58 @@ class GarblingWorld(Garbling, World):
 
 
 def cut(message):
-    """Without its last 8 bytes."""
+    """Remove the last 8 bytes."""
     return message[:-8]
 
 
 def more(message):
-    """As if twice as many pieces were there, and a thousand."""
+    """Claim twice as many pieces, plus a thousand."""
     head = Header(message)
     fields = [head.kind, head.flags, head.segments, 2 * head.ready + 1000]
     return HEADER.pack(*fields, *HEADER.unpack_from(message)[4:]) + head.body
 
 
 def longer_table(message):
-    """As if there were as many vectors as a number can count."""
+    """Claim the largest possible number of vectors."""
     head = Header(message)
     fields = [head.kind, head.flags, 2**32 - 1, head.ready]
     return HEADER.pack(*fields, *HEADER.unpack_from(message)[4:]) + head.body
 
 
 def other_dtype(message):
-    """A table whose first vector is of a dtype that there is not."""
+    """Return a table whose first vector has an unknown dtype."""
     return _with_number(message, 0, 77)
 
 
 def longer_vector(message):
-    """A table whose first vector is longer than any memory, in a number that counts its bytes."""
+    """Return a table whose first vector is longer than any memory, but whose bytes can
+    be counted.
+    """
     return _with_number(message, 1, 2**39)
 
 
 def shorter_vector(message):
-    """A table whose first vector is one number shorter, and has as many pieces."""
+    """Return a table whose first vector is one number shorter, with as many pieces."""
     return _with_number(message, 1, 99)
 
 
 def endless_vector(message):
-    """A table whose first vector is longer than can be counted in bytes."""
+    """Return a table whose first vector has more bytes than can be counted."""
     return _with_number(message, 1, 2**62)
 
 
 def late_round(message):
-    """Of a round that nobody lives to see."""
+    """Claim a round number that no group reaches."""
     return _with_field(message, 4)
 
 
 def late_decided(message):
-    """As if such a round were decided."""
+    """Claim that such a round is decided."""
     return _with_field(message, 5)
 
 
 def late_done(message):
-    """As if nobody lacked what came before such a round."""
+    """Claim that all ranks have everything before such a round."""
     return _with_field(message, 6)
 
 
@@ -109,7 +111,7 @@ def _with_field(message, index):
 
 
 def other_vector(message):
-    """A table whose first vector has other pieces than those that are known."""
+    """Return a table whose first vector has other pieces than the known ones."""
     return _with_number(message, 1, 1)
 
 
@@ -162,7 +164,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
         if seen or (on, head.kind, head.round) != (link, kind, 3):
             return message
         if damage is other_vector and not inline and head.ready < 3:
-            return message  # the first ones are right
+            return message  # the first messages are right
         if inline:
             assert head.flags & INLINED
         seen.append(message)
@@ -174,7 +176,8 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
     said = set()
     for rank in range(4):
         outcomes = [world.ends[rank][round].outcome for round in range(1, ROUNDS + 1)]
-        # whoever has a result of other lengths finds out as it calls, and others hear of it then
+        # a rank with a result of other lengths detects that as it calls, and then tells
+        # the others
         failed = 1 + (damage is shorter_vector and rank in (2, 3))
         assert outcomes.count(FAILED) == failed, world.describe(rank)
         assert outcomes.count(DONE) == ROUNDS - failed
@@ -188,7 +191,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
 
 
 def test_an_alert_of_a_round_that_nobody_lives_to_see():
-    """Those that follow are heard all the same."""
+    """The messages after it still count."""
     plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
     script = [Call((("float32", 9),), seed) for seed in range(9)]
     world = GarblingWorld(plan, script, random.Random(0))
@@ -214,12 +217,14 @@ def test_an_alert_of_a_round_that_nobody_lives_to_see():
 
 
 def test_a_parent_that_asks_does_not_put_off_who_waits_for_it():
-    """It asks why a child does not call, which waits for a result whose announcement was lost."""
+    """The parent asks why a child does not call. The child waits for a result whose
+    announcement was lost.
+    """
     plan = make_plan(2, Coded(stragglers=0))
     script = [Call((("float32", 9),), seed) for seed in range(ROUNDS)]
     limits = {"stuck_seconds": 0.05}
     world = GarblingWorld(plan, script, random.Random(0), limits=limits)
-    for world.open in (1, 2, 3):  # long rounds, after which one waits longer
+    for world.open in (1, 2, 3):  # long rounds, after which ranks wait longer
         world.idle = {0}
         world.sweep_all()
         world.clock += 1
@@ -271,7 +276,9 @@ FIRST = 6  # word of the sections
 
 
 def sections(message):
-    """Of a plan of sections: its numbers as a list, how many sections and ranks, and its terms."""
+    """Return a section plan's numbers as a list, its number of sections and of ranks,
+    and its terms.
+    """
     numbers = np.frombuffer(message[HEADER.size :], np.uint64).tolist()
     return numbers, numbers[0], numbers[1], numbers[2]
 
@@ -281,7 +288,7 @@ def _with_numbers(message, numbers):
 
 
 def same_version(message):
-    """All sections have one version."""
+    """Give all sections the same version."""
     numbers, count, _, _ = sections(message)
     for i in range(count):
         numbers[FIRST + 1 + 2 * i] = numbers[FIRST + 1 + 2 * i] >> 32 << 32 | 7
@@ -289,7 +296,7 @@ def same_version(message):
 
 
 def no_pieces(message):
-    """There is one more section, of nothing."""
+    """Add an empty section."""
     numbers, count, _, _ = sections(message)
     end, (_, whose) = numbers[FIRST - 2 + 2 * count] % 2**32, numbers[FIRST : FIRST + 2]
     numbers[0] += 1
@@ -298,7 +305,7 @@ def no_pieces(message):
 
 
 def no_such_maker(message):
-    """They are formed by a rank that there is not."""
+    """Let a rank that does not exist form the sections."""
     numbers, count, _, _ = sections(message)
     for i in range(count):
         numbers[FIRST + 1 + 2 * i] = 2**40 | numbers[FIRST + 1 + 2 * i] % 2**32
@@ -306,7 +313,7 @@ def no_such_maker(message):
 
 
 def other_makers(message):
-    """They are formed by the root."""
+    """Let the root form the sections."""
     numbers, count, _, _ = sections(message)
     for i in range(count):
         numbers[FIRST + 1 + 2 * i] %= 2**32
@@ -314,33 +321,33 @@ def other_makers(message):
 
 
 def no_such_member(message):
-    """A rank that there is not is told of them."""
+    """Name a rank that does not exist as a member."""
     numbers, count, _, _ = sections(message)
     numbers[FIRST + 2 * count] = 99
     return _with_numbers(message, numbers)
 
 
 def no_such_term(message):
-    """They are formed from what such a rank has."""
+    """Let a rank that does not exist supply the terms."""
     numbers, count, members, _ = sections(message)
     numbers[FIRST + 2 * count + members] = 99
     return _with_numbers(message, numbers)
 
 
 def no_such_purpose(message):
-    """They are for nothing that there is."""
+    """Give the sections an unknown purpose."""
     numbers, *_ = sections(message)
     numbers[FIRST - 1] = 3
     return _with_numbers(message, numbers)
 
 
 def longer_body(message):
-    """With 8 more bytes."""
+    """Add 8 bytes."""
     return message + bytes(8)
 
 
 def shifted(message):
-    """As if another section had been formed."""
+    """Claim that another section was formed."""
     fields = list(HEADER.unpack_from(message))
     fields[5] = (fields[5] + 1) % 3
     return HEADER.pack(*fields) + message[HEADER.size :]
@@ -367,7 +374,9 @@ def shifted(message):
     ],
 )
 def test_of_sections(kind, damage, inlined):
-    """One round fails on all ranks, or the word is of no use, and all other sums are right."""
+    """One round fails on all ranks, or the message has no effect, and all other sums
+    are right.
+    """
     plan = make_plan(3, Coded(fanout=2, stragglers=0))
     script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
     world = GarblingWorld(
@@ -386,9 +395,9 @@ def test_of_sections(kind, damage, inlined):
         if seen or (on, head.kind, head.round) != (link, kind, 3):
             return message
         if kind == DELEGATE and not sections(message)[-1]:
-            return message  # it forms nothing
+            return message  # this rank forms nothing
         if damage is longer_table and head.flags & INLINED:
-            return message  # it has none
+            return message  # this rank has none
         seen.append(message)
         return damage(message)
 
@@ -410,7 +419,9 @@ def test_of_sections(kind, damage, inlined):
 
 
 def star_of_hosts(sections_from):
-    """Four ranks on hosts of their own, whose sums of so many bytes are formed in sections."""
+    """Return four ranks on separate hosts, whose sums of at least ``sections_from``
+    bytes are formed in sections.
+    """
     plan = make_plan(4, Coded(fanout=3, stragglers=0))
     script = [Call((("float64", 100),), seed) for seed in range(ROUNDS)]
     return GarblingWorld(
@@ -428,7 +439,7 @@ def star_of_hosts(sections_from):
 
 @pytest.mark.parametrize("forger", [1, 0])
 def test_only_who_forms_a_section_says_so(forger):
-    """A word of another rank is an error; of the root, through which it may come, it is believed."""
+    """Another rank's claim is an error; the root's claim counts, as it may relay one."""
     world = star_of_hosts(1)
     seen = []
 
@@ -453,7 +464,7 @@ def test_only_who_forms_a_section_says_so(forger):
 
 @pytest.mark.parametrize("kind", [RESULTS, NOTE])
 def test_siblings_know_no_results(kind):
-    """A word of one of them is passed over: nothing is expected of it, or because of it."""
+    """A sibling's claim is ignored, and changes nothing."""
     world = star_of_hosts(10_000)
     seen, fetched = [], set()
     fetch = world.fetch
@@ -468,7 +479,7 @@ def test_siblings_know_no_results(kind):
         else:
             news = HEADER.pack(kind, 0, 0, 0, 3, 1000, 0, 0, 0)
             world.nodes[2].deliver(1, news)
-        return HEADER.pack(NOTE, 0, 0, 0, 3, 3, 0, 0, 0)  # the root's word is lost
+        return HEADER.pack(NOTE, 0, 0, 0, 3, 3, 0, 0, 0)  # the root's message is lost
 
     def watched(request, *where):
         fetched.add(request[:3])
@@ -486,7 +497,7 @@ def test_siblings_know_no_results(kind):
 @many
 @given(seeds)
 def test_messages_that_are_cut_anywhere(seed):
-    """Every sum is right or an error, the same on all ranks."""
+    """Each round gives the right sum or an error, the same on all ranks."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2, 9)
     world = random_world(plan, ROUNDS, rng)

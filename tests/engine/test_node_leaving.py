@@ -35,7 +35,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def leave_at(world, rounds):
-    """Whoever has made so many rounds leaves. Whether anybody did."""
+    """Let each rank leave after its number of rounds; return whether any did."""
     ready = [
         rank
         for rank in range(world.plan.size)
@@ -75,7 +75,7 @@ def test_all_leave(seed):
 
 
 def test_who_leaves_before_the_others_is_named():
-    """As a rule its program has made fewer steps than the others'."""
+    """Usually its program has done fewer steps than the others'."""
     plan = make_plan(4, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
     world.open = 2
@@ -94,7 +94,9 @@ def test_who_leaves_before_the_others_is_named():
 
 @pytest.mark.parametrize("failing", [3, 6])
 def test_who_leaves_after_a_failure_is_named_with_it(failing):
-    """In the log of its parent, and to whoever calls what too few others will."""
+    """Its parent's log names it, and so does the error of a call that too few ranks
+    make.
+    """
     plan = make_plan(13, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
     world.open = 2
@@ -116,7 +118,7 @@ def test_who_leaves_after_a_failure_is_named_with_it(failing):
 @many
 @given(seeds)
 def test_who_is_needed_stays(seed):
-    """Nobody is gone for good before all below it are, however late they are."""
+    """No rank ends before all ranks below it have ended, however late they are."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3, stragglers=(1, 2)), 5
     world = random_world(plan, rounds, rng)
@@ -155,14 +157,14 @@ def test_early_leavers_are_stragglers(seed):
 @many
 @given(seeds)
 def test_too_many_leave(seed):
-    """Then the calls of the others fail, and say who has left."""
+    """Then the calls of the others fail and name the ranks that have left."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 6, rng)
     early = [plan.root] if rng.random() < 0.3 else too_many(plan, rng, for_good=True)
     rounds = world.open = rng.randint(0, 3)
     world.settle()
-    if rng.random() < 0.3:  # in the midst of a round of the others
+    if rng.random() < 0.3:  # in the middle of a round of the others
         world.idle |= set(early)
         world.open = 6
         world.settle()
@@ -215,7 +217,7 @@ def test_the_root_leaves_first(far, down):
 
 
 class Short(simulation.Wire):
-    """There is too little memory for so many messages, once their node leaves."""
+    """Too little memory for some messages after their node leaves."""
 
     short = 0
 
@@ -228,7 +230,9 @@ class Short(simulation.Wire):
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_too_little_memory_for_leaving(failures, monkeypatch):
-    """A rank with others below it says in a later turn that it leaves, and that it is gone."""
+    """A rank with children announces in a later turn that it leaves, and that it is
+    gone.
+    """
     monkeypatch.setattr(simulation, "Wire", Short)
     script = [Call((("float32", 30),), seed) for seed in range(3)]
     world = World(make_plan(7, Coded(fanout=2)), script, random.Random(0))
@@ -251,7 +255,7 @@ def test_too_little_memory_for_leaving(failures, monkeypatch):
 
 
 def test_give_up():
-    """A rank that waits no longer for those below says whom it has left behind."""
+    """A rank that gives up the ranks below it names them."""
     plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 30),), seed) for seed in range(3)]
     world = World(plan, script, random.Random(0))
@@ -267,7 +271,7 @@ def test_give_up():
 
 @pytest.mark.parametrize("early", [True, False])
 def test_nobody_waits_for_a_dead_leaf(early):
-    """Whether it is known to be dead before its parent leaves, or afterwards."""
+    """Its death is known before its parent leaves, or afterwards."""
     script = [Call((("float32", 30),), seed) for seed in range(3)]
     world = World(make_plan(7, Coded(fanout=2)), script, random.Random(0))
     world.frozen.update({2, 3})
@@ -280,7 +284,7 @@ def test_nobody_waits_for_a_dead_leaf(early):
         world.settle()
     assert world.nodes[1].left()
     assert world.nodes[0].absent() == [3]
-    # those below a dead parent may be on their way
+    # ranks below a dead parent may be on their way
     world.nodes[0].lost(2)
     assert not world.nodes[0].left()
 
@@ -289,7 +293,7 @@ def test_nobody_waits_for_a_dead_leaf(early):
 @many
 @given(seeds)
 def test_nobody_waits_for_ever(seed):
-    """Whoever leaves at whatever moment, all calls end: with the sum or with the reason."""
+    """Any rank may leave at any moment: all calls end, with the sum or with the reason."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 2), 6
     script = random_script(plan, rng, rounds)

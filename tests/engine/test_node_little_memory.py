@@ -1,5 +1,6 @@
-"""Ranks with too little memory for what they have to do: no sum is wrong, and nobody else's round fails for it once it is
-decided."""
+"""Ranks have too little memory: no sum is wrong, and a decided round does not fail on
+other ranks.
+"""
 
 import random
 import resource
@@ -42,19 +43,20 @@ def world_of(plan, **options):
 
 
 def pass_time(world):
-    """Without memory nodes try again for ever."""
+    """Let time pass. Without memory nodes try again for ever."""
     for _ in range(20):
         world.sweep_all()
         world.clock += world.limits.orphan_seconds
 
 
-# Of a root, ranks 1 and 2, and one rank below each of them.
+# A root, ranks 1 and 2, and one rank below each of them.
 FIVE = make_plan(5, Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetition"}))
 
 
 def assert_nobody_is_harmed(world, fails):
-    """Rank 1 fails alone, and is in no sum until it has the state of the others, also if rank 2 is late. Without its state it
-    fails the next round."""
+    """Check that rank 1 fails alone and enters no sum until it has the others' state,
+    also if rank 2 is late. Without that state it fails the next round.
+    """
     end = world.ends[1][2]
     assert end.outcome == DESYNCHRONIZED
     assert end.error == (
@@ -72,7 +74,7 @@ def assert_nobody_is_harmed(world, fails):
 
 
 def test_a_late_rank_without_memory_for_its_message():
-    """It has heard that the round is decided, but cannot keep the result."""
+    """It knows that the round is decided, but cannot keep the result."""
     world = world_of(FIVE)
     world.idle.add(1)
     world.short_of_memory.add(1)
@@ -86,7 +88,7 @@ def test_a_late_rank_without_memory_for_its_message():
 
 
 def submit_unmade(world, rank):
-    """A call that there was too little memory to make."""
+    """Submit a call for which memory was too small."""
     node, call = world.nodes[rank], world.script[world.nodes[rank].next_round() - 1]
     running = world.running[rank] = Running(node.next_round(), call, [], [], 0)
     running.message = []
@@ -97,7 +99,7 @@ def submit_unmade(world, rank):
 
 @pytest.mark.parametrize("here", [True, False])
 def test_a_late_rank_without_memory_for_its_call(here):
-    """The result of its round lies in its history, or is known of."""
+    """The rank has its round's result in its history, or knows that it exists."""
     world = world_of(FIVE)
     world.idle.add(1)
     if not here:
@@ -128,7 +130,7 @@ def test_a_call_without_memory_whose_round_is_not_decided_fails_it_everywhere():
 
 
 def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
-    """Its own round was decided long ago, and it has not got the last part of its message."""
+    """Its own round was decided long ago, and it lacks the last part of its message."""
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
     )
@@ -159,7 +161,9 @@ def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
 
 
 def test_a_late_rank_without_memory_for_its_sum():
-    """It has children, its round was decided long ago, and the last part of its message is not there yet."""
+    """It has children, its round was decided long ago, and it still lacks the last part
+    of its message.
+    """
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
     )
@@ -180,7 +184,7 @@ def test_a_late_rank_without_memory_for_its_sum():
 
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_rank_without_memory_for_a_part_of_its_message(decided):
-    """Its call does not wait for what the program has given away in vain."""
+    """Its call does not wait for the part that the program handed in and that was lost."""
     plan = make_plan(4, Coded(code="progressive"))
     assert plan.parts_above[1] > 1
     world = world_of(plan)
@@ -209,7 +213,7 @@ def test_a_rank_without_memory_for_a_part_of_its_message(decided):
 
 
 def test_a_root_without_memory_does_not_take_back_what_others_have():
-    """Others have computed all blocks, while its program is in one."""
+    """Others have computed all blocks while the root's program computes one."""
     rng = random.Random(1)
     world = sharing_world(
         rng,
@@ -232,7 +236,7 @@ def test_a_root_without_memory_does_not_take_back_what_others_have():
 
 
 def test_a_root_that_loses_what_others_have_fails_the_next_round():
-    """Its call got no memory for where the result goes: it cannot have it any more."""
+    """Its call got no memory for the result, and cannot get the result any more."""
     world = sharing_world(
         random.Random(1),
         size=4,
@@ -264,11 +268,11 @@ def test_a_root_that_loses_what_others_have_fails_the_next_round():
 @example(887926241)
 @given(st.integers(0, 2**32 - 1))
 def test_whoever_is_short_of_memory_spoils_no_sum(seed):
-    """Any ranks, now and then; some are late or stopped."""
+    """Any ranks lack memory now and then; some are late or stopped."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, least=2, most=9), 12
     world = random_world(plan, rounds, rng, chained=True)
-    world.rests = 0  # in which nodes may not try again and again
+    world.rests = 0  # during rests nodes may not try again and again
     world.snapshots = [1] * plan.size
     for node in world.nodes:
         node.keep_state(1, world.state(1))
@@ -293,12 +297,12 @@ def test_whoever_is_short_of_memory_spoils_no_sum(seed):
                 end.error.endswith("has too little memory for this call")
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == rounds + 1, world.describe(rank)
-        # or it has gone on behind it
+        # or it has continued behind it
         assert rounds not in ends or ends[rounds].outcome == DONE
 
 
 class Tired(simulation.Wire):
-    """There is too little memory for the first thing that the node does when a call of its has ended."""
+    """Too little memory for the node's first action after its call has ended."""
 
     tired = False
 
@@ -311,7 +315,7 @@ class Tired(simulation.Wire):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_too_little_memory_at_the_end_of_a_call(rank, monkeypatch):
-    """The next call is not taken for the same one."""
+    """The node does not confuse the next call with this one."""
     monkeypatch.setattr(simulation, "Wire", Tired)
     world = world_of(make_plan(3, Coded(stragglers=0)))
     world.open = 2
@@ -328,7 +332,7 @@ def test_too_little_memory_at_the_end_of_a_call(rank, monkeypatch):
 
 
 class Short(simulation.Wire):
-    """There is too little memory for the next message."""
+    """Too little memory for the next message."""
 
     short = False
 
@@ -340,7 +344,9 @@ class Short(simulation.Wire):
 
 
 def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
-    """An exception has ended its loop over blocks. Its next call is not behind this one for ever."""
+    """An exception has ended its loop over blocks. This call does not block its next
+    one for ever.
+    """
     monkeypatch.setattr(simulation, "Wire", Short)
     script = [Call((("float32", 5),), seed) for seed in range(2)]
     plan = make_plan(3, Shared(replicas=2, blocks=2))
@@ -364,7 +370,7 @@ def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
 
 @pytest.mark.parametrize("hosts", [[0] * 4, list(range(4))])
 def test_a_rank_without_memory_for_its_section_hears_that_the_round_has_failed(hosts):
-    """The word of it comes behind the one that tells it what to form."""
+    """The report of the failure comes after the order to form the section."""
     world = World(
         make_plan(4, Coded(fanout=3, stragglers=0)),
         [Call((("float64", 200),), seed) for seed in range(3)],
@@ -387,8 +393,9 @@ def test_a_rank_without_memory_for_its_section_hears_that_the_round_has_failed(h
 @many
 @given(st.integers(0, 2**32 - 1))
 def test_no_inbox_is_blocked_by_what_there_is_no_memory_for(seed):
-    """One rank of a star has too little memory for vectors from some moment on, for good, while sums are formed in sections
-    of which some are sent within messages."""
+    """From some moment on one rank of a star always has too little memory for vectors,
+    while sums are formed in sections, some of them sent within messages.
+    """
     rng = random.Random(seed)
     size, stragglers = rng.randint(3, 6), rng.randint(0, 1)
     world = World(
@@ -413,12 +420,12 @@ def test_no_inbox_is_blocked_by_what_there_is_no_memory_for(seed):
 
 
 def test_too_little_memory_for_a_snapshot():
-    """Its rank hears all that comes behind it, and may ask again once there is enough."""
+    """Its rank gets all later messages, and may ask again once it has enough memory."""
     if not measurable():
         pytest.skip("the allocator of a sanitizer ends the process")
     world = World(make_plan(3, Coded(stragglers=0)), [], random.Random(0))
     root, child = world.nodes[0], world.nodes[1]
-    # of a size of its own: memory that other tests have given back does not fit
+    # a unique size, which memory freed by other tests does not fit
     state = bytes(range(251)) * (1 << 18)
     root.keep_state(5, state)
     child.ask_state()

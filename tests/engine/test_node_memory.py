@@ -1,6 +1,7 @@
-"""What nodes hold does not grow with their rounds, whoever is late, has left or is dead.
+"""The memory of nodes does not grow with their rounds, even if ranks are late, have
+left or are dead.
 
-The heap is measured, so that no container of a node is left out.
+The tests measure the heap, which includes every container of a node.
 """
 
 import ctypes
@@ -17,11 +18,13 @@ from simulation import World, Zeros
 from jaxcoded import Coded, make_plan
 
 libc = ctypes.CDLL(None)
-BYTES = 2.0  # that the heap may grow in a round: no entry of any container is as small
+BYTES = (
+    2.0  # allowed growth of the heap in a round, less than any entry
+)
 
 
 class Heap(ctypes.Structure):
-    """As `struct mallinfo2` of the C library."""
+    """The C library's `struct mallinfo2`."""
 
     _fields_ = [
         (name, ctypes.c_size_t)
@@ -39,7 +42,9 @@ def heap_bytes():
 
 
 def measurable():
-    """Whether this process's memory is the C library's: a sanitizer has one of its own."""
+    """Return whether this process uses the C library's allocator: sanitizers replace
+    it.
+    """
     if not hasattr(libc, "mallinfo2"):
         return False
     before = heap_bytes()
@@ -48,7 +53,7 @@ def measurable():
 
 
 class Long(Zeros):
-    """With words as of a long pytree."""
+    """A call with a long signature, as of a large pytree."""
 
     @property
     def signature(self):
@@ -56,7 +61,7 @@ class Long(Zeros):
 
 
 class Forgetful(World):
-    """A world that keeps nothing of its rounds, and in which many of them take little time."""
+    """A world that keeps nothing of its rounds, so that many rounds take little time."""
 
     def play(self, rounds):
         for _ in range(rounds):
@@ -81,7 +86,7 @@ class Forgetful(World):
 
 
 def die(world, rank):
-    """Those that have to do with it are told by MPI."""
+    """Let a rank die; MPI reports that to its peers."""
     world.dead.add(rank)
     world.running[rank] = None
     for link, queue in world.queues.items():
@@ -92,7 +97,8 @@ def die(world, rank):
             world.nodes[other].lost(rank)
 
 
-# Who is missing from the sixth round on, of a root, its children 1 to 3, and one below 1.
+# The ranks missing from the sixth round on, in a tree of a root, its children 1 to 3,
+# and a child of rank 1.
 MISSING = {
     "nobody": lambda world: None,
     "an inner rank has failed": lambda world: world.leave(1, "ValueError: no luck"),

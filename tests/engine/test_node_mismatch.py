@@ -1,4 +1,4 @@
-"""Ranks that call different things in one round: all are told, and nobody gets a wrong sum."""
+"""Ranks call different things in one round: all get an error, and none a wrong sum."""
 
 import dataclasses
 import random
@@ -34,7 +34,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def other(call, plan, rng):
-    """A call that is not this one."""
+    """Return a call that differs from this one."""
     q, seed = plan.padding_multiple, call.seed + 1
     return rng.choice(
         [
@@ -64,9 +64,9 @@ def test_of_long_calls_the_ends_are_said():
 
 
 def assert_told(world, odd, round):
-    """All ranks were told of the odd one's call, in the same round, and later rounds are
-    right. If the odd call's own round was decided before, either the odd rank failed in it,
-    or all the others did (if the root was odd).
+    """Check that all ranks failed in one round, with an error about the odd call, and
+    that later rounds are right. If the odd call's round was decided before, the odd
+    rank failed in it, or, if the odd rank is the root, all others did.
 
     Returns:
         The round in which all failed.
@@ -116,9 +116,9 @@ def test_in_time(seed):
 @pytest.mark.slow
 @many
 @given(seeds)
-@example(507095104)  # others read pieces of a result that turns out to be an error
+@example(507095104)  # others read pieces of a result that becomes an error
 def test_at_any_time(seed):
-    """While all the others go on as they like."""
+    """All others continue at any pace."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     rounds = 30
@@ -163,7 +163,7 @@ def test_late(seed):
 
 @pytest.mark.parametrize("odd", [0, 1, 4])
 def test_one_rank_is_a_round_ahead(odd):
-    """It called something once more than the others, so that nothing fits any more."""
+    """It called something once more than the others, so that no later call matches."""
     plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 30),), seed) for seed in range(12)]
     world = World(plan, script, random.Random(0), limits={"piece_bytes": 32})
@@ -188,7 +188,7 @@ def test_one_rank_is_a_round_ahead(odd):
 @many
 @given(seeds)
 def test_a_refusal_beside_a_mismatch(seed):
-    """A round that fails anyhow does not swallow that its calls did not fit."""
+    """A round that fails for another reason still reports that its calls did not match."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 10, rng)
@@ -209,7 +209,9 @@ def test_a_refusal_beside_a_mismatch(seed):
 
 
 def test_pieces_do_not_hide_an_error():
-    """The root's word that the round has failed comes before the parent's of its first pieces."""
+    """The root's report of the failed round comes before the parent's report of its
+    first pieces.
+    """
     plan = make_plan(3, Coded(parents=[-1, 0, 1], stragglers=0))
     call = Call((("float32", 64),), 0)
     world = World(plan, [call], random.Random(0), hosts=range(3))
@@ -226,7 +228,9 @@ def test_pieces_do_not_hide_an_error():
 @pytest.mark.parametrize("sections_from", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_what_takes_the_place_of_a_call_is_not_given_its_sum(seed, sections_from):
-    """The last part of its message never comes, while its family forms the sum. Another call of as many numbers follows."""
+    """The last part of its message never comes while its family forms the sum. Another
+    call of the same length follows.
+    """
     plan = make_plan(4, Coded(code="progressive"))
     calls = [Call((("float64", 60),), number) for number in range(2)]
     world = World(

@@ -1,7 +1,8 @@
-"""Messages of any kind with anything in them: nodes may give up, but take no harm.
+"""Nodes receive messages of any kind with any contents: they may fail, but do not
+crash.
 
-What is plausible is believed, so sums may be wrong here. `test_node_garbled.py` has what a node can tell,
-and that all ranks hear of it then.
+Nodes accept plausible contents, so sums may be wrong here. `test_node_garbled.py`
+covers errors that a node can detect, which all ranks must get.
 """
 
 import random
@@ -20,20 +21,20 @@ from simulation import HEADER, Garbling, random_plan, random_world
 
 from jaxcoded import Coded, make_plan
 
-KINDS = 18  # of `Kind` in message.h
+KINDS = 18  # number of `Kind`s in message.h
 ROUNDS = 6
-MOST_BYTES = 64 << 20  # of a node; its sums have some hundred
+MOST_BYTES = 64 << 20  # most bytes of a node, whose sums have some hundred
 NUMBERS = [0, 1, 2, 3, 7, 8, 255, 2**16, 2**31, 2**32 - 1]
 NUMBERS += [2**32, 2**40, 2**48, 2**48 + 1, 2**62, 2**63, 2**64 - 1]
-# A length that fits into the memory of this machine is believed: in bodies all are shorter, or
-# longer.
+# Nodes accept a length that fits into this machine's memory. So all lengths in bodies
+# are shorter, or too long.
 LENGTHS = [n for n in NUMBERS if n <= 2**16 or n >= 2**48]
 many = settings(bounded, derandomize=True, max_examples=40)
 seeds = st.integers(0, 2**32 - 1)
 
 
 class Credulous(Garbling):
-    """A world that does not know what is right."""
+    """A world that does not check results."""
 
     def fetch(self, request, address, size):
         asker, source, what, round, piece, version = request
@@ -41,7 +42,8 @@ class Credulous(Garbling):
             self.requests.append(request)
             return False
         data = self.nodes[source].read(what, round, piece, version)
-        # what is not there cannot be read; another length is that of another process's memory
+        # a missing piece cannot be read; a wrong length could read another process's
+        # memory
         return None if data is None else data[:size].ljust(size, b"\0")
 
     def check_piece(self, *_):
@@ -66,7 +68,7 @@ class Sharing(Credulous, test_node_sharing.World):
 
 
 def nonsense(rng, message):
-    """What is left of a message, or another one."""
+    """Return a damaged message, or a random one."""
     fields, body = list(HEADER.unpack_from(message)), bytearray(message[HEADER.size :])
     for _ in range(rng.choice([1, 1, 2, 3])):
         how = rng.randrange(8)
@@ -96,7 +98,7 @@ def nonsense(rng, message):
 
 
 def play(world, rng):
-    """Ranks say nonsense for a while, and then go on."""
+    """Let ranks send nonsense for a while, and then let the world continue."""
     share = rng.choice([0.01, 0.1, 0.5])
     world.garble = lambda link, message: (
         nonsense(rng, message) if rng.random() < share else message
@@ -104,7 +106,7 @@ def play(world, rng):
     links = list(world.queues)
     for number in range(rng.choice([100, 400])):
         world.step()
-        if number % 10 == 0:  # also what nobody says as a rule
+        if number % 10 == 0:  # also rare messages
             source, to = rng.choice(links)
             fields = [rng.randrange(KINDS), rng.randrange(256), 0, 0]
             fields += [rng.randint(0, ROUNDS + 2) for _ in range(3)]
@@ -141,7 +143,7 @@ def test_nonsense_about_shared_work(seed):
 
 
 def test_a_text_that_is_none():
-    """It arrives all the same, as far as Python and XLA can make a text of it."""
+    """It arrives nevertheless, as far as Python and XLA can convert it."""
     script = [simulation.Call((("float32", 4),), 0)]
     world = simulation.World(
         make_plan(2, Coded(stragglers=0)), script, random.Random(0)

@@ -1,4 +1,4 @@
-"""The sums that parents form, number by number, against numpy."""
+"""Compare the sums of parents with NumPy, number by number."""
 
 import contextlib
 import ctypes
@@ -21,13 +21,15 @@ EVERY = [*HALF, "float32", "float64"]
 
 @pytest.fixture(autouse=True)
 def _quiet():
-    """bfloat16 is not numpy's own: it warns of NaN and of infinities."""
+    """Silence NumPy, which warns about NaN and infinities of bfloat16, a type of
+    another package.
+    """
     with np.errstate(invalid="ignore", over="ignore"):
         yield
 
 
 class Given(Call):
-    """A call with these vectors, one list for each rank."""
+    """A call with these vectors, in one list for each rank."""
 
     def __init__(self, vectors):
         first = vectors[0]
@@ -48,7 +50,9 @@ class Given(Call):
 
 
 def added(*vectors, skipped=False, piece_bytes=1 << 18, plan=None):
-    """What the root of a tree without stragglers gets; its own vector is the first."""
+    """Return the root's sum in a tree without stragglers; the first vector is the
+    root's.
+    """
     plan = plan or make_plan(
         len(vectors), Coded(stragglers=0, fanout=max(len(vectors) - 1, 1))
     )
@@ -67,7 +71,7 @@ def added(*vectors, skipped=False, piece_bytes=1 << 18, plan=None):
 
 
 def assert_same(actual, expected):
-    """The same bits, but for those of NaN."""
+    """Check that two vectors have the same bits, except those of NaN."""
     assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     unsigned = np.dtype(f"u{actual.dtype.itemsize}")
@@ -81,19 +85,19 @@ def all_bits(dtype):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_every_half_number(dtype):
-    """Subnormal numbers, infinities and NaN come through a sum with zero as they are."""
+    """A sum with zero keeps subnormal numbers, infinities and NaN."""
     x = all_bits(dtype)
     zero = np.zeros_like(x)
     expected = np.where(x == 0, zero, x)  # −0 + 0 = 0
     assert_same(added(zero, x), expected)
     assert_same(added(x, zero), expected)
-    # and with nothing at all, −0 stays
+    # without any other vector −0 stays
     assert_same(added(zero, x, skipped=True), x)
 
 
 @contextlib.contextmanager
 def flushing():
-    """Subnormal numbers are 0 to this thread, as they are to XLA's."""
+    """Let this thread flush subnormal numbers to 0, as XLA's threads do."""
     words = {"x86_64": (7, 0x8040), "aarch64": (0, 1 << 24)}
     if platform.machine() not in words:
         pytest.skip("no name for the bits of this processor")
@@ -114,7 +118,9 @@ def flushing():
 
 @pytest.mark.parametrize("dtype", EVERY)
 def test_the_same_bits_on_every_thread(dtype):
-    """Sums of the smallest numbers, also on a thread that flushes them to zero."""
+    """Sums of the smallest numbers are equal, also on a thread that flushes them to
+    zero.
+    """
     if dtype in HALF:
         x = all_bits(dtype)
         x = x[np.isfinite(x)]
@@ -132,10 +138,12 @@ def test_the_same_bits_on_every_thread(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_products_are_rounded(dtype):
-    """Before they are added, on every processor: a fused multiply-add has other bits."""
+    """Products are rounded before they are added, on every processor: a fused
+    multiply-add gives other bits.
+    """
     plan = make_plan(5, Coded(fanout=4, code="random_generator"))
     rng = np.random.default_rng(0)
-    # behind the numbers a unit vector of each rank, to see its coefficient
+    # after the numbers a unit vector of each rank shows its coefficient
     vectors = [
         np.append(rng.standard_normal(1000), unit).astype(dtype) for unit in np.eye(5)
     ]
@@ -151,7 +159,7 @@ def test_products_are_rounded(dtype):
 
 @pytest.mark.parametrize("dtype", EVERY)
 def test_sums_are_rounded_to_even(dtype):
-    """Sums of any two numbers: in float32 for the narrow types, rounded once."""
+    """Sums of any two numbers are rounded once, for the narrow types from float32."""
     wide = np.float64 if dtype == "float64" else np.float32
     rng = np.random.default_rng(0)
     if dtype in HALF:
@@ -161,7 +169,7 @@ def test_sums_are_rounded_to_even(dtype):
         x, y = (
             np.frombuffer(rng.bytes(size * 100_000), jnp.dtype(dtype)) for _ in "xy"
         )
-    # half of them of similar size, so that their last digits meet
+    # half of them have similar sizes, so that their last digits overlap
     near = y.copy()
     factors = rng.uniform(-2, 2, len(x[::2]))
     near[::2] = (x[::2].astype(wide) * factors).astype(x.dtype)
@@ -210,7 +218,7 @@ def test_coefficients(dtype, children, count):
     eps = float(jnp.finfo(dtype).eps)
     for piece_bytes in (1 << 18, 264):
         actual = added(*vectors, plan=plan, piece_bytes=piece_bytes).astype(np.float64)
-        # whichever children the root took, it did not take more than it needs
+        # the root took no more children than it needs
         candidates = []
         for left_out in (None, *range(1, children + 1)):
             erased = np.zeros(children + 1, bool)

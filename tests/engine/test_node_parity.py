@@ -1,5 +1,6 @@
-"""Nodes that look for mistakes: the same sums as without, whatever the order of events, and
-messages that do not fit are found before anybody gets their sum."""
+"""Nodes compare messages: sums stay the same in any order of events, and a mismatch is
+detected before any rank gets the sum.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +24,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class Wrong(Call):
-    """A sum to which some ranks contribute what they should not."""
+    """A sum to which some ranks contribute wrong values."""
 
     culprits: tuple[int, ...] = ()
 
@@ -46,7 +47,7 @@ def run(world, steps):
 
 
 def sound_script(plan, rng, rounds, **more):
-    """Of vectors long enough that no check has only rounding to look at."""
+    """Return calls with vectors so long that no check sees only rounding."""
     multiple = plan.padding_multiple
     kinds = ["float16", "bfloat16", "float32", "float64"]
     if plan.amplification > 10:
@@ -84,7 +85,7 @@ def test_sums_that_fit_are_the_same(seed):
 @many
 @given(seeds)
 def test_nobody_is_left_behind(seed):
-    """No sum without all ranks, also where the code could do without."""
+    """Sums need all ranks, even if the code tolerates missing ones."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 0, rng, script=sound_script(plan, rng, 1), debug=True)
@@ -110,7 +111,7 @@ def test_who_has_nothing_to_contribute_is_left_out(seed):
 
 
 def test_a_parent_that_lacks_too_many_is_left_out():
-    """Rank 1 has one child alone, which is erased or has nothing to contribute."""
+    """Rank 1 has a single child, which is erased or has nothing to contribute."""
     plan = make_plan(5, Coded(parents=[-1, 0, 0, 0, 1]))
     for erased, skips in [({4}, set()), (set(), {(4, 1)})]:
         call = Call((("float32", 9),), 1, erased=frozenset(erased))
@@ -121,7 +122,7 @@ def test_a_parent_that_lacks_too_many_is_left_out():
 
 
 CODES = [
-    # code, children, stragglers; whether the very child is found
+    # code, children, stragglers; whether the check finds the exact child
     ("fractional_repetition", 4, 1, False),
     ("fractional_repetition", 6, 2, True),
     ("cyclic_repetition", 3, 1, False),
@@ -166,7 +167,9 @@ def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
 
 @dataclasses.dataclass(frozen=True)
 class Small(Call):
-    """A sum of numbers that are small beside the first one, which some ranks get wrong."""
+    """A sum of numbers much smaller than the first one, some of them wrong on some
+    ranks.
+    """
 
     size: float = 1e-6
     culprits: tuple[int, ...] = ()
@@ -212,7 +215,9 @@ def test_small_numbers_are_compared(code, children, stragglers, found, kind):
 
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
 def test_what_is_rounding_alone_is_no_mistake(code):
-    """Beside all that travels with it, or beside what did in an earlier round."""
+    """Rounding is no mistake, compared with all numbers of the message, or of an
+    earlier round.
+    """
     plan = make_plan(
         6, Coded(fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
     )
@@ -249,7 +254,9 @@ def test_what_is_rounding_alone_is_no_mistake(code):
 
 @dataclasses.dataclass(frozen=True)
 class Vanishing(Wrong):
-    """Gradients that cancel over the whole batch, and what they are differences of."""
+    """Gradients that cancel over the whole batch, and the numbers whose differences
+    they are.
+    """
 
     @functools.cached_property
     def gradients(self):
@@ -261,8 +268,9 @@ class Vanishing(Wrong):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("culprits, outcome", [((), 1), ((3,), FAILED)])
 def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
-    """Each child of the root has the whole batch, and its own children parts of it: what is
-    left of them is what rounding made of the parts."""
+    """Each child of the root has the whole batch, and its children have parts of it.
+    After they cancel, only the rounding of the parts is left.
+    """
     plan = make_plan(5, Coded(fanout=2, stragglers=1, code="fractional_repetition"))
     for seed in range(5):
         call = Vanishing(((dtype, 40), ("float32", 1)), seed, culprits=culprits)
@@ -274,7 +282,7 @@ def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
 @many
 @given(seeds)
 def test_a_count_that_is_not_that_of_the_examples(seed):
-    """Nobody gets anything of that round, whoever looks for mistakes or not."""
+    """No rank gets a result of that round, with or without the comparison."""
     rng = random.Random(seed)
     plan = random_plan(rng)
     segments = (("float64", 4 * plan.padding_multiple), ("float32", 30))
@@ -349,7 +357,7 @@ def test_nan_is_named():
 
 
 def test_without_it_a_wrong_message_is_not_found():
-    """Whichever children's messages are used, they are wrong, and so is the sum."""
+    """The messages of all children are wrong, and so is the sum."""
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     children = plan.coded_children(plan.root)
     wrong = Wrong((("float32", 9),), 1, culprits=children)
@@ -359,7 +367,7 @@ def test_without_it_a_wrong_message_is_not_found():
 
 
 def test_a_child_that_has_closed_is_not_waited_for():
-    """Its calls will not come, so that the others hear of it."""
+    """Its calls will not come, and the others get an error."""
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     segments = (("float32", 9),)
     world = random_world(

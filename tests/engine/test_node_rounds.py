@@ -1,4 +1,6 @@
-"""Rounds of a whole tree of nodes, in any order of events: the sums are exact everywhere."""
+"""Rounds of a whole tree of nodes, in any order of events, give exact sums on all
+ranks.
+"""
 
 import dataclasses
 import random
@@ -54,7 +56,7 @@ def test_every_sum_is_exact(seed):
 @many
 @given(seeds)
 def test_nothing_waits_for_time_to_pass(seed):
-    """Where everybody is there, what comes is all that a node needs to go on."""
+    """With all ranks present, messages alone let a node continue."""
     rng = random.Random(seed)
     plan = random_plan(rng)
     world = random_world(plan, 4, rng)
@@ -64,7 +66,7 @@ def test_nothing_waits_for_time_to_pass(seed):
 
 @pytest.mark.parametrize("length", range(1, 9))
 def test_pieces_that_come_together(length):
-    """More of them than are handed on at a time."""
+    """More pieces come together than a node hands on at a time."""
     plan = make_plan(2, Coded(stragglers=0))
     script = [Call((("float64", length),), seed) for seed in range(8)]
     limits = {"piece_bytes": 8, "announced_bytes": 8}
@@ -77,7 +79,7 @@ def test_pieces_that_come_together(length):
 @many
 @given(seeds)
 def test_stragglers_hold_up_nobody(seed):
-    """As many as every parent tolerates do nothing at all from some moment on."""
+    """From some moment on, as many ranks as every parent tolerates do nothing."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3), rng.randint(1, 6)
     world = random_world(plan, rounds, rng, **comparing(plan, rng))
@@ -90,7 +92,7 @@ def test_stragglers_hold_up_nobody(seed):
         world.step()
     world.settle()
     world.assert_done(set(range(plan.size)) - stragglers)
-    # and once they go on, they catch up
+    # once they continue, they catch up
     world.frozen.clear()
     world.idle.clear()
     world.settle()
@@ -101,7 +103,9 @@ def test_stragglers_hold_up_nobody(seed):
 @pytest.mark.parametrize("hosts", ["one", "many"])
 @pytest.mark.parametrize("slices", [more(1), 2])
 def test_a_stop_at_any_moment(hosts, slices):
-    """An inner rank and a leaf stop after so many events, in the midst of their pieces."""
+    """An inner rank and a leaf stop after any number of events, in the middle of their
+    pieces.
+    """
     plan = make_plan(21, Coded(fanout=4, slices=slices, root_computes=True))
     cut = set()
     for moment in range(0, 1200, 25):
@@ -130,7 +134,7 @@ def test_a_stop_at_any_moment(hosts, slices):
 @many
 @given(seeds)
 def test_stops_and_goes(seed):
-    """Ranks stop and go on all the time, any number of them."""
+    """Any number of ranks stop and continue all the time."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)
     world = random_world(plan, rounds, rng, **comparing(plan, rng))
@@ -147,8 +151,9 @@ def test_stops_and_goes(seed):
 
 
 def test_a_late_rank_is_needed_until_a_sum_is_whole():
-    """While its pieces are still formed, one whose message they need may die: `lag` counts it from
-    its last piece on."""
+    """While a sum is being formed, a rank whose message it needs may die: `lag` counts
+    the sum from its last piece on.
+    """
     seen = 0
     for seed in range(20):
         plan = make_plan(4, Coded(stragglers=1))
@@ -166,14 +171,14 @@ def test_a_late_rank_is_needed_until_a_sum_is_whole():
         world.idle.clear()
         world.settle()
         world.assert_done()
-    assert seen > 20  # steps in which it knew that the sum was begun
+    assert seen > 20  # steps in which it knew that the sum had begun
 
 
 @pytest.mark.slow
 @many
 @given(seeds)
 def test_a_rank_far_behind(seed):
-    """It finds the results of all the rounds it missed, and is told how many they are."""
+    """It gets the results of all rounds that it missed, and learns their number."""
     rng = random.Random(seed)
     plan = random_plan(rng, 3, stragglers=(1, 2))
     late = random_missing(plan, np.random.default_rng(seed))
@@ -206,7 +211,7 @@ def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
         world.clock += 10
         world.settle()
         world.assert_done(healthy)
-    # what rank 1 would tell them now, they know
+    # they already know what rank 1 would tell them now
     world.frozen.clear()
     world.settle()
     world.assert_done()
@@ -216,8 +221,9 @@ def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
 @many
 @given(seeds)
 def test_beyond_the_stragglers_of_the_code(seed):
-    """Nothing is decided without enough children, the root says whom it waits for, and one
-    more is enough."""
+    """Without enough children the root decides nothing and names the ranks that it
+    waits for; one more suffices.
+    """
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     script = random_script(plan, rng, 6)
@@ -251,7 +257,9 @@ def test_beyond_the_stragglers_of_the_code(seed):
 
 
 def test_words_of_messages_that_do_not_suffice():
-    """Those waited for, those without a contribution, and those left out."""
+    """The error names the awaited ranks, those without a contribution, and those left
+    out.
+    """
     plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 9),)
     world = random_world(plan, 0, random.Random(1), script=[Call(segments, 1)])
@@ -274,8 +282,9 @@ def test_words_of_messages_that_do_not_suffice():
 @many
 @given(seeds)
 def test_too_many_skip(seed):
-    """Whoever skips in a round, in any tree: it ends everywhere, with the exact sum or, where
-    no sum can be decoded from the others, with an error that names who skipped."""
+    """Any ranks of any tree skip. The round ends on all ranks: with the exact sum or,
+    if the others do not suffice, with an error that names the ranks that skipped.
+    """
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)
     action = rng.choice(["wait", "raise"])
@@ -307,8 +316,9 @@ def test_too_many_skip(seed):
 @many
 @given(seeds)
 def test_too_many_die(seed):
-    """Whoever is dead, in any tree, and known to be: rounds end on all that live, with the exact sum
-    or, where no sum can be decoded from the others, with an error that names the dead."""
+    """Any ranks of any tree are known to be dead. Rounds end on all live ranks: with
+    the exact sum or, if the others do not suffice, with an error that names the dead.
+    """
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)
     limits = {"on_deadline": getattr(_engine.OnDeadline, rng.choice(["wait", "raise"]))}
@@ -341,8 +351,10 @@ def test_too_many_die(seed):
 @many
 @given(seeds)
 def test_whoever_dies_at_any_moment(seed):
-    """Also between an offer and its fetch: rounds end on all that live, with the exact sum or, where too many are
-    dead for one, with an error that names some of them."""
+    """Ranks die at any moment, also between an offer and its fetch. Rounds end on all
+    live ranks: with the exact sum or, if too many are dead, with an error that names
+    some of them.
+    """
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 2), rng.randint(1, 6)
     limits = {"on_deadline": getattr(_engine.OnDeadline, rng.choice(["wait", "raise"]))}
@@ -370,13 +382,13 @@ def test_whoever_dies_at_any_moment(seed):
             assert named and named <= world.dead, (end, dying)
 
 
-# Other calls than the all-reduce.
+# Calls other than the all-reduce.
 
 
 @many
 @given(seeds)
 def test_calls_of_all_kinds(seed):
-    """Reduce, broadcast, erasures, refused and skipped calls, one after the other."""
+    """Reduce, broadcast, erased, refused and skipped calls follow each other."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 10)
     script = []
@@ -403,7 +415,7 @@ def test_calls_of_all_kinds(seed):
         r for r, _ in world.skips
     }
     if any(call.erased for call in script) or world.skips:
-        late = set()  # together they may be too many
+        late = set()  # together they may exceed the tolerance
     world.idle |= late
     for _ in range(rng.choice([0, 200, 1000])):
         world.step()
@@ -430,9 +442,7 @@ def test_erased_children_are_not_asked_for_anything():
 def test_a_piece_goes_up_while_the_next_is_on_its_way():
     plan = make_plan(4, Coded(parents=[-1, 0, 1, 1]))
     call = Call((("float32", 64),), 0)
-    limits = {
-        "piece_bytes": 32
-    }  # of announced_bytes there are more than in the message
+    limits = {"piece_bytes": 32}  # announced_bytes exceeds the message
     world = World(plan, [call], random.Random(0), hosts=range(4), limits=limits)
     for rank in range(4):
         world.submit(rank)
@@ -453,7 +463,7 @@ def test_a_piece_goes_up_while_the_next_is_on_its_way():
 
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_slow_parent_is_not_passed_over(calls):
-    """The root, and maybe the parent, calls late; the leaf does not fetch from the root."""
+    """The root, and maybe the parent, call late; the leaf does not fetch from the root."""
     plan = make_plan(3, Coded(parents=[-1, 0, 1], stragglers=0))
     call = Call((("float32", 64),), 0)
     limits = {"piece_bytes": 32}
@@ -462,7 +472,7 @@ def test_a_slow_parent_is_not_passed_over(calls):
     for _ in range(100):
         world.sweep_all()
         world.clock += 0.1
-    assert world.most_waiting[2, 0] == 0  # the parent answered that it is there
+    assert world.most_waiting[2, 0] == 0  # the parent answered that it is alive
     world.idle.clear()
     world.settle()
     world.assert_done()
@@ -471,7 +481,7 @@ def test_a_slow_parent_is_not_passed_over(calls):
 
 
 def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
-    """It calls one round after the other, and its parent is stopped."""
+    """The late rank calls one round after the other, and its parent is stopped."""
     plan = make_plan(9, Coded(parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2]))
     script = [Call((("float32", 16),), seed) for seed in range(61)]
     world = World(plan, script, random.Random(0))
@@ -484,7 +494,7 @@ def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
     world.open = 61
     since = world.clock
     while world.nodes[late].next_round() < 60:
-        world.submit(late)  # its result is here already
+        world.submit(late)  # its result has already arrived
         for _ in range(4):
             world.sweep_all()
             world.clock += world.limits.orphan_seconds / 5
@@ -495,7 +505,7 @@ def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
 
 
 def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
-    """The root is late by ten minutes; then its child stops."""
+    """The root is ten minutes late; then its child stops."""
     plan = make_plan(9, Coded(parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2]))
     script = [Call((("float32", 16),), seed) for seed in range(11)]
     world = World(plan, script, random.Random(0))
@@ -517,8 +527,10 @@ def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
 
 
 def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
-    """Ranks below one that is stopped get a result from the root, and then from their parent again: in no
-    later round do they fetch from the root, whose port has other work."""
+    """Ranks below a stopped parent get a result from the root. Once the parent
+    continues, they fetch from it again, and never from the root, whose port has other
+    work.
+    """
     plan = make_plan(7, Coded(fanout=2, stragglers=1))
     below = plan.tree.children[1]
     world = World(
@@ -544,11 +556,11 @@ def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
     world.open, world.frozen = 6, set()
     world.sweep_all()
     world.assert_done()
-    assert from_root() <= {1, 2}  # until the parent has said something
+    assert from_root() <= {1, 2}  # until the parent has sent something
 
 
 def test_a_parent_that_is_stopped_again_holds_up_nobody_for_longer():
-    """What answers take says nothing of one that was stopped meanwhile."""
+    """The time of an answer from a rank that was stopped meanwhile does not count."""
     plan = make_plan(7, Coded(fanout=2, stragglers=1))
     script = [Call((("float32", 4),), number) for number in range(40)]
     hosts = list(range(plan.size))

@@ -1,4 +1,4 @@
-"""Sums in sections: who sends how much, and the bits."""
+"""Sums in sections: how much each rank sends, and the bits of the sum."""
 
 import collections
 import random
@@ -19,8 +19,9 @@ PIECE = 64  # bytes
 
 
 def sent(plan):
-    """How many pieces each rank has sent of its message, and of its section, in a round that all
-    call at once: by kind and rank."""
+    """Return the pieces that each rank sends of its message and of its section, in a
+    round that all call at once, by kind and rank.
+    """
     world = World(
         plan,
         [Call((("float64", 2 * PIECE * plan.size // 8),), 0)],
@@ -40,7 +41,9 @@ def sent(plan):
     + [(12, 0, 2), (6, 0, 2)],
 )
 def test_as_simulated(n, s, m):
-    """Copies of a message take turns, and all form equal sections: but for a piece or two."""
+    """Copies of a message take turns, and all ranks form equal sections, up to a piece
+    or two.
+    """
     plan = make_plan(
         n + 1, Coded(fanout=n, stragglers=s, slices=m, root_computes=False)
     )
@@ -67,7 +70,7 @@ def short_pieces(sections_from):
 
 
 def star(seed, sections_from, dtype="float64"):
-    """Rounds of six ranks and a root without their like, of whom two each send the same."""
+    """Play rounds of a root and six ranks, of which two each send the same message."""
     plan = make_plan(7, Coded(fanout=6, stragglers=1, code="fractional_repetition"))
     return World(
         plan,
@@ -79,7 +82,7 @@ def star(seed, sections_from, dtype="float64"):
 
 
 def by_root(dtype):
-    """The bits that the root makes on its own."""
+    """Return the bits of the sum that the root forms alone."""
     world = star(0, 0, dtype)
     world.settle()
     world.assert_done()
@@ -88,7 +91,7 @@ def by_root(dtype):
 
 
 def makers(world):
-    """Who forms sections that are not whole yet, as the root has it."""
+    """Return the ranks that, to the root's knowledge, still form sections."""
     words = r"rank (\d+) forms pieces \d+ to (\d+), formed before (\d+)"
     found = re.findall(words, world.nodes[world.plan.root].status())
     return {int(rank) for rank, last, formed in found if formed != last}
@@ -97,7 +100,9 @@ def makers(world):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bits_of_a_sum_by_the_root(seed, dtype):
-    """Whoever came first, and whichever copy of a message was used."""
+    """The bits do not depend on which rank came first, or which copy of a message was
+    used.
+    """
     world = star(seed, 1, dtype)
     for _ in range(random.Random(seed).randint(0, 1000)):
         world.step()
@@ -108,7 +113,9 @@ def test_the_bits_of_a_sum_by_the_root(seed, dtype):
 
 
 def coded(seed, sections_from, hosts, **code):
-    """Rounds of seven ranks of which one is stopped, so that only the messages of all others will do."""
+    """Play rounds of seven ranks, one of them stopped, so that the sum needs the
+    messages of all others.
+    """
     plan = make_plan(7, Coded(fanout=6, stragglers=1, **code))
     world = World(
         plan,
@@ -129,7 +136,9 @@ def coded(seed, sections_from, hosts, **code):
 @pytest.mark.parametrize("slices", [2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_messages_shorter_than_the_sum(seed, slices, hosts):
-    """Each piece of them is fetched once by a maker, and makes one of each slice; the bits are the root's."""
+    """A maker fetches each piece of them once, and forms a piece of each slice from it;
+    the bits are the root's.
+    """
     world = coded(seed, 1, hosts, slices=slices)
     assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
     assert world.results == coded(seed, 0, hosts, slices=slices).results
@@ -139,7 +148,7 @@ def test_messages_shorter_than_the_sum(seed, slices, hosts):
         if what == MESSAGE and source
     )
     message = sum(-(-bytes_ // slices // PIECE) for bytes_ in (4 * 120, 8 * 36))
-    # a maker has its own one
+    # a maker already has its own message
     assert 3 * 4 * message <= len(pieces) == sum(pieces.values()) <= 3 * 5 * message
 
 
@@ -154,7 +163,9 @@ def test_messages_of_several_parts(seed, code):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bits_where_a_maker_is_replaced(seed, dtype):
-    """It is stopped, and another rank forms its section, from its twin's message."""
+    """The maker is stopped, and another rank forms its section from the message of the
+    maker's twin.
+    """
     world = star(seed, 1, dtype)
     root = world.plan.root
     while not (found := makers(world) - {root}):
@@ -176,7 +187,9 @@ def test_the_bits_where_a_maker_is_replaced(seed, dtype):
 
 
 def tree(seed, sections_from, rounds=3, **options):
-    """Rounds of a root, four inner parents and their four leaves each; each two children send the same."""
+    """Play rounds of a root, four inner parents and four leaves of each; pairs of
+    children send the same message.
+    """
     plan = make_plan(21, Coded(fanout=4, stragglers=1, code="fractional_repetition"))
     return World(
         plan,
@@ -192,8 +205,9 @@ PIECES = 160 * 4 // PIECE + 1
 
 
 def test_inner_parents_move_each_piece_once():
-    """A parent's port sends its own vector, its message and the result once, however many children it has,
-    and fetches what its children have formed."""
+    """However many children a parent has, its port sends its vector, its message and
+    the result once, and fetches the sections of its children.
+    """
     world = tree(0, 1, rounds=1)
     world.settle()
     world.assert_done()
@@ -219,7 +233,9 @@ def test_inner_parents_move_each_piece_once():
 @pytest.mark.parametrize("options", [{}, {"in_place": 1.0}, {"unreadable": 0.2}])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bits_of_a_tree(seed, options):
-    """As without sections, whoever comes first or is stopped, be it a parent."""
+    """The bits are those without sections, whichever rank comes first or is stopped,
+    even a parent.
+    """
     without = tree(0, 0)
     without.settle()
     world = tree(seed, 1, **options)
@@ -265,7 +281,9 @@ def test_a_leaf_that_is_stopped_while_it_forms(seed):
 
 @pytest.mark.parametrize("rounds_before", [0, 1, 4])
 def test_nobody_waits_for_latecomers_as_long_as_the_root_was_stopped(rounds_before):
-    """It is stopped for an hour while a sum is formed. In the next round rank 12 is late, and the code can do without it."""
+    """The root is stopped for an hour while a sum is formed. In the next round rank 12
+    is late, and the code tolerates that.
+    """
     world = World(
         make_plan(13, Coded(fanout=12, stragglers=1, code="fractional_repetition")),
         [Call((("float64", 400),), number) for number in range(rounds_before + 2)],
@@ -335,7 +353,9 @@ def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_lon
 @pytest.mark.parametrize("inline", [(0,), (64,), (0, 256)])
 @pytest.mark.parametrize("seed", range(4))
 def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
-    """Who has got the result elsewhere says so, and its siblings need no patience."""
+    """A rank that got the result elsewhere reports that, and its siblings do not wait
+    for it.
+    """
     plan = make_plan(13, Coded(fanout=3, stragglers=1))
     world = World(
         plan,
@@ -365,7 +385,9 @@ def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
     ids=["star", "tree"],
 )
 def test_nothing_piles_up_before_a_rank_that_no_sum_can_do_without(plan, stopped):
-    """It is stopped once others are to form its part, too, and nothing is begun anew without end."""
+    """The rank is stopped once others must also form its part. They do not restart that
+    part without end.
+    """
     world = World(
         plan,
         [Call((("float32", 4000),), 0)],
@@ -409,7 +431,7 @@ def test_who_leaves_keeps_nobody_waiting_for_its_part_of_a_copy(seed):
             world.step()
             for rank in leaves - world.leaving:
                 if world.nodes[rank].next_round() > rounds:
-                    world.leave(rank)  # and its process ends
+                    world.leave(rank)  # its process ends
         if not world.sweep():
             world.clock += 1
     world.settle()

@@ -1,4 +1,6 @@
-"""Nodes that share the work of a round: each block in the sum once, whoever is late."""
+"""Nodes share the work of a round: each block is in the sum once, whichever ranks are
+late.
+"""
 
 import dataclasses
 import functools
@@ -38,7 +40,7 @@ ONLY_TOLD = 2  # as `Audit` in node.h
 
 @dataclasses.dataclass(frozen=True)
 class Sum(Call):
-    """Of what each rank has computed in the round before."""
+    """A sum of the vectors that the ranks computed in the round before."""
 
     computed: dict = dataclasses.field(default_factory=dict, hash=False, compare=False)
 
@@ -51,7 +53,7 @@ class Sum(Call):
 
 @dataclasses.dataclass(frozen=True)
 class Partial(Call):
-    """A sum that may be of a part of the batch; of which one, `World` looks at."""
+    """A sum that may be of a part of the batch; `World` checks which part."""
 
     def check(self, plan, rank, vectors):
         pass
@@ -64,13 +66,11 @@ class PartialSum(Sum, Partial):
 
 @dataclasses.dataclass
 class Sharing(Running):
-    """A call in progress whose work is shared; ``own`` are the vectors that are lent."""
+    """A call in progress whose work is shared; ``own`` are the lent vectors."""
 
-    of: Sum | None = None  # the round in which the vectors follow
+    of: Sum | None = None  # the later round that sums the vectors
     sums: list = dataclasses.field(default_factory=list)  # float64
-    work: tuple | None = (
-        None  # the block that is being computed, and whether to begin anew
-    )
+    work: tuple | None = None  # the block being computed, and whether to begin again
     over: bool = False
     left: bool = False
     taken: list = dataclasses.field(default_factory=list)
@@ -78,7 +78,7 @@ class Sharing(Running):
 
 @dataclasses.dataclass(frozen=True)
 class Audited(Call):
-    """A sum whose last vector tells of the blocks that two ranks have computed."""
+    """A sum whose last vector compares the blocks that two ranks have computed."""
 
     @functools.cached_property
     def gradients(self):
@@ -98,13 +98,14 @@ class Audited(Call):
 
 
 class World(simulation.World):
-    """Ranks of which some rounds share the work.
+    """Ranks that share the work of some rounds.
 
     Attributes:
-        wrong: ranks that compute something else than the others.
-        shared: those rounds.
-        computed: by round, how many blocks were computed.
-        dealt: those that are over: number, call, and the blocks of each member.
+        wrong: ranks that compute something different from the others.
+        shared: the rounds with shared work.
+        computed: number of blocks computed, by round.
+        dealt: the finished rounds with shared work: number, call, and the blocks of
+            each member.
     """
 
     def __init__(self, plan, script, rng, *, shared, **options):
@@ -112,10 +113,10 @@ class World(simulation.World):
         self.shared = shared
         self.computed = {}
         self.wrong = set()
-        self.parts = {}  # of the batch that are in vectors, by round
+        self.parts = {}  # parts of the batch in vectors, by round
         self.dealt = []
-        self.said = set()  # ranks that have said that they are there
-        self.out = set()  # that take part in a round no more
+        self.said = set()  # ranks that have reported that they are present
+        self.out = set()  # ranks that no longer take part in a round
         self.starts = plan.placement.examples(EXAMPLES)
         for node in self.nodes:
             node.share_blocks(plan.placement.holders)
@@ -148,7 +149,7 @@ class World(simulation.World):
             self._check_blocks(source, piece, data)
 
     def _check_blocks(self, source, piece, data, slices=1):
-        """Whether this is of what a program has computed so far."""
+        """Check that this piece holds what a program has computed so far."""
         running = self._offering(source)
         if isinstance(running, Sharing):
             vectors = zip(running.sums, running.own)
@@ -173,7 +174,7 @@ class World(simulation.World):
         if self.in_place and self.rng.random() < self.in_place:
             out = own
         self.running[rank] = running = Sharing(round, call, own, out, len(own))
-        if not call.segments:  # the vectors follow in the next round
+        if not call.segments:  # the next round sums the vectors
             call = running.of = self.script[round]
         running.message = [(DTYPES[dtype], n) for dtype, n in call.segments]
         running.sums = [np.zeros(n) for _, n in call.segments]
@@ -200,7 +201,7 @@ class World(simulation.World):
         if running.work is None:
             running.work = self.nodes[rank].take_block()
             if running.work is not None:
-                for vector in running.own:  # it is not lent any more
+                for vector in running.own:  # the vector is not lent any more
                     vector[:] = np.nan
         return running.work is not None or self.nodes[rank].no_more_blocks()
 
@@ -238,7 +239,7 @@ class World(simulation.World):
         self._comes(rank)
 
     def leave_share(self, rank):
-        """An exception ends the program between two blocks."""
+        """Let an exception end the program between two blocks."""
         self.running[rank].left = True
         self.running[rank].over = True
         self.nodes[rank].leave_share()
@@ -256,7 +257,7 @@ class World(simulation.World):
                     self.dealt.append((running.round, running.call.signature, division))
 
     def _check_bits(self, running):
-        """The sum is that of the members' vectors, as the ledger has them, in order."""
+        """Check that the sum is that of the members' vectors, in the ledger's order."""
         lent = running.round in self.shared and running.call.segments
         if not (lent or isinstance(running.call, Sum)):
             return
@@ -265,7 +266,7 @@ class World(simulation.World):
         assert len(blocks) == len(set(blocks)), division
         own, others = division[:1], [*filter(None, division[1:])]
         choices = [others]
-        if isinstance(running.call, PartialSum):  # of whoever has come
+        if isinstance(running.call, PartialSum):  # of the ranks that have come
             choices = [
                 some
                 for n in range(len(others) + 1)
@@ -282,7 +283,7 @@ class World(simulation.World):
         return running.out[: len(running.call.gradients)]
 
     def _sums(self, running, division):
-        """The bytes of the sums of these members' vectors, in order."""
+        """Return the bytes of the sums of these members' vectors, in order."""
         out = []
         for gradients, actual in zip(running.call.gradients, self._data(running)):
             total = None
@@ -299,7 +300,9 @@ class World(simulation.World):
 
 
 def in_sections(rng):
-    """Whether sums are formed in sections, and how much of one is told of at a time."""
+    """Draw whether sums are formed in sections, and how much of a section is announced
+    at a time.
+    """
     rng = beside(rng)
     return {
         "sections_from": rng.choice([0, 1]),
@@ -318,8 +321,10 @@ def world(
     audited=None,
     **options,
 ):
-    """A family of any size, in which some rounds share the work; or ``approximate``, all, after
-    whose deadlines a part of it will do; or ``audited``, all, in one call each."""
+    """Draw a family of any size, in which some rounds share the work. With
+    ``approximate`` all rounds do, and a part of the batch suffices after a deadline.
+    With ``audited`` all do, each in one call.
+    """
     size = size or rng.randint(2, 6)
     if audited is None:
         audited = not (handed_over or approximate) and rng.random() < 0.3
@@ -344,7 +349,7 @@ def world(
         for seed in range(rounds)
     ]
     shared = {r for r in range(1, rounds + 1) if rng.random() < 0.8}
-    if handed_over:  # blocks and their sum take turns
+    if handed_over:  # calls of blocks and of their sum alternate
         shared = set(range(1, rounds, 2))
         script = [
             kinds[0]((), 0)
@@ -385,7 +390,7 @@ def some(rng, ranks, most):
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_every_block_once(seed):
-    """Ranks are stopped and wake up, and programs stay away, at any moment."""
+    """At any moment ranks stop and continue, and programs stay away."""
     rng = random.Random(seed)
     its = world(rng)
     workers = set(range(its.plan.size)) - {its.plan.root}
@@ -404,7 +409,9 @@ def test_every_block_once(seed):
 @given(seed=st.integers(0, 2**32))
 @example(seed=188)
 def test_nothing_goes_on_while_programs_stay_away(seed):
-    """In the middle of a round: no block goes back and forth between ranks, nor does anybody wake up for long."""
+    """Programs stay away in the middle of a round: no block moves back and forth
+    between ranks, and no rank keeps waking up.
+    """
     rng = random.Random(seed)
     its = world(rng)
     for _ in range(rng.randint(1, 5)):
@@ -420,9 +427,11 @@ def test_nothing_goes_on_while_programs_stay_away(seed):
 
 
 def assert_done_if_anybody_could(its, left=()):
-    """On the host whoever is given up for being late cannot begin anew, and is one more that is
-    missing. Nor is there what a program had added up that left its loop, as these ``(rank, round)``
-    have, when the root counted on that already. Whether all rounds are done."""
+    """Check that all rounds are done, or failed with good reason; return whether all
+    are done. With blocks on the host a rank given up as late cannot begin again, and is
+    missing. The vector of a program that left its loop, in each ``(rank, round)`` of
+    ``left``, is lost even if the root counted on it.
+    """
     failed = {
         round: end.error
         for ends in its.ends
@@ -447,7 +456,9 @@ def assert_done_if_anybody_could(its, left=()):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_replayed(seed):
-    """Under another schedule: the same ranks compute the same blocks, and the bits are equal."""
+    """A replay under another schedule: the same ranks compute the same blocks, and the
+    bits are equal.
+    """
     rng = random.Random(seed)
     its = world(rng, audited=False)
 
@@ -475,7 +486,7 @@ def test_replayed(seed):
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_replayed_without_a_rank_that_computed(seed):
-    """An error in words on all others, though they hold its data."""
+    """All others get an error with a message, although they hold its data."""
     rng = random.Random(seed)
     plan = make_plan(4, Shared(replicas=3, blocks=2))
     script = [Call((("float32", 5),), seed)]
@@ -498,7 +509,9 @@ def test_replayed_without_a_rank_that_computed(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_whoever_is_stopped_for_good(seed):
-    """As many as others hold the blocks of, from any moment on; then they come back."""
+    """From any moment on, ranks are stopped whose blocks others hold; later they come
+    back.
+    """
     rng = random.Random(seed)
     its = world(rng, audited=False, handed_over=False)
     its.shared = set(range(1, len(its.script) + 1))
@@ -517,8 +530,9 @@ def test_whoever_is_stopped_for_good(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_whoever_dies(seed):
-    """As many as others hold the blocks of, one after the other, whether that is heard of or
-    not."""
+    """Ranks whose blocks others hold die, one after the other, with or without a
+    report.
+    """
     rng = random.Random(seed)
     its = world(rng, handed_over=False)
     its.shared = set(range(1, len(its.script) + 1))
@@ -538,7 +552,7 @@ def test_whoever_dies(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_whoever_raises_between_two_blocks(seed):
-    """Others compute its blocks, and it goes on in the next round."""
+    """Others compute its blocks, and it continues in the next round."""
     rng = random.Random(seed)
     its = world(rng)
     gone = set()
@@ -559,7 +573,9 @@ def test_whoever_raises_between_two_blocks(seed):
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_whoever_is_stopped_while_blocks_are_computed(seed):
-    """Programs own the vectors: those of whoever is given up are not summed, and not waited for."""
+    """Programs own the vectors: the sum excludes those of ranks that are given up, and
+    does not wait for them.
+    """
     rng = random.Random(seed)
     its = world(rng, size=rng.randint(3, 6), rounds=2, handed_over=True)
     workers = set(range(its.plan.size)) - {its.plan.root}
@@ -568,12 +584,13 @@ def test_whoever_is_stopped_while_blocks_are_computed(seed):
         its.step()
     most = min(its.plan.placement.replicas, len(workers))
     its.frozen = some(rng, workers, most)
-    # whoever has said that it is there when all was computed is waited for: only it has its sums
+    # the round waits for a rank that reported itself present when all was computed:
+    # only it has its sums
     chosen = its.frozen & its.said
     its.settle()
     there = set(range(its.plan.size)) - its.frozen
-    # who was given up for being late cannot begin anew, and is one more that is missing; the root
-    # does not say so
+    # A rank given up as late cannot begin again, and is missing. The root does not say
+    # so.
     gone = its.frozen | its.out | {its.plan.root}
     if any(set(holders) <= gone for holders in its.plan.placement.holders):
         return
@@ -589,7 +606,7 @@ def test_whoever_is_stopped_while_blocks_are_computed(seed):
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_a_part_of_the_batch_after_the_deadline(seed):
-    """Whoever else is stopped, dies or stays away, ranks that are there go on."""
+    """Live ranks continue if any other ranks stop, die or stay away."""
     rng = random.Random(seed)
     its = world(rng, approximate=True)
     workers = set(range(its.plan.size)) - {its.plan.root}
@@ -612,8 +629,9 @@ def test_a_part_of_the_batch_after_the_deadline(seed):
 
 @pytest.mark.parametrize("handed_over", [False, True])
 def test_how_much_of_the_batch_is_in_it(handed_over):
-    """All that is held by who is there; in later rounds those who do not answer are not waited
-    for."""
+    """The sum holds all blocks of the live ranks; later rounds do not wait for silent
+    ranks.
+    """
     its = world(
         random.Random(0),
         size=4,
@@ -630,7 +648,7 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
     lost = [set(ranks) <= its.frozen for ranks in plan.placement.holders]
     assert any(lost)
     its.open = len(its.script)
-    for _ in range(200):  # in steps that are short beside the deadline
+    for _ in range(200):  # in steps much shorter than the deadline
         while its.sweep() == NEWS:
             pass
         its.clock += its.limits.orphan_seconds
@@ -655,7 +673,7 @@ def test_what_follows_blocks_is_their_sum():
 
 
 def test_nobody_is_late():
-    """Every rank computes its own blocks, and nobody any other."""
+    """Every rank computes its own blocks, and no others."""
     plan = make_plan(4, Shared(replicas=2, blocks=3))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = World(plan, script, random.Random(0), shared={1, 2, 3})
@@ -667,8 +685,9 @@ def test_nobody_is_late():
 @pytest.mark.parametrize("sections", [False, True])
 @pytest.mark.parametrize("action", ["raise", "approximate"])
 def test_the_deadline_while_the_sum_is_formed(action, sections):
-    """Of a vector that does not come, as its rank is stopped: nobody is told of the sections again and
-    again."""
+    """A stopped rank's vector does not come: the root does not repeat the section
+    orders again and again.
+    """
     plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {
         "piece_bytes": 16,
@@ -685,7 +704,7 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
     while last not in its.nodes[0].status():
         its.step()
     its.frozen = {1}
-    for _ in range(200):  # in steps that are short beside the deadline
+    for _ in range(200):  # in steps much shorter than the deadline
         while its.sweep() == NEWS:
             pass
         its.clock += its.limits.orphan_seconds
@@ -728,7 +747,7 @@ def test_the_root_sleeps_while_its_program_computes_what_others_have_done(deadli
 
 
 def test_who_was_late_forms_a_section():
-    """When the round is over, and programs go on with the memory of their vectors."""
+    """The round is over, and programs continue to use the memory of their vectors."""
     plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {"piece_bytes": 16, "announced_bytes": 16, "sections_from": 1}
     call = Call((("float32", 40),), 0)
@@ -755,8 +774,9 @@ def test_who_was_late_forms_a_section():
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_rank_that_computes_something_else(seed):
-    """It is found in a round in which one of its blocks is computed by another one too, and in
-    no other; a block of a rank that is not in time is not compared."""
+    """It is detected in the first round in which another rank also computes one of its
+    blocks. Blocks of late ranks are not compared.
+    """
     rng = random.Random(seed)
     its = world(rng, size=rng.randint(3, 5), rounds=30, audited=True)
     if not its.plan.placement.replicas:
@@ -784,7 +804,7 @@ def test_a_rank_that_computes_something_else(seed):
     ],
 )
 def test_blocks_that_nobody_holds(killed, kind, remedy):
-    """An error in words on all who are left."""
+    """All remaining ranks get an error with a message."""
     plan = make_plan(4, Shared(blocks=2, root_computes=False))
     its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
     for rank in (1, 2):
@@ -802,7 +822,9 @@ def test_blocks_that_nobody_holds(killed, kind, remedy):
 
 
 def test_deadline():
-    """It says who has how much to compute. A rank that nobody can stand in for is late."""
+    """The error says how much each rank has to compute. A rank that no other can
+    replace is late.
+    """
     plan = make_plan(3, Shared(replicas=0, blocks=2))
     action = simulation._engine.OnDeadline
     limits = {"on_deadline": getattr(action, "raise"), "deadline_seconds": 1.0}
@@ -823,7 +845,7 @@ def test_deadline():
         assert "rank 0 waits for rank 1, which has 2 blocks to compute" in error
 
 
-# --- Messages that cannot be what their sender meant ---
+# --- Damaged messages ---
 
 # as `Progress` in share.h
 GENERATION, ADDED, ANSWERED, RETURNED = 0, 1, 2, 4
@@ -856,7 +878,7 @@ def shares(message):
 
 
 def assert_failed_once(its, words):
-    """A round fails with these words on all ranks, and the others do not."""
+    """Check that a single round fails, on all ranks, with these words."""
     said = set()
     for ends in its.ends:
         ((round, end),) = [(r, e) for r, e in ends.items() if e.outcome == FAILED]
@@ -869,7 +891,7 @@ def assert_failed_once(its, words):
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("field", [GENERATION, ADDED, ANSWERED])
 def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
-    """Before the root calls, and after it."""
+    """The message comes before or after the root's call."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
@@ -922,7 +944,7 @@ def test_a_block_that_is_returned_and_computed():
 
 @pytest.mark.parametrize("block", [0, 99], ids=["another rank's", "no rank's"])
 def test_blocks_that_a_rank_does_not_hold(block):
-    """It is not to compute them, as it has no data for them."""
+    """The rank must not compute them, as it lacks their data."""
     plan = make_plan(4, Shared(blocks=4))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
@@ -948,7 +970,7 @@ def test_blocks_that_a_rank_does_not_hold(block):
 
 
 def test_what_is_decided_is_not_failed_by_what_is_said_later():
-    """The root's program is not back yet, and others are done."""
+    """The root's program has not returned yet, and others are done."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
@@ -979,7 +1001,7 @@ def test_what_is_decided_is_not_failed_by_what_is_said_later():
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_shared_work_with_messages_that_are_cut_anywhere(seed):
-    """Every sum is right or an error, the same on all ranks."""
+    """Each round gives the right sum or an error, the same on all ranks."""
     rng = random.Random(seed)
     its = garbling(rng, handed_over=False)
     share = rng.choice([0.01, 0.1])

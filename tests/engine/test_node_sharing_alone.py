@@ -1,5 +1,6 @@
-"""Shared work whose rounds fail at some ranks alone, or whose ranks do not come: what is summed is what the root has dealt,
-and nobody waits for ever without being told for whom."""
+"""Rounds with shared work fail on some ranks alone, or ranks do not come. The sum holds
+what the root has dealt, and waiting ranks learn for which ranks they wait.
+"""
 
 import random
 
@@ -23,7 +24,9 @@ SEGMENTS = (("float64", 5),)
 
 
 class World(test_node_sharing.World):
-    """Ranks that keep a snapshot before each step: at once, and after each call that is not followed by its sum."""
+    """Ranks that keep a snapshot before each step: at the start, and after each call
+    whose sum is not in the next call.
+    """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -44,7 +47,7 @@ class World(test_node_sharing.World):
 
 
 def handed_over():
-    """Four ranks with a block each, whose sum follows."""
+    """Return four ranks with a block each, whose sum follows."""
     plan = make_plan(4, Shared(replicas=1, blocks=1))
     script = [Call((), 0) if r % 2 else Sum(SEGMENTS, r) for r in range(1, 7)]
     return World(
@@ -58,7 +61,9 @@ def handed_over():
 
 
 def computed_by_others(world):
-    """All have computed their blocks, and the others' words of it are on their way to the root."""
+    """Let all ranks compute their blocks; the others' reports are on their way to the
+    root.
+    """
     world.open = 1
     for rank in range(world.plan.size):
         world.submit(rank)
@@ -70,7 +75,7 @@ def computed_by_others(world):
 
 
 def all_fail_alone(world):
-    """The root is stopped; all others fail the round of blocks and are in the next one."""
+    """Stop the root; all others fail the round of blocks and are in the next one."""
     world.frozen.add(0)
     pass_time(world, ended(world, {1, 2, 3}, 1))
     world.open = 2
@@ -86,7 +91,9 @@ def assert_goes_on(world):
 
 
 def test_who_has_gone_on_is_not_there():
-    """It has failed the round alone, and would not have what it has computed once the root decided it."""
+    """It has failed the round alone, and would lack its blocks once the root decided
+    the round.
+    """
     world = handed_over()
     computed_by_others(world)
     all_fail_alone(world)
@@ -99,7 +106,9 @@ def test_who_has_gone_on_is_not_there():
 
 
 def test_what_was_computed_before_a_snapshot_is_not_summed_as_nothing():
-    """All have said that they are there. The root decides the round of blocks, and they come back to it with no blocks."""
+    """All have reported that they are present. The root decides the round of blocks,
+    and they return to it without blocks.
+    """
     world = handed_over()
     computed_by_others(world)
     world.frozen.clear()
@@ -206,7 +215,7 @@ def drawn(rng, size, rounds):
 @many
 @given(st.integers(0, 2**32 - 1))
 def test_who_fails_alone_never_spoils_shared_work(seed):
-    """Any ranks are stopped and go on, the root too, and programs stay away."""
+    """Any ranks stop and continue, also the root, and programs stay away."""
     rng = random.Random(seed)
     rounds = 8
     size = rng.randint(2, 5)
@@ -225,7 +234,7 @@ def test_who_fails_alone_never_spoils_shared_work(seed):
         for _ in range(rng.choice([0, 3, 20])):
             for _ in range(
                 10
-            ):  # ranks whose programs stay away may hand blocks to and fro
+            ):  # ranks whose programs stay away may pass blocks back and forth
                 world.sweep()
             world.clock += rng.choice([TICK, 1, SECONDS])
         if rng.random() < 0.3:
@@ -243,6 +252,6 @@ def test_who_fails_alone_never_spoils_shared_work(seed):
                 or "after group.blocks failed" in end.error
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == rounds + 1, world.describe(rank)
-        # or it has gone on behind it
+        # or it has continued behind it
         end = world.ends[rank].get(rounds)
         assert end is None or end.outcome == DONE, world.describe(rank)

@@ -1,5 +1,6 @@
-"""Ranks that are frozen or dead, below and above: nobody waits for them twice, and nobody
-for ever without being told."""
+"""Ranks below and above are frozen or dead: no rank waits for them twice, or for ever
+without a report.
+"""
 
 import random
 
@@ -27,7 +28,7 @@ def world_of(plan, action, script=None, **more):
 
 
 def pass_time(world, until):
-    """Time passes until this holds. Seconds that it took."""
+    """Let time pass until a condition holds; return the seconds."""
     start = world.clock
     world.sweep_all()
     while not until():
@@ -42,7 +43,7 @@ def pass_time(world, until):
 
 @pytest.mark.parametrize("sections_from", [0, 1])
 def test_who_is_stopped_behind_its_offer_is_named(sections_from):
-    """Nobody can do without it, and what it has offered cannot be fetched."""
+    """The sum needs its message, which cannot be fetched."""
     plan = make_plan(4, Coded(stragglers=0))
     world = World(
         plan,
@@ -73,7 +74,9 @@ def residual(world, number):
 
 @pytest.fixture
 def approximate():
-    """A root with four children, of which the first two hold the same, with a child each."""
+    """Return a root with four children that have a child each; the first two hold the
+    same data.
+    """
     plan = make_plan(
         9,
         Coded(parents=[-1, 0, 0, 0, 0, 1, 2, 3, 4], code={0: "fractional_repetition"}),
@@ -95,9 +98,9 @@ def test_nobody_waits_again_for_children_that_do_not_answer(approximate):
         world.open = number
         took = pass_time(world, decided(world, number))
         assert took == 0 if number > 2 else SECONDS <= took <= SECONDS + 2 * TICK, took
-        # half of the batch has come, of which all was used
+        # half of the batch has come, and all of that was used
         assert abs(residual(world, number) - np.sqrt(0.5)) < 1e-6
-    # until they speak again
+    # until they send messages again
     world.frozen.clear()
     world.settle()
     world.open = 5
@@ -106,7 +109,7 @@ def test_nobody_waits_again_for_children_that_do_not_answer(approximate):
 
 
 def test_children_that_compute_are_waited_for_in_every_round(approximate):
-    """Their engines answer."""
+    """The group waits for children that compute, whose engines answer."""
     world = approximate
     for number in (2, 3):
         world.open = number
@@ -186,8 +189,10 @@ def test_a_root_that_is_known_to_be_dead(action):
 
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_root_that_comes_back(knows):
-    """If it has decided what failed elsewhere, whoever goes on is told."""
-    inline = (1 << 20,) if knows else (0,)  # whether messages lie in its mailbox
+    """If it has decided a round that failed elsewhere, the ranks that continue get an
+    error.
+    """
+    inline = (1 << 20,) if knows else (0,)  # whether its mailbox holds messages
     world = world_of(SEVEN, "raise", inline=inline)
     world.recovers = False
     world.open = 2
@@ -210,7 +215,7 @@ def test_a_root_that_comes_back(knows):
 
 
 def test_what_a_process_offered_cannot_be_had_after_its_end():
-    """Where it was asked for and is needed, the round fails."""
+    """If the message was requested and is needed, the round fails."""
     far = {"hosts": list(range(4))}
     world = world_of(make_plan(4, Coded(stragglers=0)), "wait", **far)
     world.open = 2
@@ -239,7 +244,7 @@ def test_a_root_that_has_failed_says_why():
 
 
 def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
-    """Also where it is another rank's leaving that ends the call."""
+    """It says why also if another rank's departure ends the call."""
     world = world_of(make_plan(4, Coded(stragglers=0)), "wait")
     world.idle |= {1, 2, 3}
     world.open = 2
@@ -257,7 +262,7 @@ def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
         )
 
 
-# Whoever calls nothing.
+# Ranks that call nothing.
 
 
 @pytest.mark.parametrize("watches", [False, True])

@@ -1,4 +1,4 @@
-"""Ranks that are later than what their ancestors keep: they go on from a snapshot."""
+"""Ranks later than their ancestors' history continue from a snapshot."""
 
 import random
 
@@ -46,7 +46,7 @@ def test_a_snapshot_brings_a_late_rank_back(late, far, size):
     world.open = 5
     world.settle()
     world.frozen.add(late)
-    for world.open in range(6, 31):  # slowly, for those below the late rank
+    for world.open in range(6, 31):  # slowly, so that ranks below the late rank keep up
         world.settle()
     world.assert_done(set(range(13)) - {late})
 
@@ -55,7 +55,7 @@ def test_a_snapshot_brings_a_late_rank_back(late, far, size):
     node = world.nodes[late]
     assert world.ends[late][6].outcome == DESYNCHRONIZED
     assert node.desynchronized()
-    # and so do its calls, until it has a snapshot
+    # so do its calls until it has a snapshot
     world.submit(late)
     assert world.ends[late][6].outcome == DESYNCHRONIZED
     world.settle()
@@ -112,7 +112,9 @@ def test_while_the_others_go_on(seed):
 
 
 def below(plan, ranks):
-    """These ranks and those below them: a frozen rank keeps what its ancestors have lost."""
+    """Return these ranks and all below them: a frozen rank keeps results that its
+    ancestors have lost.
+    """
     out = set(ranks)
     for rank in plan.tree.order:
         if plan.tree.parents[rank] in out:
@@ -134,7 +136,7 @@ def test_nobody_has_a_snapshot(far):
     assert node.desynchronized()
     assert node.state_missing()
     assert node.state_round() == 0
-    # the others do not mind
+    # this does not affect the others
     world.open = 40
     world.settle()
     world.assert_done(set(range(13)) - {4})
@@ -142,7 +144,7 @@ def test_nobody_has_a_snapshot(far):
 
 def test_the_nearest_ancestor_with_a_snapshot_is_asked():
     world = thirteen(40)
-    world.snapshots[0] = 3  # the root alone
+    world.snapshots[0] = 3  # only the root keeps snapshots
     world.open = 3
     world.settle()
     world.frozen.add(4)
@@ -198,7 +200,7 @@ def test_a_snapshot_that_is_replaced_while_it_is_fetched(far):
 
 
 def test_a_long_stop_does_not_make_a_rank_wait_for_a_snapshot():
-    """It was stopped in a call. Then its parent is."""
+    """The rank was stopped in a call; then its parent is stopped."""
     world = thirteen(30)
     world.snapshots = [3] * 13
     world.recovers = False
@@ -227,7 +229,7 @@ def test_a_long_stop_does_not_make_a_rank_wait_for_a_snapshot():
 
 @pytest.mark.parametrize("far", [False, True])
 def test_two_snapshots_of_one_round(far):
-    """While the first is fetched, the second takes its place."""
+    """The second replaces the first while the first is fetched."""
     world = chain(2, far)
     old, new = (random.Random(seed).randbytes(200) for seed in range(2))
     source, reader = world.nodes
@@ -267,7 +269,7 @@ def test_snapshots_of_a_rank_that_has_gone_back(far):
 
 
 def chain(ranks, far):
-    """A chain of ranks that have not called anything."""
+    """Return a chain of ranks that have not called anything."""
     world = World(
         make_plan(ranks, Coded(parents=list(range(-1, ranks - 1)), stragglers=0)),
         [Call((("float32", 4),), 0)],

@@ -1,5 +1,6 @@
-"""Nodes that compare what they have beyond what they need: honest rounds pass, and who lies is
-found, named, and left out."""
+"""Nodes compare surplus messages: honest rounds pass, and a rank with wrong messages is
+detected, named and left out.
+"""
 
 import collections
 import dataclasses
@@ -36,7 +37,7 @@ from jaxcoded import Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
-# of a number: mantissa bits, exponent bits
+# mantissa bits and exponent bits of a number
 FORMAT = {
     "float16": (10, 5),
     "bfloat16": (7, 8),
@@ -46,7 +47,7 @@ FORMAT = {
 
 
 def flip(vector, element, bit):
-    """Flip a bit of a number: 0 is the lowest one of its exponent."""
+    """Flip a bit of a number; bit 0 is the lowest one of its exponent."""
     unsigned = vector.view(f"u{vector.itemsize}")
     unsigned[element] ^= unsigned.dtype.type(1 << FORMAT[str(vector.dtype)][0] + bit)
 
@@ -65,8 +66,7 @@ class Flipped(Call):
         return vectors
 
     def effect(self, plan, rank):
-        """What the flips have made of a rank's vectors, in the last number that is not
-        as it should be."""
+        """Return the effect of the flips on a rank's vectors, in the last wrong number."""
         for right, wrong in zip(super().own(plan, rank), self.own(plan, rank)):
             with np.errstate(invalid="ignore"):
                 changed = wrong.astype(np.float64) - right.astype(np.float64)
@@ -76,7 +76,7 @@ class Flipped(Call):
 
 
 def below(plan, rank):
-    """Amplification, layers and the widest family below a rank."""
+    """Return the amplification, the layers and the widest family below a rank."""
     if plan.codings[rank] is None:
         return 1.0, 0, 0
     children = plan.coded_children(rank)
@@ -90,8 +90,10 @@ def below(plan, rank):
 
 
 def shows(plan, call, liar):
-    """Whether a parent that has heard all children cannot overlook what one of them did:
-    by the bound of docs/theory.md, with the largest gradient that any of them tells of."""
+    """Return whether a parent with the messages of all children must detect a wrong
+    one. This follows from the bound of docs/theory.md, with the largest gradient among
+    them.
+    """
     parent = plan.parents[liar]
     if parent not in plan.checked:
         return False
@@ -123,7 +125,7 @@ def shows(plan, call, liar):
         bounds = bounds + np.abs(code.parity_checks[:, row]) * sizes[row] * kappa * (
             share + carried + noise
         )
-    # a part that nobody else could stand in for is compared with nothing
+    # a part that no other rank can replace is not compared
     mine = np.abs(code.parity_checks[:, children.index(liar) * code.parts + part])
     with np.errstate(over="ignore"):
         return bool((mine * call.effect(plan, liar) > 2.02 * bounds * scale).any())
@@ -156,7 +158,7 @@ def test_honest_rounds_pass(seed):
 @many
 @given(seeds)
 def test_nobody_waits_for_who_is_late(seed):
-    """Or, with ``verify_wait``, until the deadline."""
+    """With ``verify_wait`` nodes wait only until the deadline."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     waits = rng.random() < 0.5
@@ -184,7 +186,7 @@ def test_nobody_waits_for_who_is_late(seed):
 
 
 def accusations(world):
-    """What nodes have said of messages."""
+    """Return the nodes' log messages about wrong messages."""
     said = [text for news in world.news for text in news]
     return [text for text in said if not text.startswith("no call of rank ")]
 
@@ -192,8 +194,10 @@ def accusations(world):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("below", ["leaves", "parents"])
 def test_no_result_is_taken_for_a_message(below, policy):
-    """A parent is stopped before it has read its children's messages. They have some pieces of the result, in
-    the place of their vectors, when it goes on; and parents had them before they had their message."""
+    """A parent is stopped before it has read its children's messages. When it
+    continues, some pieces of the result have replaced their vectors. Other parents have
+    such pieces before they have formed their message.
+    """
     plan = make_plan(13 if below == "leaves" else 40, Coded(fanout=3))
     parent = plan.tree.children[plan.root][0]
     children = plan.tree.children[parent]
@@ -209,7 +213,9 @@ def test_no_result_is_taken_for_a_message(below, policy):
     some = collections.Counter()
 
     def turn(may_have):
-        """All but the parent go on; the children fetch no more pieces than they may have."""
+        """Let all but the parent run; the children fetch no more pieces than
+        ``may_have``.
+        """
         for rank in set(range(plan.size)) - {parent}:
             for link in [link for link in world.queues if link[1] == rank]:
                 while world.queues[link]:
@@ -237,9 +243,7 @@ def test_no_result_is_taken_for_a_message(below, policy):
     for _ in range(100):
         turn({RESULT: 8, MESSAGE: 1000})
     assert all(world.running[child] for child in children)
-    for child in (
-        children
-    ):  # the parent looks into its mailbox, but hears nothing from above yet
+    for child in children:  # the parent reads its mailbox, but nothing from above yet
         while world.queues[child, parent]:
             world.deliver((child, parent))
     while world.advance(parent):
@@ -253,7 +257,7 @@ def test_no_result_is_taken_for_a_message(below, policy):
 @settings(many, max_examples=60)
 @given(seeds)
 def test_honest_ranks_are_never_accused(seed):
-    """Whoever is stopped between two pieces, and whatever lies by now where messages were."""
+    """Ranks stop between any two pieces, while results replace their messages."""
     rng = random.Random(seed)
     plan = random_plan(rng, 3, stragglers=(1, 2))
     policy = rng.choice([None, *POLICIES])
@@ -279,7 +283,9 @@ def test_honest_ranks_are_never_accused(seed):
 
 
 def stop_between_pieces(world, parent):
-    """A rank is stopped, as a rule until others have decided a round, and goes on before they do."""
+    """Stop a rank, usually until others have decided a round, and continue it before
+    they do.
+    """
     rng, root = world.rng, world.nodes[world.plan.root]
     world.frozen, before = {parent}, root.next_round()
     for _ in range(2000):
@@ -294,8 +300,9 @@ def stop_between_pieces(world, parent):
 
 
 class Cancelling(Call):
-    """Gradients that cancel in most sums, summed one after the other in the dtype, by
-    every rank in an order of its own. The first number counts the examples."""
+    """Gradients that cancel in most sums. Every rank adds them in the dtype, in a
+    different order. The first number counts the examples.
+    """
 
     words = "gradients that cancel"
     fingerprint = 88
@@ -320,7 +327,7 @@ class Cancelling(Call):
         out = []
         for part in range(plan.parts_above[rank]):
             for g in self.gradients:
-                # of 16 bits is what travels: ranks add up in 32
+                # only messages have 16 bits: ranks add in 32
                 total = np.zeros(g.shape[1] // slices, np.float32)
                 for example in order:
                     pieces = g[indices[example]].astype(np.float32)
@@ -358,7 +365,7 @@ def honest(code, dtype, rounds, seed):
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
 @pytest.mark.parametrize("times", [1, more(50)])
 def test_honest_gradients_that_cancel_pass(code, dtype, times):
-    """10,000 rounds in all, where everything is run."""
+    """The exhaustive run plays 10,000 rounds in all."""
     for seed in range(times):
         honest(code, dtype, 100, seed)
 
@@ -366,7 +373,7 @@ def test_honest_gradients_that_cancel_pass(code, dtype, times):
 # Liars.
 
 CODES = [
-    # code, children, stragglers, slices; whether the very child is found
+    # code, children, stragglers, slices; whether the check finds the exact child
     ("fractional_repetition", 4, 1, 1, False),
     ("fractional_repetition", 6, 2, 1, True),
     ("cyclic_repetition", 3, 1, 1, False),
@@ -377,13 +384,13 @@ CODES = [
 
 
 def named(text):
-    """The ranks that a text says are wrong."""
+    """Return the ranks that a text calls wrong."""
     words = text.partition("what rank")[2].partition(" sent to rank ")[0]
     return {int(word) for word in words.replace(",", " ").split() if word.isdigit()}
 
 
 def judge(world, policy, round, liar, *, found, one):
-    """Whether a round has ended as it should where a rank lies."""
+    """Check that a round with a wrong message has ended as it should."""
     ends = [ends[round] for ends in world.ends]
     at = f"round {round}, "
     said = [text for news in world.news for text in news if at in text]
@@ -398,7 +405,7 @@ def judge(world, policy, round, liar, *, found, one):
     if ends[0].outcome == FAILED:
         text = ends[0].error
         assert text.startswith(f"InconsistentMessages: round {round}, "), text
-        # what was too small for its parent may show further up
+        # an error too small for its parent may show further up
         suspects = {liar} if found else {liar, *world.ancestors[liar]}
         assert suspects & named(text), text
         assert len(named(text)) == 1 or not one, text
@@ -409,7 +416,7 @@ def judge(world, policy, round, liar, *, found, one):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("code", "children", "stragglers", "slices", "one"), CODES)
 def test_a_flipped_bit_is_found(code, children, stragglers, slices, one, policy, dtype):
-    """Whoever lies, and whichever bit of the exponent it is."""
+    """Any rank may send the wrong message, and any bit of the exponent may be flipped."""
     options = {"fanout": children, "stragglers": stragglers}
     plan = make_plan(children + 1, Coded(code=code, slices=slices, **options))
     rng = random.Random(f"{code} {policy} {dtype}")
@@ -436,12 +443,12 @@ def test_a_flipped_bit_is_found(code, children, stragglers, slices, one, policy,
                 assert world.ends[0][round].outcome == DONE
         else:
             assert all(ends[round].outcome == DONE for ends in world.ends)
-    assert seen >= len(script) // 8  # those flips of which most make a number larger
+    assert seen >= len(script) // 8  # flips that mostly make a number larger
 
 
 @dataclasses.dataclass(frozen=True)
 class Lie(Flipped):
-    """A round that the parents' policy makes something of."""
+    """A round with a wrong message, whose result depends on the parents' policy."""
 
     policy: str = "warn"
 
@@ -455,7 +462,7 @@ class Lie(Flipped):
             super().check(plan, rank, vectors)
 
     def check_message(self, plan, rank, segment, first, actual):
-        """Of who is honest, and has nobody below who is not."""
+        """Check messages only of honest ranks without dishonest ranks below them."""
         for liar in self.liars:
             while liar >= 0:
                 if liar == rank:
@@ -500,7 +507,9 @@ def test_a_liar_anywhere_is_found(seed):
 
 @pytest.mark.parametrize("then", ["it comes", "the deadline", "it is dead"])
 def test_a_message_that_takes_long_is_waited_for(then):
-    """As long as its rank lives and there is time, also where others would do."""
+    """The parent waits for it while its rank lives and there is time, even if others
+    suffice.
+    """
     plan = make_plan(3, Coded(stragglers=1))
     flips = ((1, 0, 3, 3),)
     lie = Lie((("float32", 8),), 1, flips=flips, policy="raise")
@@ -536,7 +545,7 @@ def test_a_message_that_takes_long_is_waited_for(then):
 
 @dataclasses.dataclass(frozen=True)
 class NotFinite(Lie):
-    """A rank's vectors have an infinity or NaN."""
+    """A call in which a rank's vectors have an infinity or NaN."""
 
     liar: int = 0
     value: float = np.nan
@@ -557,7 +566,7 @@ class NotFinite(Lie):
 
 @pytest.mark.parametrize("nan", [False, True])
 def test_who_is_wrong_again_and_again_is_named_once(nan):
-    """Until its messages fit."""
+    """The log names it once, until its messages match again."""
     plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 8),)
     script = []
@@ -621,7 +630,7 @@ def test_nan_is_traced_to_its_rank(seed):
 
 
 class Shaken(World):
-    """A piece of the first message of a rank changes on its way."""
+    """A call in which a piece of a rank's first message changes on its way."""
 
     liar, flipped = 2, False
 

@@ -1,4 +1,4 @@
-"""What processes share, without groups: page.cpp on its own."""
+"""Test shared memory between processes without groups: page.cpp alone."""
 
 import os
 import pathlib
@@ -40,7 +40,7 @@ def program(tmp_path_factory):
     ],
 )
 def test_page(program, what):
-    # not with a sanitizer for the engine, which needs more addresses than one of these allows
+    # not with a sanitizer, which needs more address space than a case here allows
     plain = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     done = subprocess.run(
         [program, what],

@@ -1,4 +1,4 @@
-"""Memory that is used again: pool.cpp on its own."""
+"""Test memory that is used again: pool.cpp alone."""
 
 import os
 import pathlib
@@ -13,7 +13,9 @@ SOURCES = HERE.parent.parent / "jaxcoded" / "transport" / "cpp"
 
 @pytest.mark.slow
 def test_programs_that_repeat_themselves_need_no_new_memory(tmp_path):
-    """Whatever lengths they take in turn, and no more is kept than was used at one time."""
+    """The lengths may alternate, and the pool keeps no more memory than was in use at
+    one time.
+    """
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no C++ compiler")

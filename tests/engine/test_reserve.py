@@ -1,4 +1,4 @@
-"""Memory put aside for turns: reserve.cpp on its own."""
+"""Test memory reserved for turns: reserve.cpp alone."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Who forms how much of a long sum that is formed in sections, and from which messages."""
+"""How much of a long sum each rank forms in sections, and from which messages."""
 
 import itertools
 
@@ -14,7 +14,7 @@ engine = pytest.importorskip(
 
 
 def traffic(makers, choices, ports, given):
-    """What each port sends and fetches, by counting one piece after the other."""
+    """Count the pieces that each port sends and fetches."""
     sends, fetches = [0] * ports, [0] * ports
     for maker, choice, pieces in given:
         for _ in range(pieces):
@@ -30,8 +30,9 @@ def traffic(makers, choices, ports, given):
 
 
 def repeated(workers, copies, late=()):
-    """Makers and choices of fractional repetition below a root without data, which is the
-    last port; the late ones are not there."""
+    """Return makers and choices of fractional repetition below a root without data, the
+    last port; late ranks are absent.
+    """
     makers = [port for port in range(workers + 1) if port not in late]
     choices = []
     for turn in range(copies):
@@ -48,7 +49,7 @@ def families(draw):
     ports = draw(st.integers(2, 12))
     numbers = st.integers(0, ports - 1)
     makers = draw(st.sets(numbers, min_size=1).map(sorted))
-    lengths = st.sampled_from([1.0, 1.0, 0.5, 0.25])  # of coded messages
+    lengths = st.sampled_from([1.0, 1.0, 0.5, 0.25])  # lengths of coded messages
     choice = st.dictionaries(numbers, lengths, min_size=1)
     return makers, draw(st.lists(choice, min_size=1, max_size=4)), ports
 
@@ -60,7 +61,7 @@ def test_every_piece_is_formed_once_and_the_busiest_port_is_counted(family, piec
     assert sum(count for *_, count in shares) == pieces
     assert all(count > 0 for *_, count in shares)
     assert len({tuple(share[:2]) for share in shares}) == len(shares)
-    if pieces <= 16 * len(makers):  # more are given out several at a time
+    if pieces <= 16 * len(makers):  # more pieces are assigned several at a time
         most = max(map(max, traffic(makers, choices, ports, shares)))
         assert busiest == pytest.approx(most / pieces)
 
@@ -75,7 +76,7 @@ def test_it_is_near_the_best_there_is(family, pieces):
         for chosen in itertools.combinations_with_replacement(ways, pieces)
     )
     _, busiest = engine.section_shares(makers, choices, ports, pieces)
-    # one piece more or less is sent to all others
+    # one piece more or less goes to all others
     assert busiest * pieces <= best + len(makers)
 
 
@@ -83,8 +84,9 @@ def test_it_is_near_the_best_there_is(family, pieces):
     "workers, copies", [(12, 1), (12, 2), (12, 3), (30, 2), (84, 2)]
 )
 def test_all_ports_are_as_busy_where_all_are_there(workers, copies):
-    """``(t + n − 1) / n`` lengths of the sum, of ``t`` messages and ``n`` ranks, less what
-    a rank that forms a section has of it."""
+    """Each port moves ``(t + n − 1) / n`` lengths of the sum for ``t`` messages and
+    ``n`` ranks, less the part that a rank with a section already has.
+    """
     makers, choices = repeated(workers, copies)
     even = (workers // copies + workers) / (workers + 1)
     _, busiest = engine.section_shares(makers, choices, workers + 1, 8 * (workers + 1))

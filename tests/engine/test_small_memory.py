@@ -1,4 +1,4 @@
-"""Small allocations of the engine that fail, one at a time."""
+"""Small allocations of the engine fail, one at a time."""
 
 import os
 import pathlib

@@ -1,5 +1,6 @@
-"""The bound of docs/theory.md on what 16 bits on the wire cost, against float64: whole trees of the
-engine's own nodes, whose vectors are rounded as `coded_allreduce` does it."""
+"""Compare the rounding bound of docs/theory.md for 16-bit messages with float64, on
+whole trees of the engine's nodes, whose vectors are rounded as by `coded_allreduce`.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +25,7 @@ WIRES = ["bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(Call):
-    """Gradients of float32, encoded, and only then rounded to the segment's dtype."""
+    """Float32 gradients, encoded, and only then rounded to the segment's dtype."""
 
     @functools.cached_property
     def gradients(self):
@@ -55,7 +56,7 @@ class Rounded(Call):
 
 
 def share_of_bound(plan, wire, seed):
-    """The largest error of a sum without some ranks, in units of the bound."""
+    """Return the largest error of a sum without some ranks, in units of the bound."""
     rng = np.random.default_rng(seed)
     erased = frozenset(random_missing(plan, rng)) if seed % 2 else frozenset()
     call = Rounded(((wire, COUNT),), seed, erased=erased)
@@ -65,11 +66,11 @@ def share_of_bound(plan, wire, seed):
     total = np.frombuffer(world.results[1], jnp.dtype(wire)).astype(np.float64)
     (gradients,) = call.gradients
     size = np.abs(gradients.astype(np.float64)).sum(0)
-    if plan.strategy.slices > 1:  # slices mix
+    if plan.strategy.slices > 1:  # decoding mixes slices
         size = size.max()
     u = float(jnp.finfo(wire).eps) / 2
     bound = plan.amplification * ((1 + u) ** (1 + plan.tree.depth) - 1)
-    # and what float32 adds
+    # plus the error of float32
     fanout = max(map(len, plan.tree.children))
     added = plan.amplification * plan.tree.depth * (fanout + 3) * 2**-24
     return (np.abs(total - gradients.astype(np.float64).sum(0)) / size).max() / (
