@@ -18,9 +18,7 @@ from simulation import World, Zeros
 from jaxcoded import Coded, make_plan
 
 libc = ctypes.CDLL(None)
-BYTES = (
-    2.0  # allowed growth of the heap in a round, less than any entry
-)
+BYTES = 2.0  # allowed growth of the heap in a round, less than any entry
 
 
 class Heap(ctypes.Structure):

@@ -1,7 +1,8 @@
-"""A few coded training steps, checked on every rank; `tests/test_hosts.py` runs it on several hosts.
+"""Do a few coded training steps, checked on every rank; `tests/test_hosts.py` runs this
+on several hosts.
 
-Prints the host of every rank, and how often each awoke in a second before the first step, as one
-line of JSON.
+Print one line of JSON: the host of every rank, and how often each woke up in a second
+before the first step.
 """
 
 import json
@@ -33,7 +34,7 @@ def gradient_by_hand(params, x, y):
 
 
 def switches():
-    """How often the threads of this process have gone to sleep."""
+    """Return how often the threads of this process have gone to sleep."""
     counted = "voluntary_ctxt_switches:"
     return sum(
         int(line.removeprefix(counted))
@@ -44,7 +45,7 @@ def switches():
 
 
 def awakenings(seconds):
-    """In a second, of a group in which nothing happens."""
+    """Return the wake-ups per second of an idle group."""
     comm.Barrier()
     before, start = switches(), time.monotonic()
     time.sleep(seconds)

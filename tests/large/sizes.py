@@ -1,5 +1,7 @@
-"""Messages beyond 2³¹ bytes and 2³¹ elements, checked number by number; `tests/test_large.py`
-runs it. The argument names the case. Prints seconds and the peak memory of a rank."""
+"""Messages beyond 2³¹ bytes and 2³¹ elements, checked number by number;
+`tests/test_large.py` runs it. The argument names the case. Print seconds and the peak
+memory of a rank.
+"""
 
 import resource
 import sys
@@ -13,13 +15,13 @@ from mpi4py import MPI
 import jaxcoded
 
 comm = MPI.COMM_WORLD
-PERIOD = 1021  # a prime: numbers in the wrong place do not fit
+PERIOD = 1021  # a prime, so that misplaced numbers are wrong
 MORE = 12_345
 BLOCK = PERIOD << 10
 
 
 def numbers(size, dtype, factor, shift):
-    """``factor · (i mod PERIOD) + shift`` for every place ``i``."""
+    """Return ``factor · (i mod PERIOD) + shift`` for every index ``i``."""
     out = np.empty(size, dtype)
     period = (factor * np.arange(PERIOD) + shift).astype(dtype)
     whole = size // PERIOD
@@ -29,7 +31,7 @@ def numbers(size, dtype, factor, shift):
 
 
 def check(actual, factor, shift):
-    """Every number of it."""
+    """Check every number."""
     block = numbers(BLOCK, actual.dtype, factor, shift)
     for start in range(0, len(actual), BLOCK):
         part = actual[start : start + BLOCK]
@@ -50,7 +52,7 @@ def group(transport="engine"):
 
 
 def numpy_in_place():
-    """More than 2³¹ elements of float16."""
+    """Sum more than 2³¹ elements of float16."""
     with group() as each:
         x = numbers(2**31 + MORE, np.float16, 1, comm.rank)
         out, seconds = timed(lambda: jaxcoded.host.allreduce(x, each, out=x))
@@ -61,9 +63,9 @@ def numpy_in_place():
 
 
 def jitted(wire_dtype=None):
-    """More than 2³¹ bytes of float32, donated."""
+    """Sum more than 2³¹ bytes of float32, donated."""
     call = lambda x: jaxcoded.coded_allreduce(x, each, wire_dtype=wire_dtype)
-    modulus = 1 if wire_dtype is None else 0  # what bfloat16 holds exactly
+    modulus = 1 if wire_dtype is None else 0  # numbers that bfloat16 holds exactly
     with group() as each:
         size = 2**29 + MORE
         x = jnp.asarray(numbers(size, np.float32, modulus, 1 + comm.rank))
@@ -74,12 +76,12 @@ def jitted(wire_dtype=None):
 
 
 def jitted_in_bfloat16():
-    """The same, as half of it."""
+    """Sum the same in messages of half the size."""
     return jitted("bfloat16")
 
 
 def offsets(transport="engine"):
-    """Two leaves in a vector of more than 2³¹ elements."""
+    """Sum two leaves in a vector of more than 2³¹ elements."""
     with group(transport) as each:
         first = numbers(2**31 + MORE, np.uint8, 1, comm.rank)
         tree = {"a": jnp.asarray(first), "b": jnp.uint8([comm.rank + 1, 2, 3])}
@@ -93,12 +95,12 @@ def offsets(transport="engine"):
 
 
 def mpi4jax_offsets():
-    """The same in messages of at most 2³¹ − 1."""
+    """Sum the same with mpi4jax, in messages of at most 2³¹ − 1 elements."""
     return offsets("mpi4jax")
 
 
 def gradient():
-    """Of more than 2³¹ bytes, on one rank."""
+    """Compute a gradient of more than 2³¹ bytes on one rank."""
     with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded()) as each:
         size = 2**29 + MORE
         part = each.batch(1)
@@ -115,7 +117,7 @@ def gradient():
 
 
 def snapshot():
-    """Of more than 2³¹ bytes, fetched by the other rank."""
+    """Let the other rank fetch a snapshot of more than 2³¹ bytes."""
     with group() as each:
         state = {"x": numbers(2**29 + MORE, np.float32, 1, 0), "step": 3}
         like = {"x": jax.ShapeDtypeStruct(state["x"].shape, np.float32), "step": 0}
@@ -137,7 +139,7 @@ def snapshot():
 
 
 def leaves():
-    """10,000 of them in one jitted call."""
+    """Sum 10,000 leaves in one jitted call."""
     with group() as each:
         tree = [numbers(10, np.float32, 7, i + comm.rank) for i in range(10_000)]
         total, seconds = timed(

@@ -69,7 +69,8 @@ def test_loads_are_equal_where_the_batch_divides(n, L, s, m, root_computes, time
         regular_size(n, L),
         Coded(fanout=n, stragglers=s, slices=m, root_computes=root_computes),
     )
-    # every partition of every parent a whole number: r·d·(n/(s+m))^l / n for the layers l below it
+    # batches that make every partition a whole number: r·d·(n/(s+m))^l / n for the
+    # layers l below a parent
     batch = times * plan.load.denominator * n**L * (s + m) ** L
     expected = np.full(plan.size, plan.load * batch, dtype=np.int64)
     if not root_computes:
@@ -108,13 +109,13 @@ def test_padding(plan, batch):
         real = flat.any(axis=1)
         lengths.add(len(indices))
         assert indices.dtype == np.int64 and weights.dtype == np.float64
-        # what is not padding is the share, in some order
+        # the indices without the padding are the share, in some order
         order, expected = np.argsort(indices[real]), np.argsort(own)
         np.testing.assert_array_equal(indices[real][order], own[expected])
         np.testing.assert_array_equal(
             flat[real][order], coefficients[expected].reshape(-1, flat.shape[1])
         )
-        # padding repeats an example of the rank's own, or example 0
+        # padding repeats an example of this rank, or example 0
         assert set(indices[~real]) <= (set(own) if len(own) else {0})
     assert len(lengths) == 1 and lengths.pop() >= 1
 

@@ -44,8 +44,9 @@ def random_sets(n, r, count, seed=0):
 
 
 def distance(code, answered):
-    """From the decoded sum to the true one, where the slices of all partition gradients
-    are orthonormal."""
+    """Return the distance from the decoded to the true sum, for orthonormal slices of
+    all partition gradients.
+    """
     gradients = np.eye(code.k * code.m).reshape(code.k, code.m, -1)
     messages = np.tensordot(code.B, gradients, 2)
     A = code.decode(answered).coefficients
@@ -54,7 +55,7 @@ def distance(code, answered):
 
 
 def least_distance(code, answered):
-    """How far the sums are from the span of the answers."""
+    """Return the distance of the sums from the span of the answers."""
     rows = code.B.reshape(code.n, -1)[answered]
     sums = np.tile(np.eye(code.m), (1, code.k))
     _, values, right = np.linalg.svd(rows, full_matrices=False)
@@ -71,7 +72,7 @@ def mean_error(code, r, count=40):
     return np.mean([code.decode(answered).residual ** 2 for answered in sets])
 
 
-# All of them.
+# All codes.
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)
@@ -124,7 +125,7 @@ def test_least_squares_is_never_worse_than_one_step(name):
 
 @pytest.mark.parametrize("name", REGULAR)
 def test_the_worst_stragglers_of_a_regular_code(name):
-    """They take all holders of s/d partitions, at least."""
+    """The worst stragglers are all holders of at least s/d partitions."""
     code, d = REGULAR[name]
     assert (code.support.sum(axis=0) == d).all()
     for s in range(d, code.stragglers + 1, d):
@@ -223,13 +224,15 @@ def test_bernoulli_leaves_nothing_empty(load, seed):
 def test_the_load_of_bernoulli(load):
     loads = [codes.bernoulli(100, 3, load, seed=seed).loads for seed in range(10)]
     deviation = math.sqrt(load * (1 - load / 100) / 1000)
-    # what is empty adds 1.7 of 100 at load 4, twice
+    # empty rows and columns each add 1.7 of 100 at load 4
     assert np.mean(loads) == pytest.approx(load, abs=4 * deviation + 0.04)
     assert np.std(loads) == pytest.approx(math.sqrt(1000) * deviation, rel=0.1)
 
 
 def test_the_expected_error_of_bernoulli_in_one_step():
-    """(n − load)·n/(r·load): n coordinates that are n/(r·load) of a binomial number."""
+    """The error is (n − load)·n/(r·load): n coordinates, each n/(r·load) times a
+    binomial number.
+    """
     n, r, load = 64, 48, 8
     errors = [
         mean_error(codes.bernoulli(n, 16, load, seed=seed, decoding="one_step"), r, 20)
@@ -341,7 +344,7 @@ def test_expanders_are_regular_graphs(n, d):
 
 
 def second_eigenvalue(B):
-    """Of a symmetric ``B`` with row sums 1, over 1."""
+    """Return the second eigenvalue of a symmetric ``B`` with row sums 1."""
     n = len(B)
     return np.linalg.norm(B[:, :, 0] - np.ones((n, n)) / n, 2)
 

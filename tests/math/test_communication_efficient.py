@@ -53,7 +53,9 @@ each_large = pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
 
 
 def decoded(code, answered, gradients, dtype=np.float64):
-    """The sum, from messages and coefficients of one dtype; ``gradients`` is ``(k, q)``."""
+    """Return the sum from messages and coefficients of one dtype; ``gradients`` is
+    ``(k, q)``.
+    """
     slices = gradients.astype(dtype).reshape(code.k, code.m, -1)
     messages = np.einsum("iju,juq->iq", code.B.astype(dtype), slices)
     messages[np.setdiff1d(np.arange(code.n), np.flatnonzero(answered))] = np.nan
@@ -62,7 +64,7 @@ def decoded(code, answered, gradients, dtype=np.float64):
 
 
 def by_least_squares(code, answered, gradients):
-    """The sum by nothing but B: lstsq for A on all that answered."""
+    """Return the sum by B alone: lstsq gives A for all children that answered."""
     rows = code.B.reshape(code.n, -1)[answered]
     target = identity(code.B).reshape(code.m, -1)
     A = np.linalg.lstsq(rows.T, target.T, rcond=None)[0].T
@@ -116,8 +118,9 @@ def test_random_answered_sets_of_large_codes(make):
     ids=[*SMALL, "polynomial 12, 2, 2", "gaussian 64, 4, 4"],
 )
 def test_rounding_of_float32_sums_is_bounded_by_the_amplification(code):
-    """Of κ · Σ|g|, every message loses at most (k·m + 2) · eps and the parent as much
-    again for its n terms."""
+    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent
+    the same for its n terms.
+    """
     rng = np.random.default_rng(2)
     patterns = list(survivors(code.n, code.stragglers)) if code.n < 9 else []
     patterns += [random_survivors(code, rng) for _ in range(20)]
@@ -137,7 +140,9 @@ def test_messages_and_loads(code):
 @bounded
 @given(st.data())
 def test_the_load_is_at_least_stragglers_plus_slices(data):
-    """d ≥ s + m is tight: these have d = s + m, and none of them loses one more."""
+    """d ≥ s + m is tight: these codes have d = s + m, and none tolerates one more
+    straggler.
+    """
     m = data.draw(st.integers(1, 3))
     s = data.draw(st.integers(0, 3))
     made = [
@@ -201,9 +206,11 @@ def test_the_least_load_is_the_default(make):
 
 
 def error_of_the_paper(code, rng, sets=10):
-    """Worst relative error of the sum when the Vandermonde matrix is inverted."""
+    """Return the worst relative error of the sum after inverting the Vandermonde
+    matrix.
+    """
     n, m, d = code.n, code.m, code.loads[0]
-    # the points: only B is known here, so they are found anew
+    # recompute the points, as the code holds only B
     sizes = [0.0] * (n % 2) + sorted([1 + i / 2 for i in range(n // 2)] * 2)
     points = np.array(sizes) * np.resize([1, -1] if n % 2 == 0 else [-1, 1], n)
     V = np.vander(points, n - d + m, increasing=True).T
@@ -221,13 +228,15 @@ def error_of_the_paper(code, rng, sets=10):
 @pytest.mark.parametrize(("n", "paper"), [(8, 2e-12), (12, 2e-9)])
 def test_inverting_the_vandermonde_matrix_loses_digits(n, paper):
     """Worst relative errors over all loads and slices: the orders of magnitude of the
-    paper's. In these codes all ``n − s`` answers are needed, so that there is one ``A``
-    for each set, and the paper's way and the decoder here differ by rounding alone.
-    Which of them comes out nearer is luck, and LAPACK's; what rounding can do is not.
+    paper's. These codes need all ``n − s`` answers, so that each set has one ``A``, and
+    the paper's method and this decoder differ by rounding alone. Which of them is
+    nearer depends on chance and LAPACK; the bound on rounding does not.
 
-    Of ``Σ_i |A_ui| Σ_jv |B_ijv g_jv|``, ``terms`` additions in a row lose at most
-    ``terms · eps / 2``, and A as much again that is computed in as many. Errors of either
-    sign mostly add up to ``√terms · eps / 2`` (Higham and Mary 2019, SISC 41 A2815)."""
+    Relative to ``Σ_i |A_ui| Σ_jv |B_ijv g_jv|``, ``terms`` consecutive additions lose
+    at most ``terms · eps / 2``. A loses the same, as its computation takes as many.
+    Errors of either sign mostly add up to ``√terms · eps / 2`` (Higham and Mary 2019,
+    SISC 41 A2815).
+    """
     rng = np.random.default_rng(0)
     eps = np.finfo(float).eps
     of_paper, usual = 0.0, []
@@ -260,7 +269,7 @@ def test_polynomial_codes_beyond_float64_are_refused(n, s, m):
     ):
         codes.polynomial(n, s, m)
     if n < 64:
-        codes.random_generator(n, s, m)  # so the remedy works
+        codes.random_generator(n, s, m)  # the remedy that the error names works
 
 
 def test_a_polynomial_code_that_amplifies_far_more_than_random_ones_warns():
@@ -269,7 +278,9 @@ def test_a_polynomial_code_that_amplifies_far_more_than_random_ones_warns():
 
 
 def test_the_hardest_sets_of_a_polynomial_code_are_neighbouring_points(monkeypatch):
-    """Sampling misses them, and κ is over them, too: that of the samples is acceptable, theirs is not."""
+    """Sampling misses these sets, but κ covers them: κ of the samples alone is
+    acceptable, theirs is not.
+    """
     code = codes.polynomial(16, 3, 2)
     missing = [11, 13, 15]  # −3.5, −4, −4.5
     answered = np.isin(np.arange(16), missing, invert=True)
@@ -319,7 +330,9 @@ def test_random_generators_of_any_load(data):
 
 
 def rank_distance(G):
-    """The minimum distance by the smallest set of columns without which rank is lost."""
+    """Return the minimum distance: the size of the smallest set of columns without
+    which the rank decreases.
+    """
     m, d = G.shape
     for e in range(1, d + 1):
         for lost in itertools.combinations(range(d), e):
@@ -414,7 +427,7 @@ def test_a_parity_check_decodes_by_signs():
     code = codes.single_parity_check(12, 3)
     assert code.amplification == pytest.approx(
         5
-    )  # 2·1 + 3 where a slice is 3 others' difference
+    )  # 2·1 + 3: one slice is the difference of 3 others
     for missing in range(12):
         A = code.decode(np.arange(12) != missing).coefficients
         others = np.r_[0 : missing // 4 * 4, missing // 4 * 4 + 4 : 12]
@@ -442,7 +455,9 @@ def worst_condition(code, d):
     ("d", "m", "median"), [(4, 2, 18), (6, 3, 91), (8, 4, 532), (10, 5, 2.2e3)]
 )
 def test_conditions_of_gaussian_generators(d, m, median):
-    """With the median as a bound about one draw in two is taken, and the best is below."""
+    """With the median as bound about every second draw passes, and the best one is
+    below it.
+    """
     best = worst_condition(codes.gaussian_mds(d, d - m, m), d)
     first = [
         codes.gaussian_mds(d, d - m, m, seed=seed, max_condition=1e300)
@@ -489,7 +504,7 @@ def test_points_on_the_circle_amplify_less_than_points_on_a_line(s, m):
 
 
 def test_identical_groups_are_tried_where_they_are_hardest():
-    """A sample of 3 of 256 children hardly ever takes 3 of one group."""
+    """A random sample of 3 among 256 children hardly ever hits one group three times."""
     B = codes.gaussian_mds(256, 2, 2).B
     with pytest.raises(ValueError, match="cannot be decoded from every 253 of its 256"):
         GradientCode(B, 3)

@@ -115,12 +115,10 @@ def unequal_loads(draw):
 @bounded
 @given(unequal_loads(), st.integers(0, 99))
 def test_unequal_loads(case, seed):
-    """Integer loads ℓ_i ≤ k that add up to (s+m)·k give every partition s+m distinct holders."""
+    """Integer loads ℓ_i ≤ k with sum (s+m)·k give every partition s+m distinct holders."""
     n, s, m, k, loads = case
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # this test is about exactness, not about the size of κ
+        warnings.simplefilter("ignore")  # this test checks exactness, not the size of κ
         code = codes.random_generator(n, s, m, loads=loads, seed=seed)
     assert code.B.shape == (n, k, m)
     np.testing.assert_array_equal(code.loads, loads)
@@ -162,7 +160,7 @@ def test_equal_seeds_give_equal_codes(make):
 
 @pytest.fixture
 def drawn(monkeypatch):
-    """The codes that were drawn, in order."""
+    """Collect the drawn codes, in order."""
     made = []
     original = _redraw.GradientCode
 
@@ -237,7 +235,7 @@ def test_draws_that_cannot_be_decoded_in_float64_are_an_error(epsilon):
 
 
 def test_draws_go_on_until_one_can_be_decoded(monkeypatch):
-    """Where time is for fewer of them."""
+    """Draws continue beyond their time limit until one can be decoded."""
     monkeypatch.setattr(_redraw, "draws", lambda *_: 2)
     given = [np.zeros((2, 2))] * 4 + [np.ones((2, 2))] * 10
     code = _redraw.least_amplified(lambda _: given.pop(0), 2, 1, 1, "late", 0)

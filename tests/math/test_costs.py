@@ -1,4 +1,4 @@
-"""Examples of unequal cost, dealt out to ranks and to their blocks."""
+"""Examples of unequal cost, divided among ranks and their blocks."""
 
 import itertools
 
@@ -19,7 +19,7 @@ costs_of = st.lists(
 
 
 def least_makespan(costs, places):
-    """By trying all divisions."""
+    """Return the least makespan, by trying all divisions."""
     divisions = itertools.product(range(places), repeat=len(costs))
     return min(
         np.bincount(where, costs, minlength=places).max()
@@ -29,7 +29,7 @@ def least_makespan(costs, places):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_near_the_best_division(seed):
-    """By Graham's bound, against all divisions."""
+    """The division is within Graham's bound of the best of all."""
     random, places = np.random.default_rng(seed), 2 + seed % 2
     costs = random.pareto(1.5, 8) + 0.1
     found = longest_first(costs, [8] * places)
@@ -91,7 +91,9 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_ranks_of_an_epoch_cost_the_same(plan):
-    """As far as each reads as many examples as before: in proportion to its load."""
+    """Ranks cost the same in proportion to their loads, as each reads as many examples
+    as without costs.
+    """
     random = np.random.default_rng(2)
     costs = np.sort(random.pareto(2.5, 480) + 1)  # the worst order
     ratios = []

@@ -1,5 +1,6 @@
-"""The batches of an epoch: every example once, with the coefficients of the plan, also in a smaller
-last batch."""
+"""The batches of an epoch hold every example once, with the plan's coefficients, also
+in a smaller last batch.
+"""
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ PLANS = [
 
 
 def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False, **how):
-    """Of all ranks."""
+    """Return the epochs of all ranks."""
     how["drop_last"] = drop_last
     return [
         Epoch(plan, rank, n, batch_size, seed=seed, epoch=epoch, **how)
@@ -33,7 +34,9 @@ def epochs(plan, n, batch_size, *, seed=0, epoch=0, drop_last=False, **how):
 
 
 def total(plan, reads, gradients, missing):
-    """What the root ends with: the algebra of the plan in float64, of what the ranks read."""
+    """Return the root's sum: the plan's algebra in float64 on the examples that the
+    ranks read.
+    """
     messages = []
     for batch, P, M in zip(reads, plan.parts_above, plan.slices_above):
         slices = gradients[batch.indices].reshape(len(batch.indices), M, -1)
@@ -58,7 +61,7 @@ def test_every_example_counts_once(
     plan, n, batch_size, drop_last, seed, multiple, by_cost
 ):
     if plan.strategy.by_blocks or max(plan.slices_above + plan.parts_above) > 1:
-        multiple = 1  # is not split over devices
+        multiple = 1  # shared work is not split over devices
     if drop_last and n < batch_size:
         n, batch_size = batch_size, n
     gradients = np.random.default_rng(n).standard_normal((n, 12))
@@ -86,7 +89,9 @@ def test_every_example_counts_once(
             assert jax.tree.structure(mine) == jax.tree.structure(like)
             for leaf, its in zip(jax.tree.leaves(mine), jax.tree.leaves(like)):
                 assert (leaf.dtype, leaf.shape) == (its.dtype, its.shape)
-            if plan.encoded:  # the first example of a chunk has the coefficients of all
+            if (
+                plan.encoded
+            ):  # the first example of a chunk has the chunk's coefficients
                 held = (np.asarray(weights) != 0).any(axis=2).astype(int)
                 assert (np.diff(held, axis=1) <= 0).all()
         seen.append(batch)
@@ -100,7 +105,9 @@ def test_every_example_counts_once(
 
 
 def test_the_order():
-    """By seed and epoch, whoever shares the work; without a seed it is that of the data."""
+    """Seed and epoch determine the order, for any plan; without a seed it is the order
+    of the data.
+    """
 
     def order(size=4, **which):
         epoch = epochs(jaxcoded.make_plan(size, jaxcoded.Coded()), 40, 7, **which)[0]
@@ -126,7 +133,7 @@ def test_any_batch_can_be_asked_for():
 
 
 def test_grain_reads_it():
-    """As a random-access source, and goes on where a checkpoint was."""
+    """Grain reads an epoch as a random-access source, and continues from a checkpoint."""
     grain = pytest.importorskip("grain")
     epoch = epochs(PLANS[1], 10, 4)[1]
     reading = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2)

@@ -69,7 +69,9 @@ def test_every_answered_set(code):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_surplus_answers_of_one_group_do_not_stand_in_for_another(seed):
-    """The surplus child of the first group must not pass, through rounding, for a child of the second."""
+    """Rounding must not let the surplus child of the first group replace a child of the
+    second.
+    """
     rng = np.random.default_rng(seed)
     B = np.zeros((5, 4, 1))
     B[:3, :2, 0] = rng.standard_normal((3, 1)) @ np.ones((1, 2))
@@ -84,7 +86,7 @@ def test_an_idle_child_stands_in_for_nobody():
     B = np.array([[0, 0], [-1.16299016, -0.18708582], [-0.3394646, -0.22767632]])[
         :, None, :
     ]
-    code = GradientCode(B, 0)  # m = 2, so both of the others are needed
+    code = GradientCode(B, 0)  # m = 2, so both other children are needed
     assert code.decodable([1, 2])
     assert not code.decodable([0, 1]) and not code.decodable([0, 2])
 
@@ -141,7 +143,7 @@ def test_tolerance_found_by_enumeration(code):
 @bounded
 @given(st.data())
 def test_every_partition_needs_stragglers_plus_slices_holders(data):
-    """The trade-off d ≥ s + m, for any B whatever."""
+    """The trade-off d ≥ s + m holds for any B."""
     n, k, m = (data.draw(st.integers(1, largest)) for largest in (6, 4, 2))
     seed = data.draw(st.integers(0, 999))
     rng = np.random.default_rng(seed)

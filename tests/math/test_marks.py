@@ -1,4 +1,4 @@
-"""What tells ranks at another batch, or at other parameters, from the others."""
+"""Marks: they reveal ranks with a different batch or different parameters."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ def test_weights_of_blocks(owners, blocks, batch_size):
     assert table.dtype == np.float32 and table.shape == (owners * blocks,)
     of_owners = table.astype(float).reshape(owners, blocks).sum(axis=1)
     assert of_owners.sum() == 0 and of_owners.all()
-    # sums in float32 are exact in any order, beside the count
+    # float32 sums of all but the count are exact in any order
     units = np.abs(table).max() / 2.0 ** (np.floor(np.log2(batch_size)) - 15)
     assert units == round(units) and 62 * units * blocks < 2**20
 
@@ -42,7 +42,7 @@ def test_one_rank_alone():
     st.data(),
 )
 def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, data):
-    """It comes to nothing in the sum, whoever is left out, where all have one key."""
+    """With equal keys the additions cancel in the sum, whichever ranks are left out."""
     try:
         plan = make_plan(
             ranks,
@@ -62,7 +62,7 @@ def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, d
     here = [rank for rank in range(1, ranks) if rank not in out]
     weighed = np.array([atoms.coefficients(plan, rank)[:, 0] for rank in here])
     exact = np.zeros(weighed.shape[1:])
-    exact[:, 0] = 1  # of the first slice, which the count is in
+    exact[:, 0] = 1  # for the first slice, which holds the count
     matrix = weighed.reshape(len(here), -1).T
     decoding = np.linalg.lstsq(matrix, exact.ravel())[0]
     assert np.allclose(matrix @ decoding, exact.ravel())
@@ -81,7 +81,9 @@ def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, d
     ("ranks", "stragglers"), [(13, 2), (12, 3), (17, 4), (24, 5), (20, 2)]
 )
 def test_another_batch_stands_out_of_rounding(ranks, stragglers):
-    """Of one rank: in most sums, also of codes that amplify the rounding of float32, whoever is left out."""
+    """Another batch on one rank exceeds rounding in most sums, whichever ranks are left
+    out, also with codes that amplify the rounding of float32.
+    """
     plan = make_plan(
         ranks, Coded(fanout=ranks - 1, stragglers=stragglers, root_computes=False)
     )
@@ -99,7 +101,7 @@ def test_another_batch_stands_out_of_rounding(ranks, stragglers):
             weighed[there].T, np.ones(weighed.shape[1]), rcond=None
         )[0]
         used = np.flatnonzero(np.abs(decoding) > 1e-9)
-        one = rng.choice(used)  # what others bring is not looked at
+        one = rng.choice(used)  # the sum does not use other ranks
         found += abs(decoding[one] * added[there[one]] * (next_ - here)) > rounding
     assert found >= 88
 
@@ -115,7 +117,7 @@ def test_batches_that_follow_each_other_have_different_keys():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
 def test_parameters_that_differ_in_a_bit(dtype):
-    """Almost all of them have another key."""
+    """Almost all of them have a different key."""
     key = functools.partial(marks.key, np.int32(5), to_the_bit=True)
     params = {"a": jnp.ones((3, 2), dtype), "b": jnp.zeros(4, dtype)}
     usual = key(params)
@@ -145,8 +147,8 @@ def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
         float(marks.key(0, jax.tree.map(jnp.float32, it), to_the_bit=False))
         for it in (params, rounded, *others)
     ]
-    assert abs(keys[1] - keys[0]) < 1e-3  # a thousandth of what a batch's number makes
-    # one of them may have the same by chance
+    assert abs(keys[1] - keys[0]) < 1e-3  # a thousandth of a batch number's effect
+    # one of them may have the same key by chance
     assert max(abs(key - keys[0]) for key in keys[2:]) > 1e-3 or scale < 0.01
 
 

@@ -1,4 +1,4 @@
-"""Parity checks: what the messages of children must satisfy whatever the gradients are."""
+"""Parity checks: the equations that the messages of children satisfy for any gradients."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ CODES = {
         ("grouped(load=3)", 6, 3, 2),
     ]
 }
-# a child without data, and messages of very different size
+# a child without data, and messages of very different sizes
 CODES["idle child"] = codes.random_generator(4, 1, loads=[0, 3, 2, 3])
 CODES["sizes"] = GradientCode(
     np.array([[0.5, 1, 0], [0, 1, -1], [0.5, 0, 1]]) * [[1e5], [1], [1e-5]]
@@ -88,9 +88,9 @@ def test_children_of_a_check_share_partitions(code):
 def test_plans_know_which_parents_can_check():
     assert make_plan(13, Coded(fanout=3)).checked == (0, 1, 2, 3)
     assert make_plan(4, Coded(stragglers=0)).checked == ()
-    # rank 1 has a single child, and loses nobody
+    # rank 1 has a single child, and tolerates no missing one
     assert make_plan(5, Coded(parents=[-1, 0, 0, 0, 1])).checked == (0,)
-    # an approximation below says nothing to those above
+    # an approximation below does not matter to the ranks above
     plan = make_plan(
         13, Coded(fanout=3, code=["cyclic_repetition", "expander(degree=2)"])
     )

@@ -37,7 +37,7 @@ def test_load_of_partial_stragglers(n, s, alpha):
 
 @pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 1), (5, 2)])
 def test_every_set_of_parts_of_partial_stragglers(n, s):
-    """All naive messages and any n−s coded ones; a naive one can never be missed."""
+    """All naive messages and any n−s coded ones suffice; no naive one may be missing."""
     code = codes.partial_stragglers(n, s, slowdown=3)
     for bits in itertools.product([False, True], repeat=2 * n):
         answered = np.array(bits).reshape(n, 2)
@@ -50,13 +50,13 @@ def test_every_set_of_parts_of_partial_stragglers(n, s):
 
 
 def first_parts(code):
-    """Every set of first parts, bool ``(n, parts)``."""
+    """Return every set of first parts, bool ``(n, parts)``."""
     for counts in itertools.product(range(code.parts + 1), repeat=code.n):
         yield np.arange(code.parts) < np.array(counts)[:, None]
 
 
 def any_parts(code):
-    """Every set of parts, bool ``(n, parts)``."""
+    """Return every set of parts, bool ``(n, parts)``."""
     for bits in itertools.product([False, True], repeat=len(code.B)):
         yield np.array(bits).reshape(code.n, code.parts)
 
@@ -66,8 +66,9 @@ def amplification(A, B):
 
 
 def promised(code, s):
-    """What constructors say that suffices, bool ``(n, parts)``: without more than ``s``
-    children that are late."""
+    """Return the sets that suffice by the constructors' promise, bool ``(n, parts)``:
+    at most ``s`` children are late.
+    """
     n, parts = code.n, code.parts
     for late in range(s + 1):
         for those in itertools.combinations(range(n), late):
@@ -112,7 +113,8 @@ def test_amplification_of_partial_stragglers(n, s, kappa):
         rows = np.flatnonzero(answered)
         _, first = np.unique(code.B[rows, :, 0], axis=0, return_index=True)
         used = code.B[rows[first]]
-        # least norm where a message is measured in the power of 2 next to its largest entry
+        # least norm, with each message in units of the power of 2 near its largest
+        # entry
         units = np.exp2(np.floor(np.log2(np.abs(used).max(axis=(1, 2)))))
         A = np.ones(code.k) @ np.linalg.pinv(used[:, :, 0] / units[:, None]) / units
         assert error(A[None], used) < 1e-9
@@ -123,7 +125,9 @@ def test_amplification_of_partial_stragglers(n, s, kappa):
 @pytest.mark.slow
 @each_set
 def test_no_set_of_parts_amplifies_beyond_kappa(code, s, sets):
-    """Whether it suffices or not; what suffices is exact, and still suffices with more."""
+    """No set amplifies beyond κ. A set that suffices is exact, and suffices with more
+    messages.
+    """
     sufficient, all_sets = set(), set()
     for answered in sets(code):
         all_sets.add(answered.tobytes())
@@ -155,7 +159,7 @@ def test_what_is_promised_suffices(code, s, sets):
 
 @functools.cache
 def larger(kind, n, s):
-    """A code, and what it promises."""
+    """Return a larger code, and its promise."""
     if kind == "adaptive":
         code = codes.adaptive(n, s)
     else:
@@ -166,8 +170,9 @@ def larger(kind, n, s):
 @given(st.integers(0, 2**32))
 @bounded
 def test_messages_of_larger_codes_in_any_order(seed):
-    """What suffices is exact within κ, still suffices with what comes next, and comes not
-    later than promised."""
+    """A sufficient set is exact within κ, suffices with later messages, and is complete
+    no later than promised.
+    """
     rng = np.random.default_rng(seed)
     kind = rng.choice(["adaptive", "partial_stragglers"])
     code, promises = larger(kind, *map(int, rng.choice([[5, 2], [6, 1], [7, 2]])))
@@ -191,8 +196,9 @@ EPS32 = float(np.finfo(np.float32).eps)
 
 @pytest.mark.parametrize("name", ["adaptive 4, 2, seed 2", "partial 5, 2"])
 def test_float32_sums_of_sets_of_parts_lose_at_most_kappa_times_the_rounding(name):
-    """Of κ · Σ|g|, every message loses at most (k·m + 2) · eps and the parent as much again
-    for its terms. The reference is in float64."""
+    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent
+    the same for its terms. The reference is in float64.
+    """
     code, _, sets = SETS[name]
     rng = np.random.default_rng(2)
     gradients = rng.standard_normal((code.k, code.m, 4))
@@ -215,7 +221,7 @@ def test_float32_sums_of_sets_of_parts_lose_at_most_kappa_times_the_rounding(nam
 
 @pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 2), (5, 1)])
 def test_every_set_of_parts_of_progressive(n, s):
-    """Each partition from somebody."""
+    """A set suffices if it holds each partition."""
     code = codes.progressive(n, s)
     for counts in itertools.product(range(s + 2), repeat=n):
         answered = np.arange(s + 1) < np.array(counts)[:, None]
@@ -229,8 +235,9 @@ def test_every_set_of_parts_of_progressive(n, s):
     ("n", "s", "m"), [(3, 1, 1), (4, 1, 1), (5, 2, 1), (4, 1, 2), (6, 2, 2), (4, 0, 2)]
 )
 def test_traffic_of_adaptive_follows_the_stragglers(n, s, m):
-    """With δ missing, a share of 1/(s+m−δ) of a gradient from each of the others is
-    enough, and one part less from all of them is not."""
+    """With δ children missing, 1/(s+m−δ) of a gradient from each of the others
+    suffices; one part less from each does not.
+    """
     code = codes.adaptive(n, s, m)
     assert (code.loads == s + m).all()
     assert Fraction(code.parts, code.m) == Fraction(1, m)
@@ -298,7 +305,7 @@ each_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 
 @each_plan
 def test_tree(plan):
-    """The root's sum is exact, with all there and with as many missing as may be."""
+    """The root's sum is exact, with all ranks and with the tolerated number missing."""
     rng = np.random.default_rng(1)
     for batch in (1, 29):
         gradients = gradients_for(plan, batch)
@@ -345,7 +352,9 @@ def test_stages(plan, batch):
 
 @each_plan
 def test_atoms(plan):
-    """They cover the batch once, and say what `shares` says of a batch that divides."""
+    """Atoms cover the batch once, and agree with `shares` for a batch that divides
+    evenly.
+    """
     sizes = atoms.sizes(plan)
     assert sizes.min() > 0 and sizes.sum() == pytest.approx(1)
     batch = 20_160
@@ -356,15 +365,16 @@ def test_atoms(plan):
         dense[indices] = coefficients
         atom = np.searchsorted(ends, (np.arange(batch) + 0.5) / batch)
         expected = atoms.coefficients(plan, rank)[np.minimum(atom, len(sizes) - 1)]
-        # whole examples are not cut
+        # examples are not cut
         wrong = (np.abs(dense - expected) > 1e-12).any(axis=(1, 2)).mean()
         assert wrong <= 2 * plan.size * len(sizes) / batch
 
 
 @each_plan
 def test_probes(plan):
-    """Their sum is exact where all are there; without some ranks it tells the
-    coefficients of the least-squares sum."""
+    """With all ranks the sum of probes is exact; without some it shows the coefficients
+    of the least-squares sum.
+    """
     own = [
         atoms.probe(plan, rank).reshape(plan.parts_above[rank], -1)
         for rank in range(plan.size)
@@ -380,8 +390,9 @@ def test_probes(plan):
 @pytest.mark.parametrize("batch", [23, 1000])
 @pytest.mark.parametrize("speeds", [None, [1, 1, 4, 2, 1, 3]])
 def test_residual_of_a_batch(batch, speeds):
-    """Atoms count by their size. They are those of a batch that can be cut anywhere:
-    examples that are not of their atom make the difference."""
+    """Atoms count by their size, in a batch that can be cut anywhere. The difference
+    comes from examples outside their atom.
+    """
     plan = make_plan(6, Coded(stragglers=1, speeds=speeds, fanout=5))
     lost = set(plan.coded_children(plan.root)[1:4])
     sizes = atoms.sizes(plan)
@@ -409,7 +420,8 @@ def test_residual_of_a_batch(batch, speeds):
     assert off < 1e-12 if divides else 1e-4 < off <= bound
 
 
-# A number of the sum is made of the same number of the gradients alone: 0 where they are.
+# A number of the sum depends on the same number of the gradients alone: it is 0 if they
+# are.
 KEEP_ZEROS = [
     "uncoded",
     "fractional_repetition",
@@ -430,7 +442,7 @@ KEEP_ZEROS = [
     "block_design(load=3)",
     "grouped(load=3)",
 ]
-# With slices it is made of those of other slices, too, which cancel up to rounding.
+# With slices it also depends on other slices, which cancel up to rounding.
 LOSE_ZEROS = {
     "adaptive": 1,
     "random_generator": 2,
@@ -457,7 +469,7 @@ def test_what_becomes_of_zeros_is_known_of_all_codes():
     ],
 )
 def test_zeros(text, slices, keeps):
-    """Numbers that are 0 in all gradients, whoever is missing."""
+    """Numbers that are 0 in all gradients, with any missing ranks."""
     n = 7 if text in ("block_design(load=3)", "hamming(r=3)") else 12
     alone = text == "uncoded" or text.startswith("partial")
     plan = make_plan(
@@ -483,8 +495,9 @@ speeds = st.lists(st.integers(1, 9), min_size=5, max_size=14)
 @bounded
 @given(speeds=speeds, stragglers=st.integers(0, 2), slices=st.integers(1, 2))
 def test_loads_follow_speeds(speeds, stragglers, slices):
-    """In proportion wherever a child does not have to hold more than its parent's whole
-    set, and never more than in proportion."""
+    """Loads are in proportion unless a child would hold more than its parent's whole
+    set, and never above proportion.
+    """
     plan = make_plan(
         len(speeds), Coded(speeds=speeds, stragglers=stragglers, slices=slices)
     )

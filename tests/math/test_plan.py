@@ -93,7 +93,9 @@ def test_a_root_with_data_adds_one_to_the_capacity(n, L, s, m):
 
 @st.composite
 def any_tree(draw):
-    """Explicit parents of any shape, the root anywhere, and what the largest parent can keep."""
+    """Draw explicit parents of any shape with any root, and the tolerance that the
+    largest parent can keep.
+    """
     size = draw(st.integers(2, 25))
     parents = [
         -1,
@@ -281,13 +283,13 @@ def test_every_process_makes_the_same_plan():
         assert out.stdout.split() == here
 
 
-# What can be done without.
+# Ranks that may be missing.
 
 
 @bounded
 @given(st.data())
 def test_sets_that_the_root_can_do_without(data):
-    """Against all ways to leave out parents beside the erased ranks."""
+    """Compare with all ways to leave out parents in addition to the erased ranks."""
     size = data.draw(st.integers(3, 9))
     parents = [-1, *(data.draw(st.integers(0, rank - 1)) for rank in range(1, size))]
     try:
@@ -299,7 +301,7 @@ def test_sets_that_the_root_can_do_without(data):
                 slices=data.draw(st.integers(1, 2)),
             ),
         )
-    except ValueError:  # no parent has so many children
+    except ValueError:  # no parent has that many children
         return
     inner = {rank for rank in range(size) if plan.coded_children(rank)}
 
@@ -308,7 +310,7 @@ def test_sets_that_the_root_can_do_without(data):
         return solvable(plan.codings[rank].code.B, list(answered))
 
     def consistent(out):
-        """All that are not left out have a sum without those that are."""
+        """Return whether all other ranks have a sum without those left out."""
         return plan.root not in out and all(
             decodable(rank, tuple(c not in out for c in plan.coded_children(rank)))
             for rank in inner - out
@@ -322,7 +324,7 @@ def test_sets_that_the_root_can_do_without(data):
         )
         possible = [erased.union(way) for way in ways if consistent(erased.union(way))]
         assert (plan.unrecoverable(mask) == []) == bool(possible)
-        if possible:  # and no more than need be are left out
+        if possible:  # no more ranks than necessary are left out
             missing = set(np.flatnonzero(plan.missing(mask)))
             assert missing == set.intersection(*possible)
         else:
@@ -333,7 +335,7 @@ def test_sets_that_the_root_can_do_without(data):
 
 
 def columns(text):
-    """The table of `describe`: one dict per layer."""
+    """Return the table of `describe`, one dict per layer."""
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("layer"))
     split = [re.split(r"\s{2,}", line) for line in lines[start:]]
@@ -385,7 +387,7 @@ def test_speeds_as_an_array(dtype):
 def test_description_states_unused_capacity():
     plan = make_plan(
         7, Coded(parents=[-1, 0, 0, 1, 1, 1, 1])
-    )  # 1 could take 3 times as much as 2
+    )  # rank 1 could take 3 times as much as rank 2
     root, inner, leaves = columns(plan.describe())
     assert plan.load == 1
     assert (inner["load"], leaves["load"]) == ("1/3 to 1", "1/3")
@@ -537,7 +539,7 @@ def test_text_that_is_no_plan(text, message):
 
 
 def test_shared_work_in_words():
-    """One replica is singular, and without any nothing is promised that cannot be kept."""
+    """One replica is singular, and without replicas the text promises nothing."""
     none, one, two = (
         make_plan(4, Shared(replicas=replicas, blocks=3)).describe()
         for replicas in range(3)
@@ -552,7 +554,7 @@ def test_shared_work_in_words():
 
 
 def test_shared_work():
-    """Every block on its owner and as many others as are asked for, and as evenly as can be."""
+    """Every block is on its owner and ``replicas`` other ranks, as evenly as possible."""
     plan = make_plan(5, Shared(replicas=2, blocks=6))
     placed = plan.placement
     assert (plan.strategy.root_computes, plan.tree.depth, plan.load) == (
@@ -601,7 +603,9 @@ def test_shared_work_is_of_a_star():
 
 
 def test_a_description_tells_what_holds():
-    """The tolerance of the codes, and what the fastest rank would have without any."""
+    """The description states the tolerance of the codes, and the fastest rank's load
+    without codes.
+    """
     plan = make_plan(8, Coded(fanout=7, stragglers=0, slices=4, code="hamming(r=3)"))
     assert "; any 2 of a parent's children may be missing" in plan.describe()
     plan = make_plan(13, Coded(fanout=12, stragglers=0, speeds=[1] * 7 + [0.5] * 6))

@@ -1,4 +1,4 @@
-"""The planner's choice against all of its candidates, simulated one by one with other draws."""
+"""Compare the planner's choice with all candidates, each simulated with new draws."""
 
 import dataclasses
 import importlib.metadata
@@ -52,8 +52,8 @@ CLUSTERS = [
     (200, 0.1, 4e4, 1, HEAVY),
 ]
 FEW = CLUSTERS[2:3]
-SEED = 77  # of draws that the planner has not seen
-ROUNDS = 6000  # for the few best: bursts of many ranks at once are rare
+SEED = 77  # for draws that the planner has not used
+ROUNDS = 6000  # for the few best candidates: bursts on many ranks at once are rare
 
 
 def measured(cluster, candidate, rounds):
@@ -80,8 +80,9 @@ def accepted(ranks, candidate):
 
 
 def exhaustive(cluster):
-    """The least mean of all variants of all candidates of which there are plans; the best of
-    them with more rounds."""
+    """Return the least mean over all variants of all valid candidates; the best ones
+    get more rounds.
+    """
     ranks, _, payload, *_ = cluster
     entering = {v for c in candidates(ranks) for v in c.variants(payload)}
     entering = [
@@ -97,7 +98,7 @@ def exhaustive(cluster):
 
 
 def gap(cluster):
-    """How much longer the planner's choice takes than the best there is, as a ratio."""
+    """Return the time of the planner's choice relative to the best one."""
     ranks, work, payload, gigabits, model = cluster
     ranking = search.best_plans(
         ranks, payload, work * ranks, Network.of(gigabits), stragglers.named(model)
@@ -157,8 +158,9 @@ def test_a_rank_that_never_ends_and_shares_its_work():
 
 @pytest.mark.slow
 def test_work_is_shared():
-    """Where somebody is late, blocks are not tiny, and others have the data; by as few as
-    suffice."""
+    """Work is shared if ranks are late, blocks are not tiny and others have the data;
+    with no more replicas than needed.
+    """
     model = stragglers.named("bursty(begin=0.02, end=0.2, factor=5)")
     ranking = search.best_plans(13, 4e3, 1.5, stragglers=model)
     it = ranking.best.candidate
@@ -188,7 +190,7 @@ def test_work_is_shared():
 )
 @pytest.mark.parametrize("model", [more("none"), "fixed(factor=10)"])
 def test_why_work_is_not_shared(asked, why, model):
-    """The verdict says it, whether there is a code or not."""
+    """The verdict says why, with or without a code."""
     asked = {"ranks": 7, "payload": 4e3, "work": 0.7} | asked
     ranking = search.best_plans(**asked, stragglers=stragglers.named(model))
     assert re.search(f"Not shared: .*{why}", ranking.verdict)
@@ -202,7 +204,9 @@ def test_why_work_is_shared_does_not_say_why_not():
 
 @pytest.mark.slow
 def test_reading_costs_replicas():
-    """As much as what is held; if that costs more than late ranks do, nobody shares."""
+    """Reading costs as much as the held data; if that costs more than late ranks do,
+    work is not shared.
+    """
     model = stragglers.named("exponential(work=0.5)")
     free = search.best_plans(7, 4e3, 0.7, stragglers=model)
     dear = search.best_plans(7, 4e3, 0.7, stragglers=model, reading=2.0)
@@ -271,7 +275,7 @@ def test_candidates_are_those_of_make_plan(ranks):
     assert any(c.tree and not c.coded for c in field)
     trees = [c for c in field if c.tree]
     for candidate in trees[:: max(1, len(trees) // 12)]:
-        # codes of many children take long to draw
+        # codes for many children take long to draw
         if candidate.coded and candidate.fanout > 12:
             continue
         for root in (False, True):
@@ -285,7 +289,7 @@ def test_candidates_are_those_of_make_plan(ranks):
 
 
 def test_candidates_of_a_million_ranks():
-    """Its trees have fan-outs down to 2, and none has a depth for each rank."""
+    """The trees have fan-outs down to 2, and none is as deep as its number of ranks."""
     fanouts = {c.fanout for c in candidates(1_000_000)}
     assert {2, 3, 10, 100, 1000} <= fanouts
     assert max(fanouts) <= 1024
@@ -311,7 +315,7 @@ def test_amplification_is_bounded():
 
 
 def test_a_faster_code_that_loses_digits():
-    """With 11 workers there is no repetition."""
+    """Fractional repetition does not exist for 11 workers."""
     ranking = search.best_plans(
         12, 4e4, 1.2, stragglers="fixed(factor=10)", amplification=2.0, replicas=0
     )
@@ -334,7 +338,7 @@ def test_a_faster_code_that_loses_digits():
 
 @pytest.mark.slow
 def test_a_faster_code_that_is_not_looked_for():
-    """With 65 workers there is no repetition, and kappa is not known."""
+    """Fractional repetition does not exist for 65 workers, and kappa is unknown."""
     ranking = search.best_plans(66, 4e4, 10.0, stragglers="fixed(factor=10)")
     left_out = ranking.left_out
     assert (left_out.candidate.fanout, left_out.drawn) == (65, False)
@@ -386,7 +390,7 @@ def test_shared_work_where_a_code_is_faster_by_chance():
         )
 
     shared = Candidate(Shared())
-    by_chance = np.repeat([6.0, -4.2], 32)  # seconds of 0.9 in the mean
+    by_chance = np.repeat([6.0, -4.2], 32)  # seconds, 0.9 on average
     estimates = (
         estimate(code_tree(12, 1), by_chance),
         estimate(shared, np.full(64, 1.0)),
@@ -397,7 +401,9 @@ def test_shared_work_where_a_code_is_faster_by_chance():
 
 
 def test_static_balancing_is_compared():
-    """Where ranks are as slow in each step it is as good as shared work, and no group is advised that has it."""
+    """If ranks are equally slow in each step, static balancing is as good as shared
+    work, and shared work is not advised.
+    """
     steady = stragglers.Measured(np.linspace(1, 2.5, 13)[None])
     ranking = search.best_plans(13, 4e4, 1.3, stragglers=steady)
     (balanced,) = (e for e in ranking.estimates if e.candidate.balanced)
@@ -434,7 +440,7 @@ def test_only_codes_that_lose_digits_end(capsys):
 
 @pytest.mark.exhaustive
 def test_plans_are_those_of_the_seed(capsys):
-    """The kappa that was looked at is that of the group."""
+    """The group has the kappa that the planner considered."""
     asked = ["plan", "--ranks", "38", "--payload", "1MB", "--compute", "3.8"]
     asked += ["--model", "bursty(factor=8)", "--replicas", "0"]
     assert main([*asked, "--seed", "3", "--json"]) == 0
@@ -484,7 +490,7 @@ def test_table(capsys):
     assert "fractional_repetition" in advice
     assert sum("ring all-reduce" in row for row in rows) == 1
     assert sum(row[3:].startswith("Coded(") for row in rows) == 2
-    # balancing by the speeds of the step before is no line of code
+    # balancing by the last step's speeds has no line of code
     assert "Uncoded(fanout=6), speeds" in rows[0]
     said, python = verdict.strip().splitlines()
     assert said.startswith("code: ")
@@ -506,7 +512,7 @@ def test_shared_work_in_the_table(capsys):
 
 
 def _strategy(python):
-    """Of the line that makes the group."""
+    """Return the strategy from the line that makes the group."""
     names = vars(jaxcoded.plan) | {
         "CodedGroup": lambda comm, strategy, options=None: strategy,
         "Options": dict,
@@ -655,7 +661,7 @@ def test_version(capsys):
 
 
 def test_as_a_command():
-    """Which needs neither an MPI nor JAX."""
+    """The command needs neither MPI nor JAX."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *USUAL, "--json"],
         capture_output=True,

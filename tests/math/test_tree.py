@@ -125,7 +125,7 @@ def test_trees_that_follow_hosts(hosts):
     tree = Tree(parents_by_host(hosts))
     assert tree.root == 0 and tree.depth <= 2
     leaders = tree.children[0]
-    # one of each host, the first one
+    # the first rank of each host
     assert [hosts[rank] for rank in leaders] == list(dict.fromkeys(hosts[1:]))
     assert all(
         hosts[:rank].count(hosts[rank]) == (hosts[rank] == hosts[0]) for rank in leaders

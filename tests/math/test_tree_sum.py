@@ -1,4 +1,6 @@
-"""Whole trees: the root's vector is the sum over the batch for every random_missing pattern of missing ranks."""
+"""Whole trees: the root's vector is the batch's sum for every tolerated pattern of
+missing ranks.
+"""
 
 import itertools
 
@@ -25,14 +27,14 @@ def assert_exact(plan, batch, patterns, seed=0):
     gradients = gradients_for(plan, batch, seed)
     own = own_messages(plan, gradients)
     atol = UNIT * batch * plan.size * max(10.0, plan.amplification)
-    assert atol < 1e-3  # still a test
+    assert atol < 1e-3  # the tolerance still detects errors
     for missing in patterns:
         total = tree_sum(plan, own, missing)
         np.testing.assert_allclose(total, gradients.sum(axis=0), rtol=0, atol=atol)
 
 
 def one_missing_at_each(parents):
-    """Every choice of at most one missing child at each of these parents."""
+    """Return every choice of at most one missing child of each of these parents."""
     return [
         {child for child in choice if child} for choice in itertools.product(*parents)
     ]

@@ -1,4 +1,4 @@
-"""The last of the ranks takes ten times as long as the others; the root keeps what it saw.
+"""The last rank takes ten times as long as the others; the root saves its telemetry.
 
 slow_rank.py DIRECTORY ROUNDS
 """

@@ -1,5 +1,7 @@
-"""With this folder on PYTHONPATH, Python loads the engine in ``JAXCODED_ENGINE_FILE`` in place of
-the one beside the sources. `scripts/sanitize` starts its processes, and they their ranks, so."""
+"""With this folder on PYTHONPATH, Python loads the engine in ``JAXCODED_ENGINE_FILE``
+instead of the one next to the sources. `scripts/sanitize` starts its processes this
+way, and they start their ranks the same way.
+"""
 
 import importlib.abc
 import importlib.util

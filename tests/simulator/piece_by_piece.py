@@ -1,6 +1,7 @@
-"""A sum in sections, played piece by piece: who asks whom for what, as in ``node_sections.cpp``.
+"""Simulate a sum in sections piece by piece, with the requests of
+``node_sections.cpp``.
 
-Ports send and receive one piece at a time, in the order in which they are asked for or come.
+Ports send and receive one piece at a time, in the order of requests or arrivals.
 """
 
 import collections
@@ -11,18 +12,18 @@ TERMS_AHEAD, SECTIONS_AHEAD, FROM_ONE = 24, 48, 4
 
 
 class Play:
-    """One round that everybody has called.
+    """A round that all ranks have called.
 
     Args:
-        sections: of each, its maker, the ranks whose messages it is formed from, and of how many
-            pieces it is.
-        ranks: how many.
-        sending, receiving: seconds of a port for a piece.
+        sections: for each, its maker, the ranks whose messages form it, and its number
+            of pieces.
+        ranks: number of ranks.
+        sending, receiving: seconds that a port takes for a piece.
         latency: seconds.
 
     Attributes:
-        here: when each rank has all of the sum.
-        sent, received: pieces, of each rank.
+        here: when each rank has the whole sum.
+        sent, received: number of pieces of each rank.
     """
 
     def __init__(self, sections, ranks, sending, receiving, latency):
@@ -33,10 +34,10 @@ class Play:
         self.bounds = [0, *itertools.accumulate(lengths)]
         self.pieces, count = self.bounds[-1], len(sections)
         self.from_one = max(FROM_ONE, SECTIONS_AHEAD // count)
-        self.free = collections.defaultdict(float)  # when each port is
+        self.free = collections.defaultdict(float)  # when each port is free
         self.sent, self.received = [0] * ranks, [0] * ranks
-        self.next = {k: self.bounds[k] for k in range(count)}  # piece to form
-        self.known = [dict(self.next) for _ in range(ranks)]  # what can be had
+        self.next = {k: self.bounds[k] for k in range(count)}  # next piece to form
+        self.known = [dict(self.next) for _ in range(ranks)]  # available pieces
         self.asked = [set() for _ in range(ranks)]
         self.terms_here = [set() for _ in range(ranks)]
         self.terms_asked = [set() for _ in range(ranks)]
@@ -54,7 +55,7 @@ class Play:
         heapq.heappush(self.events, (time, next(self.numbers), action, arguments))
 
     def through(self, now, way, rank, action, *arguments):
-        """Once a port is free, a piece goes through it."""
+        """Move a piece through a port once the port is free."""
         self.free[way, rank] = max(self.free[way, rank], now) + self.seconds[way]
         self.at(self.free[way, rank], action, *arguments)
 
@@ -73,7 +74,9 @@ class Play:
         self.through(now, "in", rank, arrived, rank, *what)
 
     def form(self, now, rank):
-        """Ask for terms of its first section that is not formed, and form what can be."""
+        """Ask for terms of the rank's first unfinished section, and form the possible
+        pieces.
+        """
         mine = [
             k
             for k, maker in enumerate(self.makers)
@@ -110,7 +113,7 @@ class Play:
         self.take(now, rank)
 
     def take(self, now, rank):
-        """Ask for what others have formed; everybody begins with another one."""
+        """Ask for the pieces of other ranks; each rank begins with a different one."""
         have, asked = self.have[rank], self.asked[rank]
         for turn in range(1, len(self.terms) + 1):
             k = (turn + rank) % len(self.terms)

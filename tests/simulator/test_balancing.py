@@ -1,4 +1,6 @@
-"""Static balancing against closed forms: loads in proportion to the speeds of the step before."""
+"""Compare static balancing, loads in proportion to the last step's speeds, with closed
+forms.
+"""
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ def seconds(layout, rows, **how):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_steady_speeds_are_balanced_after_one_step(layout):
-    """Then a step takes all the work over all the speed."""
+    """After that, a step takes the total work over the total speed."""
     fair = 8.0 / (1 / SLOWNESS).sum()
     usual, balanced = (seconds(layout, [SLOWNESS], balanced=it) for it in (False, True))
     np.testing.assert_allclose(
@@ -36,7 +38,9 @@ def test_steady_speeds_are_balanced_after_one_step(layout):
 
 
 def test_who_was_slow_in_the_step_before_gets_less():
-    """Two ranks are slow in turn: each step is divided for the one before, and takes longer than an equal division."""
+    """Two ranks are slow in turn: each division fits the step before, and takes longer
+    than an equal one.
+    """
     rows = [[3.0, 1, 1, 1], [1, 3.0, 1, 1]]
     found = seconds(LAYOUTS["star"], rows, balanced=True)
     speeds = [np.ones(4)] + [1 / np.array(rows[step % 2]) for step in range(5)]

@@ -1,4 +1,4 @@
-"""From how many bytes on sections pay."""
+"""The number of bytes from which on sections are faster."""
 
 import dataclasses
 

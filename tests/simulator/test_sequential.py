@@ -21,7 +21,7 @@ from jaxcoded.tools.simulator.bursts import Bursts
 from jaxcoded.tools.simulator.stragglers import Measured
 
 LATE = 100.0
-# also on a machine that is busy with something else
+# also on a busy machine
 patient = settings(
     deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -37,7 +37,7 @@ def sequence(scheme, table, work=1.0, jobs=None, **options):
     )
 
 
-# What is promised, written down as in the paper: late is bool (rounds, workers).
+# The promises, as in the paper: late is bool (rounds, workers).
 
 
 def bursty(late, burst, window, stragglers):
@@ -61,7 +61,7 @@ def arbitrary(late, burst, window, stragglers):
 
 
 def thinned(proposed, fits):
-    """As many of the proposed late workers as fit."""
+    """Return as many of the proposed late workers as fit."""
     late = np.zeros_like(proposed)
     for place in zip(*np.nonzero(proposed)):
         late[place] = True
@@ -70,7 +70,9 @@ def thinned(proposed, fits):
 
 
 def decoded(scheme, late):
-    """The round in which each job is decoded, whatever the master's rule is; -1 for never."""
+    """Return the round in which each job is decoded under any rule of the master; -1:
+    never.
+    """
     jobs = len(late) - scheme.delay
     play, rounds = scheme.play(jobs), np.full(jobs, -1)
     for number, row in enumerate(late):
@@ -89,7 +91,9 @@ def assert_in_time(scheme, late):
 
 @st.composite
 def proposals(draw, multiple):
-    """Workers, burst, window, stragglers and which workers are late in which rounds."""
+    """Draw workers, burst, window, stragglers, and which workers are late in which
+    rounds.
+    """
     workers = draw(st.integers(2, 6))
     burst = draw(st.integers(1, 3))
     times = draw(st.integers(1, 3))
@@ -114,7 +118,7 @@ def test_every_bursty_pattern_is_decoded_in_time(kind, data):
     play = scheme.play(len(late) - scheme.delay)
     for row in late:
         row = row & (play.loads() > 0)
-        assert play.tolerates(row)  # so the master waits for nobody
+        assert play.tolerates(row)  # so the master does not wait
         play.end(row)
 
 
@@ -149,7 +153,7 @@ def test_the_model_of_bursts_is_the_papers(proposal):
     for row in proposed:
         more = np.vstack([so_far, row])
         assert bursts.allow(row) == bursty(more, burst, window, stragglers)
-        if bursts.allow(row):  # then also without some of them
+        if bursts.allow(row):  # then subsets of them are allowed, too
             assert all(bursts.allow(row & ~one) for one in np.eye(workers, dtype=bool))
         else:
             row = np.zeros(workers, bool)
@@ -161,7 +165,9 @@ def test_the_model_of_bursts_is_the_papers(proposal):
 @patient
 @given(data=st.data())
 def test_whatever_the_delays_all_jobs_are_decoded_in_time(kind, data):
-    """The master waits where it has to, and nowhere else twice as long as the fastest."""
+    """The master waits if it must; otherwise at most twice as long as the fastest
+    worker takes.
+    """
     *sizes, proposed = data.draw(proposals(kind is SelectiveRepeat))
     workers, burst, window, stragglers = sizes
     scheme = kind(workers, stragglers, burst, window)
@@ -176,7 +182,7 @@ def test_whatever_the_delays_all_jobs_are_decoded_in_time(kind, data):
 
 
 def test_more_than_is_promised_is_not_decoded():
-    """So the tests of patterns can fail."""
+    """Patterns beyond the promise fail, so the tests of patterns are effective."""
     late = np.zeros((6, 4), bool)
     late[0, :2] = late[1, 0] = True  # worker 0 is late when it repeats
     scheme = SelectiveRepeat(4, stragglers=2, burst=1, window=2)
@@ -187,15 +193,16 @@ def test_more_than_is_promised_is_not_decoded():
     assert decoded(scheme, late).tolist() == [-1, 4, 5]
     late[:, :] = False
     late[2, :3] = (
-        True  # one part in place of two: of a code of job 0, or once they repeat
+        True  # one part instead of two: in a code of job 0, or once they repeat
     )
     assert decoded(scheme, late).tolist() == [-1, -1, -1]
 
 
 def test_selective_repeat_by_hand():
-    """s = 1, so each computes half of the batch, 1 s. Two are late with job 0, so one repeats it in round
-    1, in place of job 1, which then lacks one part. Job 2 lacks one, too. With job 3 are three late:
-    more than 2, so the master waits for all."""
+    """s = 1, so each computes half of the batch, 1 s. Two are late with job 0, so one
+    repeats it in round 1 instead of job 1, which then lacks one part. Job 2 lacks one,
+    too. In job 3 three workers are late, more than 2, so the master waits for all.
+    """
     late = np.zeros((5, 4))
     late[0, [0, 1]] = late[2, 3] = LATE
     late[3, [0, 1, 2]] = 5.0
@@ -281,7 +288,7 @@ def test_nobody_is_late(n):
         job = sequence(scheme, [[each] * n], work, jobs)
         expected = (jobs + scheme.delay) * each + jobs * work * scheme.load
         assert job.ends[-1] == pytest.approx(expected)
-    # with nobody to code for, only what was missed is left to the last B rounds
+    # without stragglers to code for, only missed tasks are left for the last B rounds
     scheme = Multiplexed(n, n, 2, 4)
     expected = (jobs + 2) * each + jobs * work / n
     assert sequence(scheme, [[each] * n], work, jobs).ends[-1] == pytest.approx(
@@ -309,10 +316,12 @@ def test_the_rule_of_waiting_in_closed_form():
 
 
 def test_who_waits_for_any_n_minus_s_is_a_star():
-    """With mu = 0 and one by one: as the same delays in the simulator's rounds."""
+    """With mu = 0 and one job at a time, rounds match the simulator's with the same
+    delays.
+    """
     table = 1 + np.random.default_rng(1).pareto(2.0, (20, 6))
     network = Network(latency=0, overhead=0, call=0, combine=np.inf, bandwidth=np.inf)
-    for s in (0, 3, 4):  # the others have fractional repetition, which needs fewer
+    for s in (0, 3, 4):  # other s use fractional repetition, which needs fewer
         star = simulate(
             Layout.balanced(7, 6, s),
             network,
@@ -340,7 +349,7 @@ def test_schemes_for_no_stragglers_wait_for_all():
 
 
 def test_a_dead_worker():
-    """Nobody else has its chunks in M-SGC. The codes do without it."""
+    """In M-SGC no other worker has its chunks. The other codes tolerate its death."""
     dead = "killed(ranks=(0,), round=3)"
     for scheme in (GradientCoding(4, 1), SelectiveRepeat(4, 2, 1, 2)):
         job = simulate_sequence(scheme, work=1.0, stragglers=dead, jobs=9)

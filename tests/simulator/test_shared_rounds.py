@@ -1,4 +1,6 @@
-"""Shared work in the simulator: exact properties of its rounds, and rounds worked out by hand."""
+"""Shared work in the simulator: exact properties of its rounds, and rounds computed by
+hand.
+"""
 
 import itertools
 
@@ -13,7 +15,7 @@ from jaxcoded.tools.simulator import Layout, Network, simulate, stragglers
 from jaxcoded.tools.simulator.sharing import Round, Sharing
 
 FREE = Network(latency=0.0, overhead=0.0, call=0.0, bandwidth=np.inf)
-BATCH = 1.2  # seconds for all of it
+BATCH = 1.2  # seconds for the whole batch
 
 
 def layout(ranks, replicas, blocks, *, root_computes=False):
@@ -24,7 +26,7 @@ def layout(ranks, replicas, blocks, *, root_computes=False):
 
 
 def steps(shape, model=None, *, network=FREE, rounds=20, work=BATCH, payload=0.0):
-    """Seconds of each."""
+    """Return the seconds of each step."""
     return simulate(
         shape,
         network,
@@ -37,7 +39,9 @@ def steps(shape, model=None, *, network=FREE, rounds=20, work=BATCH, payload=0.0
 
 
 def ideals(model, ranks, rounds=20):
-    """Seconds of each step if all work were divided such that all are done at once."""
+    """Return the seconds of each step if the work were divided so that all ranks finish
+    together.
+    """
     drawn = itertools.islice(stragglers.as_model(model).rounds(ranks, 3), rounds)
     return np.array([BATCH / (1 / delays.factor[1:]).sum() for delays in drawn])
 
@@ -54,7 +58,9 @@ def ideals(model, ranks, rounds=20):
 def test_each_block_is_computed_once(
     ranks, replicas, blocks, root_computes, latency, seed
 ):
-    """Whoever is late, frozen or given up, by someone who holds it."""
+    """A rank that holds a block computes it once, even if ranks are late, frozen or
+    given up.
+    """
     rng = np.random.default_rng(seed)
     workers = ranks - 1 + root_computes
     replicas = min(replicas, workers - 1)
@@ -88,13 +94,14 @@ def test_by_hand():
     computes one of its three, and each of the others one more."""
     model = stragglers.FixedSlow(ranks=(3,), factor=3)
     assert steps(layout(4, 2, 3), model, work=9.0) == pytest.approx(4.0)
-    # nobody else has the data
+    # no other rank has the data
     assert steps(layout(4, 0, 3), model, work=9.0) == pytest.approx(9.0)
 
 
 def test_a_block_that_was_begun():
-    """On the host its program cannot take it back: it is waited for, unless the others compute
-    it sooner; then the rank is out, and late."""
+    """On the host a program cannot return a begun block. The round waits for it unless
+    others compute it sooner; then the rank is out, and late.
+    """
     network, job = FREE, {"payload": 0.0, "work": 9.0, "rounds": 1}
     for factor, expected in ((4.5, 4.5), (20, 5.0)):
         model = stragglers.FixedSlow(ranks=(3,), factor=factor)
@@ -104,7 +111,9 @@ def test_a_block_that_was_begun():
 
 
 def test_messages_by_hand():
-    """Of 2 ms: of the last block, that all is computed, and the sum."""
+    """Three messages take 2 ms each: the last block, the end of the computation, and
+    the sum.
+    """
     network = Network(latency=2e-3, overhead=0.0, call=1e-3, bandwidth=np.inf)
     expected = BATCH / 12 + 3 * 2e-3 + 2e-3
     assert steps(layout(13, 0, 12), network=network, rounds=1) == pytest.approx(
@@ -131,7 +140,7 @@ def test_no_faster_than_all_work_divided_at_will(model, blocks):
     ideal = ideals(model, 13)
     for replicas in (0, 1, 3, 11):
         seconds = steps(layout(13, replicas, blocks), model)
-        # a rank that was late is done with what it computed before
+        # a late rank has finished its earlier blocks
         assert (np.cumsum(seconds) >= np.cumsum(ideal) * (1 - 1e-9)).all()
 
 
@@ -150,7 +159,7 @@ def test_more_data_and_finer_blocks_help(model):
 
 
 def test_killed():
-    """Its blocks are computed by others, as long as they have the data."""
+    """Others compute a dead rank's blocks if they have the data."""
     model = stragglers.Killed(ranks=(4, 5), round=3)
     assert np.isinf(steps(layout(13, 1, 12), model)[2:]).all()
     seconds = steps(layout(13, 2, 12), model)
@@ -168,7 +177,7 @@ def test_stopped_rank_catches_up():
     )
     assert out.seconds.max() < BATCH / 12 + 0.07
     assert 2 <= out.skipped[4] <= 5 and out.skipped.sum() == out.skipped[4]
-    # in one it was given up, and in one all was computed when it came
+    # in one round it was given up, and in one it came after all was computed
     assert out.used[4] + out.skipped[4] == 18
     assert out.used[5] == 20
 

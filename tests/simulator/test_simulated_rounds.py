@@ -1,4 +1,4 @@
-"""The simulator against rounds worked out rank by rank and piece by piece."""
+"""Compare the simulator with rounds computed rank by rank and piece by piece."""
 
 import itertools
 
@@ -16,10 +16,10 @@ BY_ROOT = {"sections_from": 0}
 
 
 def by_hand(plan, network, payload, work, model, rounds, seed):
-    """When the root has each result, and who left its work out, one rank after another.
+    """Return when the root has each result, and which ranks left out their work.
 
-    Only parents that any n − s of their children suffice for, and ports that send as fast
-    as they like.
+    This covers only parents for which any n − s children suffice, and ports of
+    unlimited speed.
     """
     tree, delays = plan.tree, model.rounds(plan.size, seed)
     free = dict.fromkeys(range(plan.size), 0.0)
@@ -29,7 +29,7 @@ def by_hand(plan, network, payload, work, model, rounds, seed):
         return max(1, int(np.ceil(length / network.piece)))
 
     def moving(length, sources):
-        """Seconds to ask for a piece, and for one of each source to be there."""
+        """Return the seconds to ask for a piece and to receive one from each source."""
         piece = length / pieces_of(length)
         inlined = length <= network.inline
         taken = sources * network.overhead
@@ -43,7 +43,7 @@ def by_hand(plan, network, payload, work, model, rounds, seed):
             mine = work * float(plan.load_of(rank))
             spent = mine * drawn.factor[rank] + drawn.seconds[rank] if mine else 0.0
             called[rank] = free[rank] + spent
-        there = {}  # of each rank, when each piece of its sum is there
+        there = {}  # when each rank has each piece of its sum
         for rank in reversed(tree.order):
             children = tree.children[rank]
             length = payload / plan.slices_above[rank]
@@ -56,7 +56,7 @@ def by_hand(plan, network, payload, work, model, rounds, seed):
                 :needs
             ]
             clock = 0.0
-            for time, _ in offers:  # one after the other
+            for time, _ in offers:  # in order of time
                 handling = network.overhead
                 if below <= network.inline:
                     handling += below / network.bandwidth
@@ -112,7 +112,7 @@ def test_against_rounds_by_hand(size, fanout, s, model, payload, work, seed):
             size, jaxcoded.Coded(fanout=fanout, stragglers=s, code="random_generator")
         )
     except ValueError:
-        return  # no such plan
+        return  # no such plan exists
     network = Network(
         latency=1e-3, bandwidth=1e8, send_bandwidth=np.inf, combine=np.inf, **BY_ROOT
     )
@@ -131,7 +131,7 @@ def test_against_rounds_by_hand(size, fanout, s, model, payload, work, seed):
     if payload <= network.piece:
         np.testing.assert_allclose(out.ends, ends, rtol=1e-9)
         np.testing.assert_array_equal(out.skipped, skipped)
-    else:  # between the first and the last piece time is taken to run evenly
+    else:  # assume that pieces between the first and the last are evenly spaced
         np.testing.assert_allclose(out.ends, ends, rtol=0.02)
 
 
@@ -156,7 +156,7 @@ def test_balanced_layout_is_that_of_the_plan(size, fanout, s, m):
 
 @pytest.mark.parametrize("late", [12, 1])
 def test_who_is_late_every_time_costs_nothing(late):
-    """A leaf, or a rank with children; and it leaves out most of its work."""
+    """The late rank is a leaf or has children, and leaves out most of its work."""
     slow = stragglers.FixedSlow(ranks=(late,), factor=10.5)
     layout, network = Layout.balanced(13, 3, 1), Network(**FREE, **BY_ROOT)
     job = {"payload": 1e6, "work": 1.5, "rounds": 50}
@@ -183,11 +183,11 @@ def test_killed(s, ends):
     assert np.isfinite(out.ends).sum() == (10 if ends else 3)
     assert np.isfinite(out.mean) == ends
     assert out.used[1] <= 3
-    assert out.skipped[1] == 0  # it is not behind but dead
+    assert out.skipped[1] == 0  # it is dead, not late
 
 
 def test_stopped_rank_passes_on_nothing():
-    """Those below it ask further up, after a while, and take part again as it does."""
+    """Ranks below it ask further up after a while, and take part again when it does."""
     network = Network(**FREE, **BY_ROOT)
     job = {"payload": 1e6, "work": 0.15, "rounds": 30}
     layout = Layout.balanced(13, 3, 1)
@@ -213,14 +213,14 @@ def test_ring_waits_for_the_slowest():
 
 
 def test_star_sends_to_one_after_the_other():
-    """Up and down the port of the root is what takes time."""
+    """The root's port limits the time in both directions."""
     free = {"latency": 0, "overhead": 0, "call": 0, "combine": np.inf} | BY_ROOT
     job = {"payload": 50e6, "work": 0, "rounds": 4}
     whole = Network(bandwidth=1e8, piece=50_000_000, **free)
     out = simulate(Layout.balanced(11, 10), whole, **job)
     # 10 × 0.5 s up, and then down before the next round
     assert out.seconds.tolist() == pytest.approx([5.0, 10.0, 10.0, 10.0])
-    # pieces go down while others come up
+    # pieces go down while other pieces come up
     out = simulate(Layout.balanced(11, 10), Network(bandwidth=1e8, **free), **job)
     assert out.seconds.tolist() == pytest.approx([5.0] * 4, rel=0.02)
 

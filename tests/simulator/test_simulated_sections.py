@@ -1,4 +1,6 @@
-"""Simulated sums in sections: who sends how much, how long it takes, and for whom nobody waits."""
+"""Simulated sums in sections: how much each rank sends, the time, and which ranks the
+group does not wait for.
+"""
 
 import dataclasses
 import itertools
@@ -17,7 +19,7 @@ from jaxcoded.tools.planner import search
 from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 from jaxcoded.tools.simulator.sections import Sections, forms_sections
 
-# A cable of 200 Mbit/s without the headers of TCP, both ways.
+# A cable of 200 Mbit/s in both directions, without the headers of TCP.
 CABLE = Network(latency=2e-4, bandwidth=200e6 / 8 * 1448 / 1514)
 FREE = {"overhead": 0.0, "call": 0.0, "combine": np.inf}
 
@@ -27,7 +29,7 @@ def star(workers, s=0, m=1):
 
 
 def seconds(layout, network, payload, **job):
-    """Of a round among others."""
+    """Return the seconds of a round between other rounds."""
     job = {"work": 0.0, "rounds": 6} | job
     return simulate(layout, network, payload=payload, **job).seconds[1:].mean()
 
@@ -57,7 +59,7 @@ def test_what_is_sent_is_received(shape, payload, seed, computes):
     assert it.terms_sent.sum() == pytest.approx(it.terms_received.sum())
     assert it.sections_sent.sum() == pytest.approx(it.sections_received.sum())
     assert all((column >= -1e-6 * payload).all() for column in it[:4])
-    # everybody fetches all but its own section, and who is not there sends nothing
+    # every rank fetches all sections but its own, and absent ranks send nothing
     fetching = there.sum() + joins.sum()
     assert it.sections_received.sum() == pytest.approx(fetching * payload)
     assert not any(it[way][1:][joins].any() for way in (0, 1, 2))
@@ -69,7 +71,7 @@ def test_what_is_sent_is_received(shape, payload, seed, computes):
 @pytest.mark.parametrize("computes", [False, True])
 @pytest.mark.parametrize("s", [0, 1, 2, 3, 5])
 def test_ports_carry_as_much_as_can_be_said_in_advance(s, computes):
-    """Messages to all and sections to all, less what a rank has itself; equal copies take turns."""
+    """A port moves messages and sections to all other ranks; equal copies take turns."""
     n = 12
     layout = star(n, s)
     layout.loads[0] = computes
@@ -82,7 +84,7 @@ def test_ports_carry_as_much_as_can_be_said_in_advance(s, computes):
     np.testing.assert_allclose(it.terms_received[1:], (terms - 1) * own[1:])
     np.testing.assert_allclose(it.terms_sent[1:], payload / (s + 1) - own[1:])
     assert it.terms_sent[0] == computes * (payload - own[0])
-    # nobody's port could be less busy by more than a piece for each rank
+    # no port could be less busy by more than a piece for each rank
     busiest = max(_sent(it).max(), _received(it).max())
     assert busiest >= (terms + n) * payload / (n + 1) - own.max()
     for ports in (_sent(it), _received(it)):
@@ -100,7 +102,9 @@ def _received(traffic):
 
 
 def as_in_the_engine(layout, late=()):
-    """Who may form sections, and messages of which they can be formed, with their lengths."""
+    """Return the ranks that may form sections, and the usable messages with their
+    lengths.
+    """
     n, copies = layout.size - 1, int(layout.copies[0])
     there = [rank for rank in range(1, n + 1) if rank not in late]
     root = [0] * bool(layout.loads[0])
@@ -153,8 +157,8 @@ def test_the_busiest_port_is_as_busy_as_the_engine_makes_it(
     busiest = max(_sent(traffic).max(), _received(traffic).max()) / payload
     makers, choices = as_in_the_engine(layout, late)
     _, in_engine = engine.section_shares(makers, choices, n + 1, job.pieces)
-    # one piece more or less is sent to all others, and the engine, which gives out one after the
-    # other, does not find the least there is
+    # one piece more or less goes to all others, and the engine, which assigns pieces
+    # one after the other, does not find the minimum
     piece = len(makers) / job.pieces
     assert (
         busiest - piece <= in_engine <= busiest * (1.35 if computes else 1.15) + piece
@@ -217,7 +221,9 @@ def test_near_rounds_played_piece_by_piece(n, s, payload, both_ways):
 
 
 def test_time_of_the_busiest_port():
-    """Equal ports and few ranks: what it carries, the pieces at both ends, and latencies."""
+    """With equal ports and few ranks, the time is that of its traffic, the pieces at
+    both ends, and latencies.
+    """
     network = dataclasses.replace(CABLE, **FREE)
     piece = 60 * 1024.0
     payload = 100 * piece * 4
@@ -227,7 +233,8 @@ def test_time_of_the_busiest_port():
     assert taken == pytest.approx(expected / 0.9, rel=0.02)
     slow = dataclasses.replace(network, latency=0.01)
     more = seconds(star(3), slow, payload) - taken
-    # word that results are there, offers, and six more until the root has it; and one that all do
+    # reports of results, offers, six more latencies until the root has the sum, and one
+    # until all have it
     assert 7 <= more / (0.01 - 2e-4) <= 8
 
 
@@ -292,8 +299,9 @@ def test_a_late_rank_is_waited_for_if_it_is_needed(s, waits):
 
 
 def test_who_comes_soon_forms_a_section_too():
-    """2 ms after messages suffice, as the engine waits; later it fetches what the others form, and
-    once the root has all, the result from the root."""
+    """The engine waits 2 ms after messages suffice. A later rank fetches the others'
+    sections or, once the root has all of them, the result from the root.
+    """
     payload, called = 2e6, np.zeros(13)
     for later, used, in_time in (
         (0.001, True, True),
@@ -344,12 +352,14 @@ def test_shared_work_ends_with_a_sum_in_sections():
     [
         *((1, False, 2e6, 0.151), (1, False, 20e6, 1.39)),
         *((1, True, 2e6, 0.180), (1, True, 20e6, 1.60)),
-        (0, False, 20e6, 1.69),  # of 2 MB, 0.166, it says 16 % more
+        (0, False, 20e6, 1.69),  # for 2 MB, 0.166, the simulation is 16 % longer
     ],
 )
 def test_figures_of_thirteen_hosts(s, late, payload, real):
-    """Medians of real rounds with cables of 200 Mbit/s both ways, as `benchmarks/sections.py` measures
-    them; 13 hosts on few cores. Who is late calls when the others are done."""
+    """Medians of real rounds of 13 hosts on few cores, with cables of 200 Mbit/s in
+    both directions, as in `benchmarks/sections.py`. The late rank calls when the others
+    are done.
+    """
     network = Network(latency=1e-4, bandwidth=23.9e6, overhead=3e-5)
     layout = star(12, s)
     job, called = Sections(layout, network, payload), np.zeros(13)
@@ -374,7 +384,9 @@ def test_the_planner_takes_a_star_for_long_sums(payload):
 
 
 def test_the_ring_moves_as_much():
-    """A star in sections without redundancy is the ring's two halves, but for its latencies."""
+    """A star in sections without redundancy moves as much as a ring, with other
+    latencies.
+    """
     quick = dataclasses.replace(CABLE, latency=0.0, **FREE)
     ring, sections = (seconds(it, quick, 50e6) for it in (Ring(4), star(3)))
     # whose ports are never idle
@@ -405,7 +417,7 @@ def test_a_star_of_a_hundred_thousand_ranks():
     ],
 )
 def test_figures_of_trees(ranks, fanout, mbit, payload, real, by_parents):
-    """The same of trees. By their parents alone real ones take longer than simulated."""
+    """The same for trees. Without sections real trees take longer than simulated ones."""
     network = Network(latency=1e-4, bandwidth=mbit * 0.1195e6, overhead=3e-5)
     layout = Layout.balanced(ranks, fanout, 1)
     taken = seconds(layout, network, payload)

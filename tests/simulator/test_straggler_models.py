@@ -1,4 +1,4 @@
-"""Models of stragglers: their distributions, their texts, their seeds."""
+"""Straggler models: distributions, texts and seeds."""
 
 import itertools
 
@@ -81,7 +81,7 @@ def test_numbers_of_numpy(kind):
 
 def test_both_are_independent():
     found = times("exponential(work=1) + exponential(work=1)", 20_000, 1)
-    # of a product of two independent ones
+    # the variance of a product of two independent factors
     assert found.mean() == pytest.approx(4, rel=0.02)
 
 
@@ -111,7 +111,7 @@ def test_a_trace_with_a_byte_order_mark(tmp_path):
 
 
 def test_wrong_trace(tmp_path):
-    """Errors have the path, and there are no warnings."""
+    """Errors name the path, and no warning appears."""
     path = tmp_path / "trace.csv"
     for text, said in (
         ("1,-2\n", "must be numbers >= 0, got -2.0 for round 1 in column 2"),
@@ -169,7 +169,7 @@ def test_no_such_rank():
 
 
 def test_measured_ranks_die():
-    """Also one without work, to which no factor makes a difference."""
+    """Measured ranks die, also one without work, which no factor changes."""
     table = np.array([[1.0, 2.0], [1.0, np.inf]])
     for model in (stragglers.Measured(table), stragglers.Measured(table, seconds=True)):
         first, second, third = itertools.islice(model.rounds(2), 3)

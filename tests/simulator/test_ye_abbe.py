@@ -32,16 +32,18 @@ OPTIMA = (
 )
 
 
-# The time of a single message scatters more than that of a part of one.
+# The time of a whole message varies more than that of a part.
 ROUNDS = 20_000, 5_000
 
 
 def simulated(n, d, m, compute, communicate, rounds, seed=0):
-    """Mean time of iterations of a star whose workers hold d of n subsets each."""
+    """Return the mean time of iterations of a star whose workers hold d of n subsets
+    each.
+    """
     (t1, rate1), (t2, rate2) = compute, communicate
     star = Layout.balanced(n + 1, n, d - m, m)
     if star.copies[0] < n and star.copies[0] > 1:
-        # fractional repetition goes on with fewer than n − s
+        # fractional repetition continues with fewer than n − s
         code = "cyclic_repetition"
         star = Layout.of(make_plan(n + 1, Coded(fanout=n, stragglers=d - m, code=code)))
     assert star.loads[1:] * n == pytest.approx([d] * n)
@@ -110,7 +112,9 @@ def test_closed_form_against_samples(compute, communicate):
 
 
 def test_closed_form_of_many_workers():
-    """The last of 2,000 exponentials but one, beside messages that take no time."""
+    """The closed form is the last but one of 2,000 exponentials if messages take no
+    time.
+    """
     harmonic = (1 / np.arange(1, 2001)).sum()
     found = expected_runtime(2000, 2, 1, compute=(0, 1), communicate=(0, 1e15))
     assert found == pytest.approx(2 * (harmonic - 1), rel=1e-10)
