@@ -1,13 +1,15 @@
-"""Fewer of many cases that say much the same, unless all are asked for (``--exhaustive``)."""
+"""Select some of many similar cases, unless ``--exhaustive`` asks for all."""
 
 import functools
 
 import pytest
 
-# A case that is exhaustive: ``more("killed", 4)`` of two arguments.
+# An exhaustive case with two arguments: ``more("killed", 4)``.
 more = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def every(step, cases):
-    """Of tuples of arguments each ``step``-th stays, beginning with the first; the others are exhaustive."""
+    """Return the cases: each ``step``-th from the first on is usual, and the others are
+    exhaustive.
+    """
     return [it if i % step == 0 else more(*it) for i, it in enumerate(cases)]

@@ -1,4 +1,4 @@
-"""The command line, called in this process."""
+"""Call the command line in this process."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from jaxcoded.tools.cli.main import main as group
 
 
 def main(arguments):
-    """The exit status of ``jaxcoded *arguments``."""
+    """Return the exit status of ``jaxcoded *arguments``."""
     with pytest.raises(SystemExit) as ended:
         group(arguments)
     return ended.value.code

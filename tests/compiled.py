@@ -1,15 +1,16 @@
-"""Tests compile in haste, and what one process of a test session has compiled is not compiled again
-by the others.
+"""Compile tests fast, and share compiled programs among the processes of a test
+session.
 
-In haste: most of what the tests compile runs once, and XLA takes longer to make it fast than it then
-takes. `make test-all` compiles as users do.
+Tests run most programs once, so XLA would spend longer on optimizing a program than the
+program then takes. `make test-all` compiles as users do.
 
-The other is JAX's persistent compilation cache in a folder of the session, and ranks, which come to the
-same program at the same time, take turns: the first one compiles, the others wait for it. What is
-of one process only, such as the address of a communicator, is a part of the program, and JAX does
-not store programs with callbacks: nobody gets such a program from another process. The turn ends
-with the compilation, stored or not: a rank that went on with it to a collective would wait there
-for those that wait for their turn.
+Processes share JAX's persistent compilation cache in a folder of the session. Ranks
+reach the same program at the same time and take turns: the first one compiles, and the
+others wait for it. Data of a single process, such as the address of a communicator, is
+a part of the program, and JAX does not store programs with callbacks. So no process
+gets such a program from another. A turn ends with the compilation, stored or not. A
+rank that kept its turn into a collective would wait there for ranks that wait for their
+turn.
 """
 
 import fcntl
@@ -22,24 +23,25 @@ import tempfile
 import threading
 import time
 
-PLACE = "JAXCODED_COMPILED"  # environment variable of the folder, for processes of the session
+PLACE = "JAXCODED_COMPILED"  # environment variable with the session's folder
 PATIENCE = 10  # seconds to wait for the compilation of another process
-COMPILED = "/jax/core/compile/backend_compile_duration"  # what JAX says at its end
+COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's last event
 
-# What XLA is told, the hastiest first. It ends a process that tells it what it does not know.
+# XLA's flags, the fastest first. XLA ends a process with an unknown flag.
 HASTE = (
     "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
     "--xla_backend_optimization_level=0",
 )
-ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # as scripts/mpirun says it
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # as in scripts/mpirun
 
 _own = None
 _turn = threading.local()  # the file that this thread has locked while it compiles
 
 
 def make_haste():
-    """Have this process, and those that it starts, compile in haste, unless the environment says how
-    to compile. Call it before JAX is imported."""
+    """Make this process, and those that it starts, compile fast, unless the environment
+    says how to compile. Call it before JAX is imported.
+    """
     if "XLA_FLAGS" in os.environ:
         return
     for haste in HASTE:
@@ -56,7 +58,9 @@ def make_haste():
 
 
 def share():
-    """Have this process share what it compiles. Call it before anything is compiled."""
+    """Make this process share its compiled programs. Call it before anything is
+    compiled.
+    """
     global _own
     if PLACE not in os.environ:
         if "JAXCODED_JOB" in os.environ:  # a rank, see scripts/mpirun
@@ -75,12 +79,12 @@ def share():
 
 
 def _take_turns():
-    """Put `_InTurns` in the place of JAX's cache of files, if it still is where it was.
+    """Replace JAX's file cache by `_InTurns`, if JAX still has it in the same place.
 
-    This is all that the tests use of JAX's private parts. Its public options name a folder, but not
-    what reads and writes there, and JAX itself lets all ranks compile the same program, and read a
-    file that is half written. Where the name has moved everybody compiles alone:
-    tests/test_compiled.py says so.
+    The tests use no other private part of JAX. Its public options name a folder, but
+    not the class that reads and writes there. JAX's class lets all ranks compile the
+    same program, and read a partial file. If the name has moved, each process compiles
+    alone, and tests/test_compiled.py fails.
     """
     try:
         place = importlib.import_module("jax._src.compilation_cache")
@@ -105,8 +109,9 @@ def _pass_on():
 
 
 class _InTurns:
-    """In place of JAX's own. Nobody reads a part of a file, and after `get` has found nothing, the
-    others wait until this thread has compiled."""
+    """A replacement for JAX's class. No process reads a partial file, and after `get`
+    has found nothing, the others wait until this thread has compiled.
+    """
 
     def __init__(self, path, **_):
         self._path = pathlib.Path(path)  # JAX compares it

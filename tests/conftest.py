@@ -1,5 +1,6 @@
-"""For all tests: what is shared, in which order they run, what takes how long, and what is left
-out unless it is asked for."""
+"""Settings of all tests: shared fixtures, order, time limits, and tests that run only
+on request.
+"""
 
 import gc
 
@@ -7,7 +8,8 @@ import compiled
 import pytest
 from launch import MOST
 
-# JAX makes many objects that stay, and Python would look for garbage among them again and again.
+# JAX makes many permanent objects, which Python's garbage collector would traverse
+# again and again.
 gc.set_threshold(100_000, 20, 20)
 compiled.make_haste()
 compiled.share()
@@ -17,7 +19,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--exhaustive", action="store_true", help="run what is marked exhaustive, too"
     )
-    # of the jobs that tests/test_mpirun.py starts
+    # for the jobs that tests/test_mpirun.py starts
     parser.addoption(
         "--of-the-suite",
         action="store_true",
@@ -34,7 +36,7 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(left_out)]
     for item in items:
         if item.get_closest_marker("mpi"):
-            # jobs have limits of their own, which follow the machine
+            # jobs have separate limits, which depend on the machine's speed
             own = item.get_closest_marker("timeout")
             limit = own.args[0] if own else float(config.getini("timeout"))
             item.add_marker(pytest.mark.timeout(MOST * limit), append=False)
@@ -43,11 +45,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def arranged(items, workers):
-    """In the order in which the workers end early.
+    """Return the tests in an order in which the workers end early.
 
-    ``--dist worksteal`` gives each of them as many, one after the other. The first one begins with
-    the jobs that compute most, and the others with those that wait most. What is short is left for
-    the end.
+    ``--dist worksteal`` divides the tests evenly, in order. The first worker begins
+    with the jobs that compute most, and the others with those that wait most. Short
+    tests come at the end.
     """
     computing, waiting, short = [], [], []
     for item in items:

@@ -1,4 +1,6 @@
-"""References that share no code with the library: enumeration, ranks of matrices, sums up a tree."""
+"""References that share no code with the library: enumeration, matrix ranks, and sums
+up a tree.
+"""
 
 import itertools
 import math
@@ -12,7 +14,7 @@ bounded = settings(deadline=None, max_examples=25)
 
 
 def survivors(n, s):
-    """Every bool ``(n,)`` with at most ``s`` children missing."""
+    """Return every bool ``(n,)`` with at most ``s`` children missing."""
     for missing in range(s + 1):
         for pattern in itertools.combinations(range(n), missing):
             answered = np.ones(n, bool)
@@ -21,7 +23,7 @@ def survivors(n, s):
 
 
 def identity(B):
-    """What ``A·B`` has to be: ``[u == v]`` for every partition, ``(m, k, m)``."""
+    """Return the required ``A·B``: ``[u == v]`` for every partition, ``(m, k, m)``."""
     _, k, m = B.shape
     return np.repeat(np.eye(m)[:, None, :], k, axis=1)
 
@@ -31,7 +33,9 @@ def error(A, B):
 
 
 def solvable(B, answered):
-    """Whether the answered rows of ``B`` span the sums, by the rank of one matrix with and without them."""
+    """Return whether the answered rows of ``B`` span the sums, by the rank of a matrix
+    with and without them.
+    """
     rows = B.reshape(len(B), -1)[answered]
     both = np.vstack([rows, identity(B).reshape(B.shape[2], -1)])
     rank = np.linalg.matrix_rank(rows, tol=1e-7) if len(rows) else 0
@@ -39,7 +43,9 @@ def solvable(B, answered):
 
 
 def own_messages(plan, gradients):
-    """What each rank adds for its own examples, ``(P, q/M)``; ``gradients`` is ``(d, q)``, ``q`` a multiple of its slices."""
+    """Return what each rank adds for its own examples, ``(P, q/M)``; ``gradients`` is
+    ``(d, q)``, and ``q`` a multiple of the slices.
+    """
     d, q = gradients.shape
     messages = []
     for rank, (P, M) in enumerate(zip(plan.parts_above, plan.slices_above)):
@@ -50,12 +56,14 @@ def own_messages(plan, gradients):
 
 
 def tree_sum(plan, own, missing=(), came=None):
-    """The vector that the root ends with, each rank in turn following the algebra in float64.
+    """Return the root's vector, computed rank by rank in float64.
 
     Args:
-        own: of `own_messages`.
-        missing: ranks whose message does not reach their parent; their subtrees are lost with them.
-        came: by rank, how many of the parts of its message reach its parent; default all.
+        own: the result of `own_messages`.
+        missing: ranks whose messages do not reach their parents; the sum also lacks
+            their subtrees.
+        came: by rank, the number of parts of its message that reach its parent;
+            default: all.
     """
     messages = list(own)
     for rank in reversed(plan.tree.order):
@@ -92,7 +100,7 @@ def gradients_for(plan, batch_size, seed=0):
 
 
 def random_missing(plan, rng):
-    """As many missing children at every parent as it tolerates, at random."""
+    """Draw as many missing children of every parent as it tolerates."""
     missing = set()
     for rank, coding in enumerate(plan.codings):
         if coding is not None:
@@ -102,5 +110,5 @@ def random_missing(plan, rng):
 
 
 def paper_parents(size, n):
-    """Ranks breadth first, ``parent(r) = (r−1)//n``."""
+    """Return the parents of ranks in breadth-first order, ``parent(r) = (r−1)//n``."""
     return [-1, *((rank - 1) // n for rank in range(1, size))]

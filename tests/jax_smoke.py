@@ -1,7 +1,8 @@
-"""A little of everything that touches JAX, for versions of JAX that the tests do not run with.
+"""Test a little of every use of JAX, for versions of JAX without the full tests.
 
-`scripts/with_jax` starts it on two ranks: everything that is compiled, ordered, differentiated and
-batched, by both transports where mpi4jax is installed. Says at the end what it ran with.
+`scripts/with_jax` starts it on two ranks. It compiles, orders, differentiates and
+batches calls, with both transports if mpi4jax is installed. At the end it prints the
+versions.
 """
 
 import importlib.util
@@ -17,7 +18,7 @@ import jaxcoded
 from jaxcoded import coded_allreduce
 
 comm = MPI.COMM_WORLD
-EXAMPLES = np.arange(6.0, dtype=np.float32)  # one number of the sum for each
+EXAMPLES = np.arange(6.0, dtype=np.float32)  # one number of the sum for each example
 TOTAL = EXAMPLES.sum()
 
 
@@ -26,7 +27,9 @@ def same(got, wanted):
 
 
 def sums(group, own, weights):
-    """With an effect and with a token, in and out of jit, in a loop, batched."""
+    """Sum with an effect and with a token, inside and outside of jit, in a loop and
+    batched.
+    """
     reduce = jax.jit(lambda x: coded_allreduce(x, group, weights))
     for form in (
         reduce,
@@ -81,7 +84,7 @@ def derivatives(group):
 
 
 def training(group):
-    """Least squares, by `coded_value_and_grad` and by the link for optax."""
+    """Fit least squares by `coded_value_and_grad` and by the optax transformation."""
     x = np.random.default_rng(0).normal(size=(12, 3)).astype(np.float32)
     part = group.batch(len(x))
     start = jnp.ones(3)
@@ -113,7 +116,7 @@ def training(group):
 
 
 def refused(group, own, weights):
-    """Errors come through, and a later round goes well."""
+    """Check that errors are raised, and that a later round succeeds."""
     reduce = jax.jit(lambda x, gone: coded_allreduce(x, group, weights, erasures=gone))
     everybody = np.ones(comm.size, bool)
     try:
@@ -126,7 +129,7 @@ def refused(group, own, weights):
 
 
 def main():
-    if sys.argv[1:]:  # the version that this should be
+    if sys.argv[1:]:  # the expected version
         assert jax.__version__ == sys.argv[1], jax.__version__
     transports = ["engine"]
     if importlib.util.find_spec("mpi4jax"):

@@ -1,4 +1,4 @@
-"""Start several ranks, with a time limit that follows the machine."""
+"""Start several ranks, with a time limit that depends on the machine's speed."""
 
 import os
 import pathlib
@@ -12,8 +12,8 @@ from jaxcoded.tools.launch import launcher
 
 ROOT = pathlib.Path(__file__).parent.parent
 LIMIT = 240  # seconds that a job may take on an idle machine
-SLOWNESS = "JAXCODED_SLOWNESS"  # environment variable: what a job was started with
-WORK, IDLE = 2_000_000, 0.04  # steps of a loop, and their seconds on such a machine
+SLOWNESS = "JAXCODED_SLOWNESS"  # environment variable: slowness at a job's start
+WORK, IDLE = 2_000_000, 0.04  # steps of a loop, and their seconds on an idle machine
 OWN_LOAD = 3.0  # processes for each core, while only the tests run
 MOST = 10.0
 
@@ -21,22 +21,23 @@ _slowest = float(os.environ.get(SLOWNESS, "1"))
 
 
 def slowness():
-    """How many times as long as on an idle machine things take here, at most `MOST`: now, or
-    at an earlier call in this process. Whoever waits for other processes waits so much longer,
-    and no test asks for less than that."""
+    """Return the slowness of this machine relative to an idle one, at most `MOST`: now,
+    or at an earlier call in this process. Waits for other processes scale with it, and
+    no test requires less.
+    """
     global _slowest
     start = time.monotonic()
     for _ in range(WORK):
         pass
     measured = (time.monotonic() - start) / IDLE
-    # ranks wait for each other, and each for its turn
+    # ranks wait for each other, and for a core
     waiting = os.getloadavg()[0] / (os.cpu_count() or 1) / OWN_LOAD
     _slowest = min(MOST, max(_slowest, measured, waiting))
     return _slowest
 
 
 def limited(seconds):
-    """The environment of a job that may take so long on an idle machine."""
+    """Return the environment of a job that may take ``seconds`` on an idle machine."""
     slower = slowness()
     settings = {"JAXCODED_MPIRUN_TIMEOUT": f"{seconds * slower:.0f}"}
     settings[SLOWNESS] = f"{slower:.2f}"
@@ -47,7 +48,9 @@ def limited(seconds):
 
 
 def needs_fault_tolerance():
-    """Skip the test unless MPI survives the death of a rank, with the options that are returned."""
+    """Return the options with which MPI survives the death of a rank; without them skip
+    the test.
+    """
     mpirun = launcher.found(limited(10).get("JAXCODED_MPIRUN"))
     if mpirun.mpi != launcher.OPEN_MPI or mpirun.major < 5:
         pytest.skip(f"the option is one of Open MPI 5, not of {mpirun}")
@@ -55,11 +58,11 @@ def needs_fault_tolerance():
 
 
 def mpirun(ranks, *arguments, limit=LIMIT, options=(), check=True, **environment):
-    """Run ``python *arguments`` on so many ranks, with these options of mpirun, and return the
-    finished process.
+    """Run ``python *arguments`` on ``ranks`` ranks with these mpirun options; return
+    the finished process.
 
-    The job is ended after ``limit`` seconds, more on a machine that is not idle. With ``check`` this fails
-    unless it succeeds.
+    The job ends after ``limit`` seconds, or later on a busy machine. With ``check``
+    this fails unless the job succeeds.
     """
     job = subprocess.run(
         [

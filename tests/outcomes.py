@@ -1,10 +1,14 @@
-"""What became of each test of a job, in a file that outlives the job: a line of JSON each."""
+"""Write the outcome of each test of a job, a line of JSON each, to a file that survives
+the job.
+"""
 
 import json
 
 
 class Outcomes:
-    """A plugin of pytest. All ranks say what fails, the first one also what begins, passes and is skipped."""
+    """A plugin of pytest. All ranks record failures; the first one also records tests
+    that begin, pass and are skipped.
+    """
 
     def __init__(self, path, rank):
         self.path, self.rank = path, rank
@@ -27,14 +31,15 @@ class Outcomes:
 
     def note(self, test, outcome, text=""):
         line = json.dumps({"test": test, "outcome": outcome, "text": text}) + "\n"
-        # several ranks write: each line in one piece
+        # several ranks write, so each line is a single write
         with open(self.path, "ab", buffering=0) as file:
             file.write(line.encode())
 
 
 def read(path):
-    """Return the outcome and the text of each test, in the order in which they began; the outcome of one in which
-    the job ended is "begun"."""
+    """Return the outcome and the text of each test, in the order of their beginnings.
+    If the job ended in a test, its outcome is "begun".
+    """
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         test, outcome, text = json.loads(line).values()

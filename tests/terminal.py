@@ -1,4 +1,4 @@
-"""A process with a terminal of its own, which is this test."""
+"""Run a process on a terminal that the test controls."""
 
 import codecs
 import contextlib
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import termios
 
-# what makes standard input the terminal of a process that has begun a session
+# a program that makes standard input the terminal of a new session
 _TAKE = (
     "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
     "os.execv(sys.argv[1], sys.argv[1:])"
@@ -23,8 +23,9 @@ def resize(screen, rows, columns):
 
 @contextlib.contextmanager
 def started(command, *, rows=24, columns=80, **options):
-    """Yield the process and a file descriptor: reading it gives what the process writes to its terminal, and what is
-    written to it is typed. Closing the descriptor hangs the terminal up."""
+    """Yield the process and a file descriptor. Reading it gives the process's output on
+    its terminal, and writing to it types. Closing it hangs the terminal up.
+    """
     keyboard, screen = os.openpty()
     resize(screen, rows, columns)
     streams = {"stdin": screen, "stdout": screen, "stderr": screen} | options
@@ -37,12 +38,14 @@ def started(command, *, rows=24, columns=80, **options):
     finally:
         process.kill()
         process.wait()
-        with contextlib.suppress(OSError):  # the test has closed it
+        with contextlib.suppress(OSError):  # the test has already closed it
             os.close(keyboard)
 
 
 class Screen:
-    """What a terminal shows, of the sequences that there may be; another one is an error."""
+    """The screen of a terminal, for the allowed sequences; any other sequence is an
+    error.
+    """
 
     def __init__(self, rows=24, columns=80):
         self._columns = columns
@@ -52,7 +55,7 @@ class Screen:
         self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def lines(self):
-        """Without those that are empty."""
+        """Return the lines that are not empty."""
         rows = ["".join(row).rstrip() for row in self._cells]
         return list(filter(None, rows))
 

@@ -1,4 +1,6 @@
-"""Tasks that a launcher starts together, and that MPI takes for a job each: `CodedGroup` and `doctor` say so."""
+"""A launcher starts tasks together, but MPI makes a job of each: `CodedGroup` and
+`doctor` say so.
+"""
 
 import os
 import subprocess
@@ -56,7 +58,7 @@ def test_fewer_ranks_than_tasks(ranks, variables, remedy):
         (1, {"SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_JOB_ID": "3"}),
         (1, {"SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "1"}),
         (1, {"PBS_NODEFILE": "f", "PBS_NP": "16", "LSB_DJOB_NUMPROC": "16"}),
-        # mpirun, whose daemons are a step of 16, and within a step of PMI
+        # mpirun, whose daemons form a step of 16, and inside a step of PMI
         (2, {"SLURM_STEP_NUM_TASKS": "16", "OMPI_COMM_WORLD_SIZE": "2"}),
         (1, {"SLURM_STEP_NUM_TASKS": "16", "OMPI_COMM_WORLD_SIZE": "1"}),
         (2, {"SLURM_STEP_NUM_TASKS": "16", "PMI_SIZE": "2"}),
@@ -76,7 +78,7 @@ def test_who_has_a_terminal_starts_one_process(terminal, monkeypatch):
 
 
 def test_a_group_warns(tmp_path):
-    """Once, and not where warnings are not wanted."""
+    """A group warns once, and not if warnings are disabled."""
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     for tasks, count in ((4, 1), (1, 0)):
@@ -91,13 +93,15 @@ def test_a_group_warns(tmp_path):
         )
         assert job.returncode == 0, job.stderr
         words = "RuntimeWarning: MPI has 1 rank, but SLURM_STEP_NUM_TASKS=4: each task"
-        assert job.stderr.count(words) == 2 * count  # of two lines
+        assert job.stderr.count(words) == 2 * count  # it has two lines
         assert job.stderr.count("RuntimeWarning") == 2 * count
 
 
 @pytest.mark.mpi
 def test_a_job_in_an_allocation_is_quiet(tmp_path):
-    """Also a part of its ranks, with a communicator of one rank each."""
+    """A job in an allocation is quiet, also if some ranks have a communicator of one
+    rank.
+    """
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     words = [sys.executable, "-W", "error", "-m", "jaxcoded", "run", "-n", "2", path]
@@ -118,7 +122,7 @@ def test_a_job_in_an_allocation_is_quiet(tmp_path):
     ("prints", "state"), [("1", BAD), ("", BAD), ("2", BAD), ("4", GOOD)]
 )
 def test_doctor_as_one_of_several_tasks(prints, state, monkeypatch):
-    """It asks MPI, by a process of its own."""
+    """Doctor asks MPI in a separate process."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     assert not list(machine._started())
@@ -129,7 +133,7 @@ def test_doctor_as_one_of_several_tasks(prints, state, monkeypatch):
 
 
 def test_doctor_asks_mpi(monkeypatch):
-    """Here as a process of its own, which is alone."""
+    """Doctor asks MPI, here in a separate process with one rank."""
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")

@@ -1,4 +1,4 @@
-"""A few schedules of faults on real processes; `make chaos` plays as many as one likes."""
+"""Play a few schedules of faults on real processes; `make chaos` plays any number."""
 
 import subprocess
 import sys
@@ -14,14 +14,16 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
 
 def test_schedules_of_faults():
-    """Ranks are killed, and stopped, the root too; skips and errors; more dead than the plan can do without."""
+    """Ranks, also the root, are killed and stopped; ranks skip and make errors; more
+    ranks die than the plan tolerates.
+    """
     needs_fault_tolerance()
     played, _ = chaos.play([162, 137], 8)
     assert [it.seed for it in played] == [162, 137]
 
 
 def test_one_schedule_again():
-    """An old rank is killed while others join, which then do; the root is."""
+    """An old rank, the root, is killed while others join, which then do."""
     needs_fault_tolerance()
     job = subprocess.run(
         [sys.executable, chaos.__file__, "--replay", "1961089", "--ranks", "9"],
@@ -36,7 +38,7 @@ def test_one_schedule_again():
 
 @pytest.mark.exhaustive
 def test_schedules_on_several_hosts():
-    """Whose cables are cut, and mended; ranks are killed."""
+    """Cables of hosts are cut for a while, and ranks are killed."""
     needs_fault_tolerance()
     if not chaos.can_make_hosts():
         pytest.skip("no hosts can be made")

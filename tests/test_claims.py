@@ -1,4 +1,6 @@
-"""The functions and tests of the claims in docs/trust.md exist, and the reference has everything that is public."""
+"""The functions and tests of the claims in docs/trust.md exist, and the reference
+covers everything public.
+"""
 
 import ast
 import pathlib
@@ -18,7 +20,7 @@ def test_the_functions_are_there():
     names = set(re.findall(r"`jaxcoded\.([\w.]+)`", PAGE))
     assert len(names) > 15
     for name in names:
-        pkgutil.resolve_name(f"jaxcoded.{name}")  # imports what nobody has imported yet
+        pkgutil.resolve_name(f"jaxcoded.{name}")  # imports the module if needed
 
 
 def test_the_tests_are_there():
@@ -49,7 +51,7 @@ def test_everything_public_is_in_the_reference():
     pages = (ROOT / "docs" / "reference").glob("*.md")
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     named = set(re.findall(r"^::: jaxcoded\.([\w.]+)$", text, re.MULTILINE))
-    named |= {name.partition(".")[0] for name in named}  # what is in a module
+    named |= {name.partition(".")[0] for name in named}  # modules of named functions
     assert set(jaxcoded.__all__) - {"__version__"} <= named
     assert {f"codes.{name}" for name in codes.NAMES} <= named
 

@@ -1,4 +1,4 @@
-"""What all commands have in common: help, errors, and how they look with a terminal and without."""
+"""All commands: help, errors, and output with and without a terminal."""
 
 import json
 import os
@@ -152,7 +152,7 @@ def test_no_arguments_is_help(capsys):
 
 
 def shown(program, columns):
-    """What it prints on a terminal of so many columns."""
+    """Return the output of a program on a terminal of ``columns`` columns."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"COLUMNS": str(columns), "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
@@ -165,7 +165,7 @@ def shown(program, columns):
         try:
             if not (more := os.read(ours, 1 << 16)):
                 break
-        except OSError:  # how a terminal ends
+        except OSError:  # the end of a terminal
             break
         text += more
     os.close(ours)
@@ -187,7 +187,7 @@ output.code("x" * 130)
 
 @pytest.mark.parametrize("columns", [30, 20, 12])
 def test_on_a_terminal(columns):
-    """Columns that do not fit are left out; no line is wider, but those to copy."""
+    """Columns that do not fit are left out; only lines to copy may be wider."""
     text = shown(TABLE, columns)
     assert ESCAPE in text
     plain = re.sub(ESCAPE + r"\[[0-9;]*m", "", text)
@@ -242,7 +242,7 @@ def simulated(capsys, *arguments):
 
 
 def test_simulated_steps(capsys):
-    """Of a star with links as fast as may be, in closed form."""
+    """Simulated steps of a star with infinitely fast links match closed forms."""
     asked = [
         "--payload=4KB",
         "--gigabits=1e9",
@@ -274,7 +274,9 @@ def test_simulated_steps(capsys):
 
 
 def test_an_approximate_parent_goes_on_with_any(capsys):
-    """Also where its children come in copies: any two of six, each with half of the batch."""
+    """An approximate parent continues with any two of six children, even copies with
+    half of the batch each.
+    """
     asked = [
         "--payload=4KB",
         "--gigabits=1e9",
@@ -318,7 +320,7 @@ class Given(Stragglers):
 
 
 def test_ideal():
-    """Against a search for the time by which the ranks have done all."""
+    """The ideal matches a search for the time in which the ranks can do all work."""
     rng = np.random.default_rng(0)
     rounds = [(1 + rng.pareto(1.5, 5), rng.exponential(0.3, 5)) for _ in range(20)]
     rounds.append((np.ones(5), np.array([np.inf, 0.0, np.inf, 0.0, 1e9])))
@@ -387,7 +389,7 @@ def test_no_measurement(change, tmp_path, capsys):
     ],
 )
 def test_what_was_asked_is_said(options, links, late, capsys, monkeypatch):
-    """A payload in bytes, which was meant in MB, is seen."""
+    """The output repeats the request: a payload in bytes that was meant in MB shows."""
     monkeypatch.setenv("COLUMNS", "200")
     asked = ["simulate", "-n3", "--payload=4", "--compute=0.7", "--rounds=1", *options]
     assert main(asked) == 0
@@ -408,7 +410,8 @@ def test_a_plan_for_what_was_measured(tmp_path, capsys, monkeypatch):
     assert main(["simulate", *asked, "--rounds=3"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["ranks"] == 3
-    # rank 2 takes four times as long for its third, but for messages of about a millisecond
+    # rank 2 takes four times as long for its third, up to about a millisecond for
+    # messages
     assert said["steps"]["uncoded tree"]["mean"] == pytest.approx(4.0, rel=0.01)
     assert main(["simulate", *asked, "--rounds=3", "--model=none", "-n5"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -457,7 +460,7 @@ def test_bench_of_one_rank():
 
 
 def shown_commands():
-    """Of docs/planning.md, with what they print there."""
+    """Return the commands of docs/planning.md, with their output there."""
     page = (ROOT / "docs/planning.md").read_text()
     for block in re.findall(r"(?s)```\n\$ jaxcoded ((?:plan|simulate) .*?)\n```", page):
         command, printed = re.match(r"(?s)(.*?[^\\])\n(.*)", block).groups()
@@ -470,7 +473,9 @@ def shown_commands():
 def test_what_the_page_on_planning_shows_is_printed(
     capsys, monkeypatch, words, printed
 ):
-    """But for the last digits: a library of another version may round otherwise."""
+    """The commands print what the page shows, up to the last digits: other versions of
+    libraries may round differently.
+    """
     monkeypatch.setenv("COLUMNS", "200")
     assert main(words) == 0
 

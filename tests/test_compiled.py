@@ -1,4 +1,4 @@
-"""The processes of the tests share what they compile."""
+"""The processes of the tests share compiled programs."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ def programs(tmp_path):
 
 
 def elsewhere(action):
-    """Start it in a thread, which stands for another process: its turn is its own."""
+    """Run ``action`` in a thread, which acts as another process, with a separate turn."""
     out = []
     thread = threading.Thread(target=lambda: out.append(action()), daemon=True)
     thread.start()
@@ -39,7 +39,7 @@ def test_what_is_compiled_is_found():
     finally:
         jax.monitoring.unregister_event_listener(listen)
     assert hits
-    assert list(pathlib.Path(os.environ[compiled.PLACE]).glob("*.lock"))  # in turns
+    assert list(pathlib.Path(os.environ[compiled.PLACE]).glob("*.lock"))  # turns
 
 
 def test_one_compiles_and_the_others_wait(programs):
@@ -62,7 +62,9 @@ def test_nobody_waits_for_a_program_that_is_not_stored(programs):
 
 
 def test_a_turn_ends_with_the_compilation():
-    """Of a program that JAX does not store: with a callback."""
+    """A turn ends with the compilation of a program that JAX does not store: one with a
+    callback.
+    """
     turns = []
 
     def listen(event, duration, **_):

@@ -1,4 +1,4 @@
-"""What ranks print reaches a terminal as it comes, and files as whole lines."""
+"""The ranks' output reaches a terminal at once, and files as whole lines."""
 
 import contextlib
 import os
@@ -35,13 +35,13 @@ RANK0 = display.Source(0, "stdout", True)
         ("old\r\x1b[Knew", [], ["new"]),
         ("old\x1b[2K\rnew", [], ["new"]),
         ("hidden\x1b[?25l cursor\x1b(B", [], ["hidden cursor"]),
-        # as tqdm has two bars, one of which ends
+        # as tqdm draws two bars, one of which ends
         (
             "\ra 0%|\n|\rb 0%|\x1b[A|\ra 1%|\n|\rb 1%|\x1b[A|\n|\r    |\r|\x1b[A",
             [],
             ["a 1%"],
         ),
-        # as rich has them
+        # as rich draws them
         ("\x1b[?25la 0%\nb 0%|\r\x1b[2K\x1b[1A\x1b[2Ka 1%\nb 1%", [], ["a 1%", "b 1%"]),
         ("\x1b[?25lx\ny\n\x1b[2Az\n\n", [], ["z", "y"]),
         ("\x1b[9Ax\ny\n", [], ["x", "y"]),
@@ -55,7 +55,7 @@ RANK0 = display.Source(0, "stdout", True)
     ],
 )
 def test_rows_of_a_page(written, ended, others):
-    """Whatever the pieces in which they come."""
+    """The rows of a page do not depend on the pieces in which output comes."""
     assert drawn([it.encode() for it in written.split("|")]) == (ended, others)
     whole = written.replace("|", "").encode()
     for size in (1, 2, len(whole)):
@@ -102,7 +102,7 @@ MPIRUN = display.Source(-1, "", False)
             [(("12", "stdout", True), "a <b> & & é\n".encode() + b"\0\0")],
         ),
         (b'<stderr nspace="x" rank="0">\0</stderr>\n', [((0, "stderr", True), b"\0")]),
-        # of a rank that another has started
+        # from a rank that another one has started
         (b'<stdout rank="0">a</stdout>\n', [((0, "stdout", False), b"a")]),
         (b'<stddiag rank="0">lost&#010;</stddiag>\n', [(MPIRUN, b"lost\n")]),
         (b"<prterun>\n", []),
@@ -121,7 +121,9 @@ def test_pieces_of_mpirun(line, pieces):
 
 @contextlib.contextmanager
 def shown(rows, columns, **options):
-    """A terminal in this process, and how to read its screen when something is on it."""
+    """Yield a terminal in this process, and a function that reads its screen when it
+    shows something.
+    """
     keyboard, there = os.openpty()
     terminal.resize(there, rows, columns)
     screen = terminal.Screen(rows, columns)
@@ -140,7 +142,7 @@ def shown(rows, columns, **options):
 
 
 def wait(keyboard, screen, true):
-    """Follow a terminal until its screen is so."""
+    """Follow a terminal until ``true`` holds for its screen."""
     end = time.monotonic() + 60 * slowness()
     while not true(screen.lines()):
         assert time.monotonic() < end, screen.lines()

@@ -1,4 +1,6 @@
-"""``jaxcoded doctor``: what it finds here, and what it says of machines that lack something."""
+"""``jaxcoded doctor``: its findings on this machine, and on machines that lack
+something.
+"""
 
 import importlib.metadata
 import json
@@ -30,7 +32,7 @@ RANK = {
     "transport": "the engine",
     "reads": True,
 }
-REFUSED = "connect to host x port 22: Connection refused"  # says ssh
+REFUSED = "connect to host x port 22: Connection refused"  # the message of ssh
 
 
 def states(findings):
@@ -65,7 +67,7 @@ def test_a_job_that_fails_is_shown(capfd, monkeypatch):
 
 @pytest.fixture
 def ssh(tmp_path, monkeypatch):
-    """Stands in for ssh: it gets to `good` alone."""
+    """A replacement of ssh that reaches only the host `good`."""
     path = tmp_path / "bin" / "ssh"
     path.parent.mkdir()
     path.write_text(
@@ -104,7 +106,7 @@ def test_a_host_that_cannot_be_reached(ssh, capfd):
 def test_hosts_that_ssh_does_not_get_to(ssh, monkeypatch):
     hosts = ["good:2", "mute slots=3", "x:auto", "localhost", socket.gethostname()]
     assert reaching.failures(hosts) == {"mute": "status 255", "x": REFUSED}
-    # where something else starts ranks, ssh need not get anywhere
+    # if another program starts ranks, ssh is not needed
     for name in ("PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER", "SLURM_JOB_ID"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "rsh")
@@ -122,7 +124,7 @@ def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811
         other = fake("mpirun (Open MPI) 5.0.9")
     assert main(["doctor", "--mpirun", str(other)]) == 1
     out = capsys.readouterr().out
-    said = " ".join(out.split())  # lines end where the path is long
+    said = " ".join(out.split())  # long paths wrap lines
     assert "but mpi4py uses" in said
     assert "were not started" in said
     assert out.count("→") == len(re.findall("^bad ", out, re.MULTILINE)) == 2
@@ -169,7 +171,9 @@ def test_a_driver_without_jax_on_its_gpus():
     ],
 )
 def test_whether_deaths_are_reported(says, state, tmp_path, monkeypatch):
-    """Asked of the Open MPI, and not taken from its number."""
+    """Doctor asks Open MPI itself whether it reports deaths, and does not use its
+    version number.
+    """
     monkeypatch.setattr(launcher, "check_fits", lambda _: None)
     if says:
         (tmp_path / "ompi_info").write_text(f"#!/bin/sh\n{says}\n")
@@ -205,7 +209,7 @@ def test_packages_that_are_missing(monkeypatch):
     monkeypatch.setattr("importlib.metadata.version", missing)
     found = states(machine.examined(1, "there is no mpirun"))
     assert found["jax"] == found["mpi4py"] == found["mpirun"] == BAD
-    assert found["mpi4jax"] == GOOD  # the engine does without
+    assert found["mpi4jax"] == GOOD  # the engine does not need mpi4jax
 
 
 def test_limits_of_a_container(tmp_path, monkeypatch):

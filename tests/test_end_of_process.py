@@ -1,4 +1,4 @@
-"""What a process says at its end of a round that has failed."""
+"""A process reports a failed round at its end."""
 
 import subprocess
 import sys
@@ -56,6 +56,6 @@ def test_an_error_is_said_once(way):
     said = [
         line for line in job.stderr.splitlines() if "use after close: group" in line
     ]
-    # what it came from is part of a traceback
+    # a traceback includes its cause
     assert len(said) == 1 + (way == "translated"), job.stderr
     assert bool(job.returncode) == (way != "caught")

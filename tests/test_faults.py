@@ -1,7 +1,7 @@
-"""Runs the programs of tests/faults under mpirun: what stopped, late, failing and leaving
-ranks do to the others, and the others to them.
+"""Run the programs of tests/faults under mpirun: the effects between stopped, late,
+failing or leaving ranks and the others.
 
-Each job has a time limit. One that hangs is ended, and says where it was.
+Each job has a time limit. A job that hangs is ended, and shows where its ranks were.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ MPIRUN = ROOT / "scripts" / "mpirun"
 FAULTS = ROOT / "tests" / "faults"
 LIMIT = 110  # seconds for a job, on an idle machine
 SMALL_LIMIT = 60
-BARE, MPI4PY = (), ("-m", "mpi4py")  # with the latter an uncaught error ends the job
+BARE, MPI4PY = (), ("-m", "mpi4py")  # with mpi4py an uncaught error ends the job
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(LIMIT + 30)]
 
-# What befalls a leaf (rank 4 of 5) in one test befalls a rank with children (1) in the next.
+# The victims: a leaf (rank 4 of 5), and a rank with children (rank 1).
 
 
 @dataclasses.dataclass
@@ -38,9 +38,9 @@ class Job:
 
     Attributes:
         status: exit status of mpirun.
-        seconds: that it took.
-        stderr: of all ranks.
-        reports: what the ranks reported, by rank.
+        seconds: the time that it took.
+        stderr: the standard error of all ranks.
+        reports: the ranks' reports, by rank.
     """
 
     status: int
@@ -49,7 +49,7 @@ class Job:
     reports: dict[int, dict]
 
     def of_all(self, name):
-        """What all ranks report alike."""
+        """Return the value that all ranks report."""
         values = {rank: report.get(name) for rank, report in self.reports.items()}
         first = next(iter(values.values()))
         assert first is not None and set(map(str, values.values())) == {str(first)}, (
@@ -60,7 +60,7 @@ class Job:
 
 
 def settings(limit):
-    """The environment of a job."""
+    """Return the environment of a job."""
     return limited(limit) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 
@@ -75,11 +75,11 @@ def run(
     start=(),
     **environment,
 ):
-    """Run a program of tests/faults. Fails if it hangs or crashes.
+    """Run a program of tests/faults; fail if it hangs or crashes.
 
     Args:
-        start: begins the command line, instead of mpirun.
-        environment: what is added to it.
+        start: the beginning of the command line, instead of mpirun.
+        environment: variables added to the environment.
     """
     begun = time.monotonic()
     mpirun = sys.executable, MPIRUN, *options, "-n", str(ranks), sys.executable, *python
@@ -106,7 +106,7 @@ def run(
 
 
 def whereabouts(directory, stderr):
-    """Where the ranks of a job were at its end, in words."""
+    """Return a text about where the ranks of a job were at its end."""
     board = directory / "board"
     rounds = np.fromfile(board, np.int64).tolist() if board.exists() else "none"
     stacks = "\n".join(
@@ -118,7 +118,7 @@ def whereabouts(directory, stderr):
 
 
 def succeed(job, ranks):
-    """The job ended well, and all ranks got the same bits."""
+    """Check that the job succeeded, and that all ranks got the same bits."""
     assert job.status == 0, job.stderr[-8000:]
     assert len(job.reports) == ranks
     job.of_all("digest")
@@ -163,7 +163,7 @@ def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, lat
 
 @pytest.mark.exhaustive
 def test_a_rank_that_is_too_late_finds_a_snapshot_above_its_parent(tmp_path):
-    # its parent stays stopped for longer
+    # its parent is stopped for longer
     job = run(tmp_path, 7, "training.py", "no", "4,1")
     succeed(job, 7)
     assert job.reports[4]["resynced"]
@@ -180,7 +180,7 @@ def test_random_sleeps(tmp_path, rounds):
         early, late = report["early"], report["late"]
         assert late["memory"] < early["memory"] + 4, f"rank {rank}"
         assert late["files"] == early["files"], f"rank {rank}"
-        # one that was there may end: 19 after 20 was seen once
+        # an existing thread may end: 19 after 20 occurred once
         assert late["threads"] <= early["threads"], f"rank {rank}"
 
 
@@ -195,7 +195,7 @@ def test_a_parent_that_lacks_too_many_waits(tmp_path):
     assert said.endswith("rank 1 waits for rank 0, which does not answer")
 
 
-# Ranks that live, and are stuck.
+# Ranks that are alive but stuck.
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_rank_that_is_stuck_is_named(tmp_path, way, words):
     job = run(tmp_path, 5, "stuck.py", way, "3")
     assert set(job.reports) == {0, 1, 2, 4}, job.stderr[-8000:]
     job.of_all("digest")
-    # beside other work the first round may take longer than the deadline
+    # on a busy machine the first round may take longer than the deadline
     heard = {
         rank: [line for line in report["heard"] if ", round 1: " not in line]
         for rank, report in job.reports.items()
@@ -279,7 +279,7 @@ group.close()
 
 
 def test_an_answer_that_nobody_reads():
-    """Standard error is a full pipe. The engine goes on, and ends."""
+    """Standard error is a full pipe. The engine continues, and ends."""
     program = """
 import fcntl, os, signal, time
 from mpi4py import MPI
@@ -319,7 +319,7 @@ def test_groups_one_after_the_other(tmp_path):
 
 @pytest.mark.parametrize(("end", "groups"), [("close", "5"), more("exit", "1")])
 def test_threads_whose_groups_come_and_go(tmp_path, end, groups):
-    # with the sanitizers and more of it: make test-asan, make test-tsan
+    # for longer and with sanitizers: make test-asan, make test-tsan
     job = run(tmp_path, 4, "stress.py", "0", groups, end, python=BARE)
     assert job.status == 0, job.stderr[-8000:]
     assert len(job.reports) == 4
@@ -379,7 +379,9 @@ def test_a_root_that_exits_with_an_error_says_so(tmp_path):
 
 @pytest.fixture(scope="module")
 def little_memory(tmp_path_factory):
-    """What is to be preloaded so that the engine finds too little memory when it is told."""
+    """Return the library to preload so that the engine finds too little memory on
+    command.
+    """
     compiler = next(filter(shutil.which, (os.environ.get("CXX", "c++"), "g++")), None)
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -404,7 +406,7 @@ def test_too_little_memory_fails_a_round_on_all_ranks(
     assert len(job.of_all("failed")) > 5
 
 
-# The MPI, and who does not take from it.
+# MPI, and ranks that do not receive.
 
 
 def test_a_message_that_mpi_does_not_take_is_not_lost(tmp_path):
@@ -424,14 +426,14 @@ def test_a_message_that_mpi_does_not_take_is_not_lost(tmp_path):
 
 
 def test_who_waits_for_nothing_looks_seldom(tmp_path):
-    """Although a stopped rank does not take what it has sent."""
+    """An idle rank polls rarely, although a stopped rank does not receive its message."""
     job = run(tmp_path, 5, "polling.py")
     assert job.status == 0, job.stderr[-8000:]
     for rank in (0, 2, 3, 4):
         assert job.reports[rank]["sleeps"] < 100
 
 
-# Shared work. Gradients of 20,000 floats do not travel in one message.
+# Shared work. Gradients of 20,000 floats need several messages.
 
 
 @pytest.mark.parametrize(
@@ -469,7 +471,9 @@ def test_others_compute_the_blocks_of_who_is_killed(
 
 @pytest.mark.parametrize("way", ["jit", more("host")])
 def test_others_go_on_with_what_they_hold(tmp_path, way):
-    """More are stopped than hold a block; all that they have in common is missing meanwhile."""
+    """More ranks are stopped than hold a block; the blocks that only they hold are
+    missing meanwhile.
+    """
     job = run(tmp_path, 4, "partial.py", way, "1", "2")
     succeed(job, 4)
     assert job.of_all("steps") == 32
@@ -482,7 +486,9 @@ def test_others_go_on_with_what_they_hold(tmp_path, way):
     [("shared", "SIGKILL"), ("coded", "SIGKILL"), ("shared", "SIGSTOP")],
 )
 def test_a_fault_between_a_sum_and_its_gradient(tmp_path, strategy, fault):
-    """The gradient of a function of the sum is exact all the same, with the same bits on all ranks."""
+    """The gradient of a function of the sum is still exact, with the same bits on all
+    ranks.
+    """
     dies = fault == "SIGKILL"
     options = ()
     if dies:
@@ -498,7 +504,7 @@ def test_a_fault_between_a_sum_and_its_gradient(tmp_path, strategy, fault):
 
 @pytest.mark.parametrize("victim", [3, more(0)])
 def test_an_exception_in_a_block_is_caught(tmp_path, victim):
-    """The step of that rank is lost to it alone."""
+    """Only that rank loses the step."""
     job = run(tmp_path, 4, "sharing.py", "continues", "200", str(victim))
     assert job.status == 0, job.stderr[-8000:]
     assert f"injected into rank {victim}" in job.stderr
@@ -524,7 +530,7 @@ def test_a_rank_leaves_those_it_shares_work_with(tmp_path, way):
     [("closes", "rank 0 closed the group"), more("uncaught", "rank 0 failed: Jax")],
 )
 def test_a_root_leaves_those_it_shares_work_with(tmp_path, way, words):
-    """They end their step without it, and hear of it in the next."""
+    """The others end their step without the root, and get an error in the next."""
     job = run(tmp_path, 4, "sharing.py", way, "200", "0", python=BARE)
     assert job.status not in (0, 124)
     assert words in job.stderr, job.stderr[-8000:]
@@ -549,7 +555,7 @@ def test_a_group_that_is_never_closed(tmp_path, way):
 
 
 def test_processes_that_end_with_a_round_in_flight(tmp_path):
-    # what others read from their memory is whole, or is not used
+    # others read their memory completely, or do not use it
     job = run(tmp_path, 7, "ending.py", python=BARE)
     assert job.status not in (0, 124)
     assert "injected into rank 3" in job.stderr
@@ -584,7 +590,7 @@ def test_a_rank_that_is_interrupted_or_exits_with_an_error(tmp_path, way, python
 
 @pytest.fixture
 def fault_tolerant():
-    """Options of mpirun with which MPI survives the death of a rank."""
+    """Return the mpirun options with which MPI survives the death of a rank."""
     return needs_fault_tolerance()
 
 
@@ -641,13 +647,13 @@ def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim, fault_toler
     job.of_all("digest")
     (warning,) = job.reports[0]["close_warnings"]
     assert f"without ranks [{victim}]" in warning
-    if victim != 1:  # nobody below it needs anything, so that it is not waited for
+    if victim != 1:  # no rank below it needs anything, so the job does not wait for it
         assert "a rank below has given them up" in warning
     assert "Exception" not in job.stderr
 
 
 def recover(tmp_path, options, way, *victims, start=(), status=0):
-    """Run the training that goes on without its dead; what they left when it was over."""
+    """Run the training that continues without its dead; return the finished job."""
     job = run(
         *(tmp_path, 7, "recovering.py", way, *victims),
         options=options,
@@ -659,14 +665,14 @@ def recover(tmp_path, options, way, *victims, start=(), status=0):
 
 
 def as_readme_does(ranks, limit):
-    """What begins the command line."""
+    """Return the beginning of the command line."""
     needs_fault_tolerance()
     options = "--ft", "--timeout", f"{limit * slowness():.0f}"
     return sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), *options
 
 
 def played(tmp_path, program, ranks=4, arguments=()):
-    """Run such a program on so many ranks."""
+    """Run a program of README's kind on ``ranks`` ranks."""
     (tmp_path / "program.py").write_text(program)
     return subprocess.run(
         [*as_readme_does(ranks, SMALL_LIMIT), tmp_path / "program.py", *arguments],
@@ -680,7 +686,9 @@ def played(tmp_path, program, ranks=4, arguments=()):
 
 
 def trained(job, without, *sizes):
-    """The ranks that live went on together, and each compiled its step once for each group."""
+    """Check that the live ranks continued together, and compiled the step once for each
+    group.
+    """
     assert set(job.reports) == set(range(7)) - without, job.stderr[-8000:]
     sizes = 7, *sizes
     assert job.of_all("compiled") == list(sizes)
@@ -711,10 +719,12 @@ def test_ranks_that_live_go_on_without_the_dead(
 
 
 def test_as_many_die_as_the_plan_can_do_without(tmp_path, fault_tolerant):
-    """Three in one round, below two parents, and one more later: nothing is recovered."""
+    """Three ranks die in one round, below two parents, and one more later: the group is
+    not recovered.
+    """
     job = recover(tmp_path, fault_tolerant, "continues", "2,4,5", "3")
     trained(job, {2, 3, 4, 5})
-    assert job.of_all("steps") == job.of_all("rounds") == 60  # none is repeated
+    assert job.of_all("steps") == job.of_all("rounds") == 60  # no step is repeated
     for parent, children in (0, {2, 3}), (1, {4, 5}):
         heard = str(job.reports[parent]["heard"])
         named = re.findall(r"rank (\d+) is dead, as MPI reports", heard)
@@ -755,8 +765,8 @@ def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
     assert "go on with group.recovered()" in said
 
 
-# In floats, on either side of what comes along with an announcement, from a rank of the same host or of another, of
-# a piece, and of what is summed in sections.
+# In floats, around the longest message within an announcement, from the same host or
+# another, around a piece, and around the shortest sum in sections.
 AT_MOST = [str(most // 4) for most in (1 << 10, 32 << 10, 256 << 10, (1 << 20) - 4)]
 BEYOND = [str(int(most) + 1) for most in AT_MOST]
 
@@ -789,10 +799,10 @@ def test_the_death_of_a_rank_that_nobody_can_do_without(
         if when != "before" and 4 * int(sizes[root // places]) <= 32 << 10:
             assert said == "sum" or said.startswith("TooManyErasures: round 2: "), said
             continue
-        # nor did it come along with the announcement
+        # the announcement did not include it
         assert said.startswith("TooManyErasures: round 2: rank 0 cannot rebuild"), said
         assert "it lacks rank 1, which is dead" in said
-    # the engine does not look at the network all the time for what will never come
+    # the engine does not poll the network for a message that will never come
     for report in job.reports.values():
         assert report["wake_ups"] < 500
 
@@ -815,10 +825,12 @@ def test_ranks_that_live_go_on_without_the_root(
         (where := tmp_path / str(attempt)).mkdir()
         job = recover(where, fault_tolerant, way, *victims)
         failed_at = {rank: it["failed_at"][0] for rank, it in job.reports.items()}
-        # rank 2 wakes to results and to the root's death at once, and may hear of the results first
+        # rank 2 finds results and the root's death as it wakes, and may handle the
+        # results first
         if way != "behind" or failed_at[2] < failed_at[1]:
             break
-    # who is to die with the root may not have its last result yet, and dies after the others have gone on
+    # a rank that must die with the root may lack its last result, and dies after the
+    # others have continued
     also = [6] if victims == ["0,3"] and 6 in job.of_all("compiled") else []
     trained(
         job,
@@ -883,11 +895,11 @@ def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
     took, notice = job.reports[5]["took"], job.reports[5]["notice"]
     assert set(map(int, took)) == words_of(victims)
     assert max(took.values()) < notice
-    # of the other ranks, too: their statuses are 0, or they would be listed
+    # the other ranks, too, have status 0, or they would be listed
     assert not re.search(r"ranks? \d.*: (status|killed by|no word)", job.stderr)
     assert job.stderr.count("leaves, as SIGTERM has come") == len(words_of(victims))
     assert "Traceback" not in job.stderr
-    if way != "root":  # nobody was missed: a parent may say that it left, and no more
+    if way != "root":  # no rank was missing: parents report at most that it left
         heard = [line for report in job.reports.values() for line in report["heard"]]
         assert all("has closed the group" in line for line in heard)
 
@@ -933,7 +945,7 @@ def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told)
 
 @pytest.mark.parametrize("told", ["1,2", more(""), more("3")])
 def test_the_root_dies_while_it_says_that_all_are_there(tmp_path, fault_tolerant, told):
-    """Who has heard it and who has not meet all the same."""
+    """Ranks with and without the message meet nevertheless."""
     job = run(tmp_path, 5, "roll.py", "stay", told, options=fault_tolerant, limit=LIMIT)
     assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
     assert job.of_all("survivors") == [3, 1, 2, 4]
@@ -953,7 +965,7 @@ def test_the_root_dies_while_it_says_that_all_are_there(tmp_path, fault_tolerant
     ],
 )
 def test_ranks_that_live_meet_at_last(tmp_path, way, size, gone, status):
-    """However often some have given up before."""
+    """Live ranks meet, however often some have given up before."""
     start = as_readme_does(5, LIMIT)
     job = run(tmp_path, 5, "meeting.py", way, limit=LIMIT, start=start)
     assert job.status == status, job.stderr[-8000:]
@@ -969,7 +981,7 @@ def test_ranks_that_live_meet_at_last(tmp_path, way, size, gone, status):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["successor", "asked for"])
 def test_a_new_root_dies_before_it_has_handed_its_state_on(tmp_path, way):
-    """Of the others those that know most still count."""
+    """The group then uses the state of the other ranks that have done the most rounds."""
     start = as_readme_does(5, LIMIT)
     job = run(tmp_path, 5, "meeting.py", way, limit=LIMIT, start=start)
     if way == "asked for":
@@ -981,8 +993,9 @@ def test_a_new_root_dies_before_it_has_handed_its_state_on(tmp_path, way):
 
 @pytest.mark.exhaustive
 def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
-    """The others have given it up, and done more rounds of the old one: its ranks would know other
-    sums."""
+    """The others have given the new group up, and done more rounds in the old one:
+    ranks of the new group would have other sums.
+    """
     start = as_readme_does(6, LIMIT)
     job = run(tmp_path, 6, "meeting.py", "overtaken", limit=LIMIT, start=start)
     assert job.status == 1, job.stderr[-8000:]
@@ -995,7 +1008,7 @@ def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
 
 
 def test_a_program_that_catches_its_error_is_not_killed(tmp_path):
-    """It has left the group, and may do anything else."""
+    """The program has left the group, and may continue with anything else."""
     start = as_readme_does(3, SMALL_LIMIT)
     job = run(tmp_path, 3, "meeting.py", "caught", start=start)
     assert job.status == 0, job.stderr[-8000:]
@@ -1018,11 +1031,11 @@ def test_a_job_that_is_started_again_has_all_ranks(tmp_path):
 
 
 def test_a_job_that_lacks_ranks_ends_to_be_started_again(tmp_path):
-    """With `--ft` it would end with status 0."""
+    """With `--ft` the job would end with status 0."""
     start = as_readme_does(4, SMALL_LIMIT)
     job = run(tmp_path, 4, "restarting.py", "2", "whole", start=start)
     assert job.status != 0 and not job.reports
-    # The first of the three ends the job, maybe before the others have said it.
+    # The first of the three ends the job, perhaps before the others have reported.
     assert "RuntimeError: 3 of 4 ranks are left" in job.stderr
     job = run(tmp_path, 4, "restarting.py", "-1", "whole", start=start)
     assert job.status == 0, job.stderr[-8000:]
@@ -1031,7 +1044,7 @@ def test_a_job_that_lacks_ranks_ends_to_be_started_again(tmp_path):
 
 
 def extend(tmp_path, ranks, size, option, *events, status=0):
-    """Run the training that takes in ranks; what is left of so many when it is over."""
+    """Run the training that takes in ranks; return the finished job."""
     start = as_readme_does(ranks, LIMIT)
     job = run(
         *(tmp_path, ranks, "extending.py", option, *events), limit=LIMIT, start=start
@@ -1041,7 +1054,7 @@ def extend(tmp_path, ranks, size, option, *events, status=0):
     assert job.of_all("size") == size
     job.of_all("digest")
     assert max(it["error"] for it in job.reports.values()) < 1e-12
-    for report in job.reports.values():  # once for each group
+    for report in job.reports.values():  # a report for each group
         assert report["compiled"] == report["sizes"]
     return job
 
@@ -1067,14 +1080,18 @@ def test_ranks_join_a_group_that_runs(tmp_path, ranks, option, events, sizes):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("option", ["code", "shared"])
 def test_all_ranks_are_replaced_one_after_the_other(tmp_path, option):
-    """The root, too, three times: in the end one that has joined is the root."""
+    """All ranks are replaced, also the root, three times: at the end a new rank is the
+    root.
+    """
     events = ["kill 0", "join 1"] * 4
     job = extend(tmp_path, 4, 4, option, *events)
     assert all(report["joined"] for report in job.reports.values())
 
 
 def failed(job):
-    """What ranks that were there from the beginning say of the first try, all the same."""
+    """Return the report of the old ranks on the first attempt, which is the same on
+    all.
+    """
     said = {it["said"][0] for it in job.reports.values() if not it["joined"]}
     assert len(said) == 1, said
     return said.pop()
@@ -1098,8 +1115,8 @@ def failed(job):
 def test_ranks_that_fail_to_join_leave_the_group_as_it_is(tmp_path, way, words, status):
     job = extend(tmp_path, 3, 4, "code", way, "join 1", status=status)
     assert words in failed(job)
-    assert "Exception: MPI_ERR" not in job.stderr  # of the other one
-    if way == "exit 1":  # it is heard how they end
+    assert "Exception: MPI_ERR" not in job.stderr  # the error of the other rank
+    if way == "exit 1":  # the job reports how they end
         assert re.search("ranks? 3(-4)?: status 1", job.stderr), job.stderr[-2000:]
 
 
@@ -1133,7 +1150,7 @@ def test_a_rank_that_leaves_by_an_exception_while_others_join(tmp_path):
 @pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_while_others_join(tmp_path):
     events = "loses 2 connect stops", "join 1"
-    # the one that was to join has waited in vain, and ends with an error
+    # the rank that should join has waited too long, and ends with an error
     job = extend(tmp_path, 4, 4, "code", *events, status=1)
     assert "ranks [2] live, but" in failed(job)
 
@@ -1158,8 +1175,8 @@ def test_no_ranks_join_where_the_launcher_would_not_forgive_their_death(
     assert "start the job with jaxcoded run --ft" in said
 
 
-# Open MPI 5: a rank that has joined may die, and MPI_Finalize has no barrier, which may not end
-# where ranks are dead
+# Open MPI 5: a new rank may die, and MPI_Finalize has no barrier, which might not end
+# with dead ranks
 JOINABLE = (
     *("--prtemca", "state_base_recoverable", "1"),
     *("--mca", "async_mpi_finalize", "1"),
@@ -1167,7 +1184,9 @@ JOINABLE = (
 
 
 def joining(directory, options, way, limit=SMALL_LIMIT):
-    """The status of a job to which one more rank is added, how many said their sum, and all they said."""
+    """Return the status of a job with one added rank, the number of printed sums, and
+    the output.
+    """
     program = [sys.executable, FAULTS / "joining.py", directory, way]
     start = [sys.executable, MPIRUN, *options, "-n"]
     pipes = {"stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -1200,20 +1219,20 @@ def test_mpi_can_start_one_more_rank(tmp_path, fault_tolerant, way, sums):
 
 @pytest.mark.exhaustive
 def test_the_death_of_a_rank_that_has_joined_fails_the_job(tmp_path, fault_tolerant):
-    """The others go on; but unless it is told so, the launcher does not forgive it."""
+    """The others continue, but without an option the launcher counts it as a failure."""
     options = *fault_tolerant, *JOINABLE[3:]
     *result, said = joining(tmp_path, options, "new dies")
     assert result == [137, 3], said[-8000:]
 
 
 def as_known(result, said, known):
-    """What does not work, and how that is seen. Anything else is no expected failure."""
+    """Check a known failure by its output. Any other failure is unexpected."""
     if result not in ([0, 3], known):
         pytest.fail(f"{result}: {said[-8000:]}")
     assert result == [0, 3]
 
 
-# Where one of these works, ranks can join that no other rank has started.
+# If one of these works, ranks can join that no other rank has started.
 not_in_open_mpi_5 = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="Open MPI 5.0, see docs/open-mpi.md"
 )
@@ -1229,7 +1248,7 @@ def test_a_rank_of_another_mpirun_joins(tmp_path, fault_tolerant):
 @pytest.mark.exhaustive
 @not_in_open_mpi_5
 def test_a_rank_of_another_mpirun_joins_by_a_daemon(tmp_path, fault_tolerant):
-    """As Open MPI's manual says. Its mpirun has a segmentation fault there."""
+    """This follows Open MPI's manual. Its mpirun then has a segmentation fault."""
     own = pathlib.Path(sys.executable).with_name("prte")
     prte = shutil.which(own if own.exists() else "prte")
     if prte is None:
@@ -1262,7 +1281,7 @@ def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
 
 @pytest.mark.exhaustive
 def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
-    """As Open MPI leaves them in MPI_Comm_dup, if it does."""
+    """Open MPI may leave ranks in MPI_Comm_dup this way."""
     job = recover(tmp_path, fault_tolerant, "waits", "3")
     trained(job, {3}, 6)
     (said,) = job.of_all("said")
@@ -1270,7 +1289,7 @@ def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
 
 
 def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_tolerant):
-    """MPI would wait for it without end."""
+    """MPI would wait for the rank for ever."""
     job = recover(tmp_path, fault_tolerant, "stops", "3")
     trained(job, {3, 6}, 5)
     (said,) = job.of_all("said")
@@ -1278,16 +1297,18 @@ def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_toleran
 
 
 def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tolerant):
-    """Nobody is dead; but the old group is not returned, in which those could do no more round."""
+    """No rank is dead, but `recovered` does not return the old group, in which those
+    ranks could do no more rounds.
+    """
     job = recover(tmp_path, fault_tolerant, "wakes", "0:wakes")
     trained(job, set(), 7)
     for rank in range(1, 7):
-        # rank 0 wakes as soon as one has missed it, and may tell the others itself
+        # rank 0 wakes as soon as one rank has missed it, and may tell the others itself
         assert "was not decided within" in job.reports[rank]["said"][0]
 
 
 def test_a_rank_whose_program_has_failed_is_left_behind(tmp_path):
-    """It would wait at its end for the others, and MPI for it."""
+    """Otherwise it would wait at its end for the others, and MPI for it."""
     start = as_readme_does(7, LIMIT)
     job = recover(tmp_path, (), "trains", "3:raises", "6", start=start, status=1)
     trained(job, {3, 6}, 6, 5)
@@ -1330,14 +1351,16 @@ group.close(2.0)
             "ranks [2] live, but have not called recovered: of these [2] have closed the group",
         ),
         ("group.close(); left.touch(); signal.pause()", 0, True, "3"),
-        # Python does not tell of it
+        # Python does not report it
         more("left.touch(); sys.exit(1)", 0, True, "3"),
     ],
 )
 def test_a_rank_that_has_left_does_not_keep_the_others(
     tmp_path, fault, status, put_out, said
 ):
-    """It is left behind where an error has ended its program; its own error counts."""
+    """The others leave it behind if an error has ended its program, and its error
+    counts.
+    """
     seconds = 5.0 * slowness()
     job = played(tmp_path, LEFT.format(fault=fault, seconds=seconds, put_out=put_out))
     assert job.returncode == status, job.stderr
@@ -1411,7 +1434,7 @@ group.close()
 
 
 def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
-    """None takes the others' call for its own, whoever it is."""
+    """No rank, whichever it is, takes the others' call for its own."""
     job = played(tmp_path, MIXED.format(ranks=3, seconds=60 * slowness()), ranks=3)
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
@@ -1487,8 +1510,9 @@ group.close()
 def test_a_rank_that_calls_recovered_alone_kills_nobody(
     tmp_path, stops, started, pause
 ):
-    """The others are at work, and go on without it: also where its parent is stopped, which would tell
-    it, or with rounds in flight that it has started."""
+    """The others work, and continue without it, also if its parent, which would inform
+    it, is stopped, or if it has started rounds.
+    """
     given = {"stops": stops, "started": started, "pause": pause}
     program = ALONE.format(seconds=2.0 * slowness(), **given)
     job = played(tmp_path, program, 7)
@@ -1500,7 +1524,7 @@ def test_a_rank_that_calls_recovered_alone_kills_nobody(
 
 @pytest.mark.exhaustive
 def test_a_rank_that_calls_something_else_than_recovered(tmp_path, fault_tolerant):
-    """It waits for the others, who give it up, and go on."""
+    """It waits for the others, which give it up and continue."""
     job = recover(tmp_path, fault_tolerant, "apart", "3")
     assert set(job.reports) == {0, 1, 2, 4, 5, 6}
     for rank, report in job.reports.items():
@@ -1537,7 +1561,7 @@ def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
     job = run(tmp_path, 5, "leaving.py", way, str(victim), limit=40, python=BARE)
     if (
         way == "stopped-unclosed"
-    ):  # rank 3 fails in the end, and MPICH ends the job by itself
+    ):  # rank 3 fails at the end, and MPICH itself ends the job
         assert job.status != 0
     else:
         assert f"ends the job without ranks [{victim}]" in job.stderr
@@ -1639,7 +1663,7 @@ def test_loops_of_the_recovery_page(tmp_path, loop, victim):
     assert job.returncode == 0
 
 
-# The start lines of README.md, and its program, in which something happens to a rank.
+# README.md's start lines and its program, with a fault of a rank.
 
 README = (ROOT / "README.md").read_text()
 (FIRST_RUN,) = re.findall(r"^JAXCODED_DEBUG=1 (jaxcoded run .+)$", README, re.MULTILINE)
@@ -1665,9 +1689,10 @@ def start(
     group=SHARED,
     **environment,
 ):
-    """Run README's program, `examples/train.py`, by a start line, with a fault at a rank and a step; ``group``:
-    what makes it. Returns the finished process, and the weights of the ranks that came to
-    the end."""
+    """Run README's program, `examples/train.py`, by a start line, with a fault at a
+    rank and a step; ``group``: the code that makes the group. Return the finished
+    process, and the weights of the ranks that reached the end.
+    """
     program = (ROOT / "examples" / "train.py").read_text()
     assert program.count(SHARED) == 1
     program = program.replace(SHARED, group)
@@ -1721,7 +1746,7 @@ def test_the_first_run(tmp_path):
 
 def test_the_first_run_finds_a_mistake(tmp_path):
     fault = "batch = batch.of(tuple(a[::-1] for a in batch.data))  # weights of others"
-    # where work is shared, one block of a round is compared, and this is in one round
+    # with shared work one block of a round is compared, and the mistake is in one round
     job, found = start(
         tmp_path, FIRST_RUN, 2, fault, step=1, group=CODED, JAXCODED_DEBUG="1"
     )
@@ -1732,7 +1757,7 @@ def test_the_first_run_finds_a_mistake(tmp_path):
 
 @pytest.mark.exhaustive
 def test_readme_starts_with_a_slow_rank(tmp_path):
-    # it goes on once another one has come to the end
+    # it continues once another one has reached the end
     fault = (
         f"""while not pathlib.Path({str(tmp_path)!r}, "0").exists(): time.sleep(0.01)"""
     )
@@ -1753,7 +1778,7 @@ def test_readme_starts_with_an_exception(tmp_path, option):
 
 
 def test_readme_starts_with_a_rank_that_is_stopped_for_good(tmp_path):
-    """The job ends without it, although a fault-tolerant mpirun would go on."""
+    """The job ends without it, although a fault-tolerant mpirun would continue."""
     needs_fault_tolerance()
     fault = "os.kill(os.getpid(), signal.SIGSTOP)"
     job, found = start(tmp_path, START, 3, fault, limit=120)

@@ -1,4 +1,4 @@
-"""Nothing of a job is left when its launcher has ended in a way that it cannot handle."""
+"""Nothing of a job is left after its launcher has ended in a way that it cannot handle."""
 
 import contextlib
 import fcntl
@@ -22,12 +22,12 @@ from jaxcoded.tools.launch import job as launching
 
 pytestmark = pytest.mark.mpi
 
-MARK = "JAXCODED_TEST"  # environment variable of all processes that a test starts
+MARK = "JAXCODED_TEST"  # environment variable in all processes that a test starts
 
 
 @pytest.fixture
 def marked(monkeypatch):
-    """Give all processes of the test a mark, and end those that are left."""
+    """Mark all processes of the test, and end those that are left."""
     mark = secrets.token_hex(8)
     monkeypatch.setenv(MARK, mark)
     yield mark
@@ -36,7 +36,7 @@ def marked(monkeypatch):
 
 
 def living(mark):
-    """The processes that the test has started, this one aside."""
+    """Return the processes that the test has started, except this one."""
     out = []
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -47,14 +47,15 @@ def living(mark):
 
 
 def until(true, seconds=60):
-    """Wait for something, and say whether it came."""
+    """Wait until ``true`` holds, and return whether it did."""
     end = time.monotonic() + seconds * slowness()
     while not true() and time.monotonic() < end:
         time.sleep(0.05)
     return true()
 
 
-# Ranks that say where they have files. The last one is stopped then, and no signal but SIGKILL ends the first one.
+# Ranks that print where they have files. Then the last one is stopped, and only SIGKILL
+# ends the first one.
 PROGRAM = """
 from mpi4py import MPI
 import os, pathlib, signal, sys, time
@@ -73,7 +74,7 @@ while not (there / "go on").exists():
 
 @pytest.fixture
 def job(tmp_path, marked):
-    """A job on two ranks: how to start it, and how to wait for its start."""
+    """A job on two ranks: functions to start it, and to wait for its start."""
 
     class Job:
         there = tmp_path / "there"
@@ -84,7 +85,7 @@ def job(tmp_path, marked):
             return [sys.executable, "-m", "jaxcoded", "run", *map(str, words)]
 
         def folders(self):
-            """Those of the job, when all ranks have begun."""
+            """Return the folders of the job, once all ranks have begun."""
             said = [self.there / "0", self.there / "1"]
             assert until(lambda: all(it.exists() for it in said))
             found = {line for it in said for line in it.read_text().splitlines()}
@@ -110,7 +111,7 @@ def options(request):
 
 @contextlib.contextmanager
 def no_core():
-    """Crashes leave no file."""
+    """Let crashes leave no core file."""
     before = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
     try:
@@ -160,7 +161,7 @@ def test_a_launcher_whose_terminal_ends_it(job, options, how):
 
 
 def test_a_guardian_that_is_killed(job):
-    """The job goes on, and leaves nothing."""
+    """The job continues, and leaves nothing."""
     job.program.write_text(PROGRAM.replace("rank == 1", "False"))
     process = subprocess.Popen(job.command(), cwd=ROOT)
     try:
@@ -180,7 +181,7 @@ def test_a_guardian_that_is_killed(job):
 
 
 def left(place, name, age=1000.0):
-    """A folder as of a job that began so many seconds ago."""
+    """Make a folder as of a job that began ``age`` seconds ago."""
     folder = place / f"jaxcoded.{name}"
     folder.mkdir()
     (folder / "file").touch()
@@ -189,7 +190,9 @@ def left(place, name, age=1000.0):
 
 
 def test_what_jobs_have_left_goes_with_the_next_one(tmp_path, monkeypatch, marked):
-    """Where their guardians were killed, too. It stays while anybody may use it, or if it is of no job."""
+    """The next job deletes files of jobs whose guardians were killed, too. Files stay
+    while a process may use them, or if they belong to no job.
+    """
     places = tmp_path / "shared", tmp_path / "temporary"
     monkeypatch.setattr(launching, "_SHARED_MEMORY", str(places[0]))
     monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
@@ -214,7 +217,7 @@ def test_what_jobs_have_left_goes_with_the_next_one(tmp_path, monkeypatch, marke
 
 
 def test_a_job_whose_launcher_and_guardian_are_killed_at_once(job):
-    """What ranks use stays as long as mpirun lives."""
+    """The ranks' files stay as long as mpirun lives."""
     process = subprocess.Popen(
         job.command(), cwd=ROOT, stderr=subprocess.DEVNULL, start_new_session=True
     )
@@ -244,7 +247,7 @@ def test_a_job_whose_launcher_and_guardian_are_killed_at_once(job):
 
 
 def children(process):
-    """Its child processes, the oldest first."""
+    """Return the child processes of a process, the oldest first."""
     place = pathlib.Path(f"/proc/{process}/task/{process}/children")
     return list(map(int, place.read_text().split()))
 
@@ -267,7 +270,7 @@ def test_a_launcher_that_ends_before_it_has_started_anything(tmp_path, marked):
 
 
 def test_an_mpirun_that_does_not_end_the_job(tmp_path, marked):
-    """And one that a rank has started."""
+    """The same holds for an mpirun that a rank has started."""
     pids = tmp_path / "pids"
     start = "job.play(['sh', '-c', {!r}], os.environ)\n"
     deaf = "trap '' TERM; "

@@ -1,4 +1,4 @@
-"""Several hosts, of `scripts/on_hosts.py`."""
+"""Jobs on several hosts of `scripts/on_hosts.py`."""
 
 import contextlib
 import csv
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(LIMIT + 60)]
 
 @pytest.fixture
 def hosts():
-    """The names of hosts that reach each other and nobody else."""
+    """Return the names of hosts that reach each other and no others."""
     try:
         with on_hosts.network(HOSTS) as names:
             yield names
@@ -39,7 +39,9 @@ def hosts():
 
 
 def finished(*command, **environment):
-    """A job that has ended, within a limit that follows the machine."""
+    """Run a job within a limit that depends on the machine's speed; return the finished
+    job.
+    """
     limit = LIMIT * launch.slowness()
     return subprocess.run(
         command,
@@ -53,7 +55,7 @@ def finished(*command, **environment):
 
 
 def on_all(hosts, directory, *program):
-    """Run a program on `RANKS` ranks, as many on each host, and return its stdout."""
+    """Run a program on `RANKS` ranks, equally many on each host, and return its stdout."""
     job = finished(
         *on_hosts.job(hosts, directory, RANKS, sys.executable, "-m", "mpi4py", *program)
     )
@@ -69,7 +71,7 @@ def test_training(hosts, tmp_path):
     printed = on_all(hosts, tmp_path, ROOT / "tests" / "hosts" / "train.py")
     report = json.loads(printed.splitlines()[-1])
     assert report["hosts"] == [name for name in hosts for _ in range(RANKS_EACH)]
-    # nothing wakes the thread that looks for messages: it naps for a millisecond
+    # nothing wakes the thread that polls for messages: it sleeps for a millisecond
     assert max(report["awakenings"]) < 4000
     # at least one rank of every host gets each result over the cable, or a message
     for host in hosts:
@@ -77,7 +79,7 @@ def test_training(hosts, tmp_path):
 
 
 def faulty(hosts, directory, program, *arguments):
-    """What the ranks report of a program of tests/faults, by rank."""
+    """Return the ranks' reports from a program of tests/faults, by rank."""
     before = [received(host) for host in hosts]
     on_all(hosts, directory, ROOT / "tests" / "faults" / program, directory, *arguments)
     reports = [
@@ -90,8 +92,8 @@ def faulty(hosts, directory, program, *arguments):
 
 
 def test_stopped_processes_hold_nobody_up(hosts, tmp_path):
-    # a leaf, an inner rank, and one of each under different parents; messages that
-    # travel with their announcement, and such that are fetched in pieces
+    # a leaf, an inner rank, and one of each under different parents; messages sent with
+    # their announcement, and messages fetched in pieces
     rounds, widths = 30, (300, 5000, 50_000)
     reports, traffic = faulty(
         *(hosts, tmp_path, "stopped.py", "2", str(rounds)),
@@ -157,7 +159,9 @@ while True:
 
 
 def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
-    """They have no mark, as `ssh` hands on no variables; one of them is stopped."""
+    """These processes have no mark, as `ssh` passes on no variables; one of them is
+    stopped.
+    """
     program = tmp_path / "lasting.py"
     program.write_text(LASTING)
 
@@ -168,7 +172,9 @@ def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
         return true()
 
     def processes(*words):
-        """Those whose command has all these words. Other tests start jobs at the same time."""
+        """Return the processes whose command has all these words. Other tests start
+        jobs at the same time.
+        """
         words = set(map(str, words))
         for place in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -244,7 +250,9 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
 
 
 def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
-    """One rank of each host, which sums up what its own host has, forms the sum with the others."""
+    """One rank of each host adds up its host's messages, and forms the sum with those
+    of other hosts.
+    """
     rounds, widths = 20, "300,30000,100000"
     for name in ("stopped", "sleeping"):
         (tmp_path / name).mkdir()
@@ -263,11 +271,13 @@ def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
 
 
 def test_sections_in_all_layers_of_a_tree(hosts, tmp_path):
-    """Children of the root's children form their messages, and share the result among each other."""
+    """The grandchildren of the root form their parents' messages, and share the result
+    among each other.
+    """
     rounds, widths = 20, "300,30000,100000"
     for name in ("stopped", "sleeping"):
         (tmp_path / name).mkdir()
-    # 1 has the children 4 and 5, and 2 has 6 and 7
+    # rank 1 has the children 4 and 5, and rank 2 has 6 and 7
     reports, _ = faulty(
         *(hosts, tmp_path / "stopped", "stopped.py", "3 in sections", str(rounds)),
         *(widths, "5", "1", "2,4"),
@@ -282,7 +292,9 @@ def test_sections_in_all_layers_of_a_tree(hosts, tmp_path):
 
 
 def users_job(hosts, directory, each, *words, **environment):
-    """A job of `jaxcoded run`, of so many ranks on each of the first hosts, that has ended."""
+    """Run `jaxcoded run` with these numbers of ranks on the first hosts; return the
+    finished job.
+    """
     places = [f"{host}:{n}" for host, n in zip(on_hosts.addresses(len(each)), each)]
     command = [
         *(sys.executable, "-m", "jaxcoded", "run", "-n", str(sum(each))),
@@ -316,7 +328,7 @@ def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
 @pytest.mark.parametrize(
     ("option", "events", "joined"),
     [
-        # the host with the fewest ranks has them, though the root is on another
+        # the host with the fewest ranks gets them, although the root is on another
         more("code", ["kill 3", "join 1", "kill 0", "join 1"], [1, 0]),
         more("shared", ["kill 0", "join 1", "kill 0", "join 1"], [0, 0]),
         # a whole host is lost

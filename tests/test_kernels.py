@@ -24,13 +24,15 @@ def draw(*shape, seed=0, dtype="float64"):
 
 
 def einsum(subscripts, *arrays):
-    """The exact result, and the bound on its rounding in units of eps."""
+    """Return the exact result, and the bound on its rounding in units of eps."""
     arrays = [np.asarray(array, np.float64) for array in arrays]
     return np.einsum(subscripts, *arrays), np.einsum(subscripts, *map(np.abs, arrays))
 
 
 def assert_close(actual, expected_and_size, terms):
-    """Accumulated in at least float32, and rounded once to the dtype."""
+    """Check that a result was accumulated in at least float32, and rounded once to the
+    dtype.
+    """
     expected, size = expected_and_size
     assert actual.shape == expected.shape
     wide = float(jnp.finfo(jnp.promote_types(actual.dtype, jnp.float32)).eps)
@@ -70,7 +72,7 @@ def test_against_einsum(n, k, m, q, dtype, seed):
 @settings(deadline=None, max_examples=20)
 @given(sizes, sizes, st.sampled_from(DTYPES), st.integers(0, 99))
 def test_without_slices(n, k, dtype, seed):
-    """The messages have the structure of the gradient."""
+    """Without slices messages have the structure of the gradient."""
     B = draw(n, k, seed=seed)
     partials = {
         "a": draw(k, 2, 3, seed=seed + 1, dtype=dtype),
@@ -103,7 +105,7 @@ def test_what_is_missing_may_hold_anything(missing):
     total = decode(broken, A[missing])
     np.testing.assert_allclose(total["w"], gradients["w"].sum(0), rtol=1e-12)
     np.testing.assert_allclose(total["b"], gradients["b"].sum(), rtol=1e-6)
-    # nor does a partition that a child does not hold
+    # neither does a partition that a child does not hold
     partials = gradients["w"].copy()
     partials[B[missing] == 0] = np.inf
     np.testing.assert_array_equal(encode(partials, B[missing]), messages["w"][missing])
@@ -118,8 +120,9 @@ def test_what_is_missing_may_hold_anything(missing):
     ],
 )
 def test_approximate_sums_keep_numbers_apart(code):
-    """Of a sum that cannot be exact the arrays are what they are without a loss, and the loss
-    has nothing of them: by its coefficients in float64."""
+    """In an inexact sum the arrays do not depend on the loss, and the loss does not
+    depend on the arrays: it matches its coefficients in float64.
+    """
     arrays = {"a": draw(code.k, 3, 5, seed=2), "z": draw(code.k, 8, seed=3)}
     loss = 1e4 * (2 + draw(code.k, seed=4))
     answered = np.isin(np.arange(code.n), [0, 3, 5])
@@ -166,7 +169,7 @@ def test_accumulator():
 
 def test_divided_in_the_accumulator():
     tree = {"half": jnp.asarray(60000, "float16"), "single": jnp.ones(2, "float32")}
-    halved = kernels.divided(tree, 120000)  # which float16 cannot hold
+    halved = kernels.divided(tree, 120000)  # 120000 exceeds float16
     assert halved["half"] == np.float16(0.5)
     assert halved["single"].dtype == jnp.float32
 
@@ -178,7 +181,7 @@ CODE = draw(3, 4, 2, seed=2)
 
 
 def flat(tree):
-    """``(k, 8)``: leaves in the order of their keys, padded."""
+    """Return ``(k, 8)``: leaves in the order of their keys, padded."""
     return np.concatenate([tree["b"], tree["w"].reshape(4, 6), np.zeros((4, 1))], 1)  # fmt: skip
 
 
@@ -196,7 +199,7 @@ def test_vmap_and_jit():
 
 
 def test_grad():
-    """Linear in the partials: the gradient is the transposed map."""
+    """The map is linear in the partials, so the gradient is the transposed map."""
     cotangent = draw(4, seed=4)
     encoded = lambda partials: encode(partials, CODE[0]).vectors[0] @ cotangent
     grads = jax.grad(encoded)(GRADIENTS)

@@ -1,5 +1,6 @@
-"""Messages beyond 2³¹ bytes and elements. Minutes and gigabytes: only where asked for, with
-``JAXCODED_LARGE=1``."""
+"""Messages beyond 2³¹ bytes and elements. They take minutes and gigabytes, and run only
+with ``JAXCODED_LARGE=1``.
+"""
 
 import os
 import pathlib
@@ -17,7 +18,7 @@ pytestmark = [
 
 
 def available():
-    """Free memory in GiB."""
+    """Return the free memory in GiB."""
     for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20

@@ -1,4 +1,6 @@
-"""Variables of other MPIs and of other jobs: `run` and `doctor` name those with which MPI does not start."""
+"""Variables of other MPIs and other jobs: `run` and `doctor` name those that keep MPI
+from starting.
+"""
 
 import json
 import subprocess
@@ -22,7 +24,9 @@ def nothing_set(monkeypatch):
 
 @pytest.fixture
 def starts(nothing_set, monkeypatch):
-    """MPI starts unless all variables of one of these sets are there; and how often it was tried."""
+    """MPI starts unless all variables of one of these sets are present; return the
+    number of attempts.
+    """
     wrong, tried = [], []
 
     def start(_, without):
@@ -37,7 +41,7 @@ def starts(nothing_set, monkeypatch):
 def test_nothing_is_tried_where_nothing_is_set(starts, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert misfits.blame(MPIRUN) is None and not starts[1]
-    monkeypatch.setenv("SLURM_JOB_ID", "3")  # which ranks that run do not read
+    monkeypatch.setenv("SLURM_JOB_ID", "3")  # running ranks do not read it
     assert misfits.blame(MPIRUN, begun=True) is None and not starts[1]
 
 
@@ -109,7 +113,7 @@ def run(program, **variables):
 @pytest.mark.parametrize("setting", ["btl=openib", "pml=none"])
 @pytest.mark.timeout(900)
 def test_run_names_a_setting_of_another_build(setting, open_mpi, tmp_path):
-    """And no other one, such as those that this MPI does not know and ignores."""
+    """`run` names this setting and no others, such as settings that this MPI ignores."""
     path = tmp_path / "program.py"
     path.write_text("from mpi4py import MPI\n")
     name, _, value = setting.partition("=")
@@ -130,7 +134,7 @@ def test_run_blames_no_variable_for_an_error_of_the_program(open_mpi, tmp_path):
 
 @pytest.mark.mpi
 def test_doctor_names_the_job_that_is_over(open_mpi, capfd, monkeypatch):
-    """And lists what else is set."""
+    """Doctor also lists the other variables that are set."""
     old = {"PBS_ENVIRONMENT": "PBS_BATCH", "PBS_JOBID": "3", "PBS_NODEFILE": "/none"}
     for name, value in {**old, "OMPI_MCA_btl_openib_allow_ib": "1"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Runs tests/mpi under mpirun, each test on the numbers of ranks that its marks name."""
+"""Run tests/mpi under mpirun, each test on the numbers of ranks that its marks name."""
 
 import os
 
@@ -7,8 +7,8 @@ from launch import mpirun, slowness
 from outcomes import read
 
 LIMIT = 1500  # seconds for a job
-TEST_LIMIT = 300  # seconds for a test in it; one that hangs says where
-FAILURES = 5  # after so many jobs the rest is not tried
+TEST_LIMIT = 300  # seconds for a test in it; a test that hangs shows where
+FAILURES = 5  # after this number of jobs the rest is skipped
 
 
 @pytest.mark.mpi
@@ -17,9 +17,10 @@ FAILURES = 5  # after so many jobs the rest is not tried
     ("ranks", "devices"), [(2, 2), (4, 1), (7, 1), (13, 1), (4, 4), (4, 2)]
 )
 def test_under_mpirun(ranks, devices, request, subtests, tmp_path):
-    """On so many ranks of so many devices each.
+    """Run the tests on ``ranks`` ranks with ``devices`` devices each.
 
-    A failure ends a job, as the other ranks would wait for that one for ever. Another job runs the rest.
+    A failure ends a job, as the other ranks would wait for the failed one for ever.
+    Another job runs the rest.
     """
     options = ["--of-the-suite", "tests/mpi"]
     if request.config.getoption("exhaustive"):
@@ -46,7 +47,7 @@ def test_under_mpirun(ranks, devices, request, subtests, tmp_path):
         )
         found = read(outcomes)
         if job.returncode and "failed" not in (what for what, _ in found.values()):
-            # it hangs or has crashed in the last one that began
+            # the job hangs or has crashed in the test that began last
             last = list(found)[-1:] or ["before the first test"]
             said = f"exit status {job.returncode}\n{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
             found[last[0]] = "failed", said

@@ -1,4 +1,4 @@
-"""Groups of one process, each in a process of its own: what needs no other ranks."""
+"""Groups of one process, each in a separate process: features that need no other ranks."""
 
 import subprocess
 import sys
@@ -154,7 +154,7 @@ def test_what_is_said(program, said):
 
 
 def test_a_state_is_told_by_its_names():
-    """And not by where its functions lie in a process."""
+    """A state is described by its names, not by the addresses of its functions."""
     program = """
 import dataclasses, functools, jax, numpy as np
 from jaxcoded.group import snapshots

@@ -1,4 +1,4 @@
-"""Pytrees to one vector per dtype, and back."""
+"""Pack pytrees into one vector per dtype, and unpack them."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ trees = st.recursive(
 
 
 def filled(spec):
-    """A tree of such leaves, no two elements of it equal."""
+    """Return a tree of such leaves with distinct elements."""
     counter = iter(range(10**6))
 
     def fill(leaf):
@@ -44,7 +44,7 @@ def assert_same(actual, expected):
 @given(trees)
 @example(
     [("float32", (0,)), ("float16", ()), ("float32", ())]
-)  # begins with no element
+)  # begins with an empty leaf
 def test_there_and_back(spec):
     tree = filled(spec)
     vectors, packing = pack(tree)
@@ -52,7 +52,7 @@ def test_there_and_back(spec):
     assert [(v.dtype, v.shape) for v in vectors] == [
         (kind.dtype, (length,)) for kind, length in packing.vectors.items()
     ]
-    elements = {}  # of each dtype, in the order of the leaves
+    elements = {}  # elements of each dtype, in the order of the leaves
     for leaf in jax.tree.leaves(tree):
         elements.setdefault(leaf.dtype, []).extend(leaf.reshape(-1).tolist())
     expected = [values for values in elements.values() if values]
@@ -65,7 +65,7 @@ def test_there_and_back(spec):
 @given(trees, st.integers(2, 6))
 @example([("float32", ()), ("float32", (3, 4)), ("float32", ())], 3)
 def test_numbers_have_slices_to_themselves(spec, multiple):
-    """The first slice of their vector holds them, and the others zeros."""
+    """The first slice of their vector holds numbers, and the others zeros."""
     tree = filled(spec)
     vectors, packing = pack(tree, multiple=multiple)
     assert packing == Packing.of(tree, multiple=multiple) != Packing.of(tree)
@@ -185,7 +185,7 @@ def test_wrong_number_of_vectors():
 
 
 def many_leaves(n):
-    """Of one to five elements, with a large one between them."""
+    """Return leaves of one to five elements, with a large one between them."""
     tree = [np.arange(1 + i % 5, dtype=np.float32) + i for i in range(n)]
     tree.insert(n // 2, np.arange(20_000, dtype=np.float32))
     return tree
@@ -206,7 +206,7 @@ def test_many_small_leaves():
     assert_same(transposed(tree), tree)
     tangents = jax.jit(lambda t: jax.jvp(there_and_back, (tree,), (t,))[1])
     assert_same(tangents(tree), tree)
-    # what is not used has no cotangent
+    # unused leaves have no cotangent
     gradients = jax.jit(jax.grad(lambda t: there_and_back(t)[3].sum()))(tree)
     assert [float(leaf.sum()) for leaf in gradients] == [
         4.0 if i == 3 else 0.0 for i in range(201)
@@ -214,7 +214,7 @@ def test_many_small_leaves():
 
 
 def test_many_small_leaves_without_the_engine():
-    """XLA's slices are the same."""
+    """XLA's slices give the same."""
     vector = jnp.arange(100.0)
     starts, sizes = [0, 7, 60], [7, 1, 40]
     expected = [vector[a : a + n] for a, n in zip(starts, sizes)]
@@ -224,7 +224,7 @@ def test_many_small_leaves_without_the_engine():
 
 @jax.tree_util.register_pytree_node_class
 class Unkeyed:
-    """Its children have names, of which JAX is not told."""
+    """A pytree whose children have names that JAX does not know."""
 
     def __init__(self, **children):
         self.children = children

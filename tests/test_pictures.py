@@ -1,4 +1,6 @@
-"""The pictures of the documentation are those that their script draws, from the numbers of its tables."""
+"""The documentation's pictures are what their script draws from the numbers of its
+tables.
+"""
 
 import dataclasses
 import importlib.util
@@ -21,7 +23,7 @@ def test_a_picture_is_as_its_script_draws_it(draw, tmp_path):
 
 
 def table(header, name):
-    """The cells of a row of the first table with this header."""
+    """Return the cells of a row of the first table with this header."""
     begin = next(n for n, line in enumerate(TABLES) if line.startswith(header))
     for line in TABLES[begin:]:
         cells = [cell.strip() for cell in line.replace("`", "").strip("|").split("|")]

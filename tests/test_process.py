@@ -1,4 +1,4 @@
-"""A process is killed, and no other one with its number."""
+"""Killing a process never hits another one with the same number."""
 
 import errno
 import os
@@ -63,7 +63,7 @@ sys.stdin.read()
 
 
 def test_one_of_several_is_the_first(child):
-    """Until it ends."""
+    """It is the first until it ends."""
     command = [sys.executable, "-c", ASKS, str(child.pid), "5"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     said = []

@@ -1,4 +1,4 @@
-"""README says of its program, its prices and its examples what is so."""
+"""README's statements about its program, its costs and its examples are true."""
 
 import difflib
 import fractions
@@ -14,7 +14,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def program(name):
-    """Its lines after the docstring."""
+    """Return a program's lines after the docstring."""
     return (EXAMPLES / name).read_text().split('"""\n\n', 1)[1].splitlines()
 
 
@@ -27,7 +27,7 @@ def test_the_difference_is_that_of_the_two_programs():
 
 
 def missing(plan):
-    """How many children of a parent may be missing, as the plan says it."""
+    """Return how many children of a parent may be missing, in the plan's words."""
     said = plan.describe()
     if "none of a parent's children may be missing" in said:
         return "none"
@@ -89,7 +89,7 @@ def test_every_example_is_in_the_index():
         if name != "digits.py":
             for start in command.split("`, then `"):
                 assert f"examples/{name}" in start
-                # and in the example itself, which says how to start it
+                # the example itself also says how to start it
                 assert start in (EXAMPLES / name).read_text() or name == "job.slurm"
 
 

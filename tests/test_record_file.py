@@ -1,4 +1,4 @@
-"""Files that say who has computed what."""
+"""Record files, which state which rank has computed which blocks."""
 
 import json
 import resource
@@ -29,14 +29,14 @@ def test_what_is_written_is_read(tmp_path):
 
 
 def test_a_job_that_was_killed(tmp_path):
-    """In the middle of a line, which is not believed."""
+    """A job killed in the middle of a line: that line is ignored."""
     path = written(tmp_path / "record")
     path.write_bytes(path.read_bytes()[:-3])
     assert read(path, PLAN) == ROUNDS[:-1]
 
 
 def test_a_full_disk(tmp_path, caplog):
-    """It is said, once, and what was written before is good."""
+    """The log reports a full disk once, and earlier lines are valid."""
     path = written(tmp_path / "record", ROUNDS[:1])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
@@ -51,7 +51,7 @@ def test_a_full_disk(tmp_path, caplog):
 
 
 def test_a_file_that_is_slower_than_the_rounds(tmp_path, caplog):
-    """It ends, in good order, before those that the engine could not keep for it."""
+    """The file ends cleanly before the rounds that the engine could not keep for it."""
 
     rounds = iter(ROUNDS[:1])
 

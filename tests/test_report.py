@@ -1,4 +1,4 @@
-"""What is made of a job's telemetry, from records written by hand and from a real job."""
+"""Reports on a job's telemetry, from records written by hand and from a real job."""
 
 import dataclasses
 import json
@@ -17,14 +17,15 @@ from jaxcoded.tools.simulator import Layout, Ring
 NAN = float("nan")
 PLAN = jaxcoded.make_plan(
     4, jaxcoded.Coded(stragglers=1)
-)  # a star of three, of which two suffice
+)  # a star of three children, of which two suffice
 ROUNDS = 6
 
 
 def seen(plan=PLAN, **changes):
-    """The root of a star of three, in rounds of one second. Two children take 0.9 s for
-    each; rank 3 takes 0.7 s, but 1.9 s for the third round: it misses this and the next
-    one, and comes again in the fifth."""
+    """Return the root's telemetry in a star of three, in rounds of one second. Two
+    children take 0.9 s for each. Rank 3 takes 0.7 s, but 1.9 s for the third round: it
+    misses this round and the next, and comes again in the fifth.
+    """
     begun = np.arange(float(ROUNDS))
     arrived = begun[:, None] + [0.9, 0.9, 0.7]
     arrived[2:4, 2] = arrived[4, 2] = 4.6
@@ -61,14 +62,14 @@ def seen(plan=PLAN, **changes):
 
 
 def missing(first, **changes):
-    """Rank 3 does not come from this round on."""
+    """Return telemetry in which rank 3 does not come from this round on."""
     arrived = seen().arrived.copy()
     arrived[first - 1 :, 2] = NAN
     return dataclasses.replace(seen(**changes), arrived=arrived)
 
 
 def of_child(rank, **changes):
-    """Its own telemetry: it has no children, and what it worked is known exactly."""
+    """Return a child's telemetry: it has no children, and its work is known exactly."""
     columns = {
         "children": np.zeros(0, np.int64),
         "arrived": np.zeros((ROUNDS, 0)),
@@ -85,13 +86,13 @@ def of_child(rank, **changes):
 def test_spans():
     took = analysis.spans(seen())
     np.testing.assert_allclose(took[1:, :2], 0.9)
-    assert np.isnan(took[0]).all()  # nobody knows when it began
+    assert np.isnan(took[0]).all()  # the beginning of its work is unknown
     # in the fifth round it came 0.7 s after it was done with the third
     np.testing.assert_allclose(took[1:, 2], [0.7, 1.9, NAN, NAN, 0.7])
 
 
 def test_spans_of_a_child_just_too_late():
-    """Its message came although it was not needed any more: nothing is guessed."""
+    """Its message came although it was no longer needed: the span is exact."""
     arrived = seen().arrived.copy()
     arrived[3, 0] = 3.95
     took = analysis.spans(dataclasses.replace(seen(), arrived=arrived))
@@ -117,19 +118,19 @@ def test_savings_with_a_dead_child():
         assert saved.stuck == 3
         assert np.isinf(saved.uncoded).tolist() == [False, True, True, True, True]
         assert saved.avoided == pytest.approx(0.0)
-    # nothing was ever heard of it
+    # it never sent anything
     assert analysis.savings(missing(1, step_times=[0.1, 0.9, 0.9, NAN])).stuck == 2
 
 
 def test_savings_with_a_child_that_is_always_late():
-    """It lives, says how long it takes, and takes all results from the history."""
+    """The child lives, reports its times, and takes all results from the history."""
     saved = analysis.savings(
         missing(1, step_times=[0.1, 0.9, 0.9, 3.0], silent=[0, 0, 0, 0.2])
     )
     np.testing.assert_allclose(saved.uncoded, 3.0)
     assert saved.avoided == pytest.approx(5 * 2.1)
     assert saved.inferred.all()
-    # of its first round no step time is known, but that it said something 2 s before the end
+    # its first round has no step time, but it sent a message 2 s before the end
     saved = analysis.savings(
         missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0])
     )
@@ -138,7 +139,7 @@ def test_savings_with_a_child_that_is_always_late():
         missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 3.0])
     )
     assert saved.stuck == 2
-    # which need not be since its first round
+    # the step need not have begun with its first round
     later = missing(3, step_times=[0.1, 0.9, 0.9, 3.0])
     assert analysis.savings(later).stuck is None
 
@@ -150,7 +151,7 @@ def test_a_child_may_be_on_its_way_at_the_end():
 
 
 def test_savings_with_the_files_of_children():
-    """A rank's own file says what it took in rounds that its parent knows nothing of."""
+    """A rank's file has its times in rounds that its parent does not know."""
     own = of_child(
         3,
         work=[NAN, 0.7, 1.9, 2.5, NAN, 0.7],
@@ -176,7 +177,7 @@ def test_a_child_whose_file_goes_on_has_not_stopped():
 
 
 def test_a_rank_that_was_late_in_all_rounds():
-    """It computed nothing, and its file says what it took all the same."""
+    """The rank computed nothing, but its file has its times."""
     own = of_child(3, work=[NAN, *[2.5] * 5], skipped=[True] * ROUNDS)
     root = missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 0.2])
     saved = analysis.savings(root, [root, own])
@@ -184,7 +185,7 @@ def test_a_rank_that_was_late_in_all_rounds():
     took = analysis.work([root, own])
     assert took.source[3] == "file"
     np.testing.assert_allclose(took.seconds[:, 3], 2.5)
-    # without it nobody knows
+    # without the file they are unknown
     assert analysis.unknown([root, own]) == []
     assert analysis.unknown([root]) == [3]
 
@@ -211,8 +212,9 @@ def test_work():
 
 
 def test_work_of_ranks_further_down():
-    """They are known by their step time, or not at all; a child that has children waits for
-    them, and its own work is what it says."""
+    """The work of deeper ranks is their step time, if known. A child with children
+    waits for them, and reports its own work.
+    """
     plan = jaxcoded.make_plan(7, jaxcoded.Coded(parents=[-1, 0, 0, 0, 1, 1, 1]))
     tree = seen(plan, told=[0, 1, 4], step_times=[0.1, 0.3, 0.5], silent=[0.0] * 3)
     took = analysis.work([tree])
@@ -260,7 +262,7 @@ def test_compare_with_a_dead_rank():
     ],
 )
 def test_alternatives(plan):
-    """All have the same ranks, root and slices, and none is there twice."""
+    """All alternatives have the same ranks, root and slices, and none is repeated."""
     (name, first), *others = analysis.alternatives(plan, np.linspace(0.5, 1, plan.size))
     assert first is plan and name.startswith("as it was: ")
     plans = [it for _, it in others if not isinstance(it, Ring)]
@@ -282,7 +284,7 @@ def test_network():
 
 
 def kept(rows):
-    """The root's telemetry with so many rounds."""
+    """Return the root's telemetry with ``rows`` rounds."""
     per_round = [
         "rounds",
         "work",
@@ -364,7 +366,7 @@ def test_command(name, tmp_path, capsys):
     written = [line for line in written if line.endswith(".png")]
     assert sorted(written) == sorted(map(str, out.glob("*")))
     assert all((out / path).stat().st_size > 5000 for path in written)
-    # in no line a number that is none
+    # no line shows NaN
     assert not re.search(r"\b(nan|inf)\b", said)
     if name == "usual":
         assert (
@@ -391,7 +393,7 @@ def test_command(name, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_as_json(name, tmp_path, capsys):
-    """JSON in the narrow sense, without NaN and infinity, and nothing else."""
+    """The output is strict JSON, without NaN and infinity, and nothing else."""
     paths = []
     for number, file in enumerate(FILES[name]):
         paths.append(str(tmp_path / f"{number}.npz"))
@@ -429,7 +431,7 @@ def test_as_json(name, tmp_path, capsys):
     ("stretched", "warned", "ranked"), [(1.0, 0, 1), (1.2, 1, 1), (1.8, 1, 0)]
 )
 def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
-    """Rounds that took longer than work and messages tell."""
+    """Rounds took longer than work and messages explain."""
     it = seen()
     late = np.arange(ROUNDS) * (stretched - 1)
     times = {name: getattr(it, name) + late for name in ("started", "decided", "ended")}
@@ -448,7 +450,7 @@ def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
 
 
 def test_other_plans_where_a_rank_is_unknown(tmp_path, capsys):
-    """They are not ranked as if it was as fast as the others."""
+    """Other plans are not ranked as if the unknown rank were as fast as the others."""
     missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 0.2]).save(
         path := tmp_path / "0.npz"
     )
@@ -490,7 +492,7 @@ def test_command_on_other_files(tmp_path, capsys):
 
 @pytest.mark.mpi
 def test_report_of_a_job(tmp_path, capsys):
-    """One of three children takes ten times as long, and nobody waits for it."""
+    """One of three children takes ten times as long, and no rank waits for it."""
     mpirun(4, "-m", "mpi4py", "tests/report/slow_rank.py", str(tmp_path), "100")
     paths = [str(tmp_path / f"rank-{rank}.npz") for rank in range(4)]
     for files in (paths[:1], paths):
@@ -513,7 +515,7 @@ def test_report_of_a_job(tmp_path, capsys):
             plans["Coded(stragglers=0, fanout=3)"] > plans["as it was: Coded(fanout=3)"]
         )
         names = {"arrivals-0", "savings-0", "stragglers"}
-        if "too far off" not in said:  # as on a machine that does something else, too
+        if "too far off" not in said:  # as on a busy machine
             names.add("plans")
         written = {path.stem: path for path in (tmp_path / "out").glob("*.png")}
         assert written.keys() == names

@@ -1,4 +1,4 @@
-"""The rooms of the package: who imports whom, and what runs without MPI."""
+"""The rooms of the package: their imports, and modules that run without MPI."""
 
 import ast
 import pathlib
@@ -9,7 +9,8 @@ import sys
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "jaxcoded"
-# Each knows those before it. What is in no room is known to all, and knows none.
+# Each room may import the rooms before it. All may import modules outside of rooms,
+# which import no room.
 CORE = ["codes", "plan", "transport", "group", "collectives"]
 ROOMS = CORE + [
     f"tools/{name}"
@@ -21,7 +22,7 @@ ROOMS = CORE + [
 
 
 def imports(path):
-    """The modules of the package that a file names, wherever it does."""
+    """Return the package's modules that a file imports, at any place."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module

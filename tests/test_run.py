@@ -1,4 +1,4 @@
-"""``jaxcoded run`` on a few ranks, and what it tells the mpirun of each MPI."""
+"""``jaxcoded run`` on a few ranks, and its arguments for the mpirun of each MPI."""
 
 import contextlib
 import json
@@ -71,12 +71,12 @@ def open_mpi():
 def test_ranks_are_named_and_get_the_arguments(program):
     path = program(
         "threads = os.environ['OMP_NUM_THREADS']\n"
-        # one write for each line, which MPICH names
+        # one write for each line, which MPICH prefixes
         "print(' '.join(['size', str(MPI.COMM_WORLD.size), *sys.argv[1:], threads]) + '\\n', end='')"
     )
     said = run("-n", 2, path, "--steps", "3", "-n", OMP_NUM_THREADS="7")
     assert said.returncode == 0, said.stderr
-    # Open MPI says [0]<stdout>: and MPICH [0]
+    # Open MPI writes [0]<stdout>: and MPICH [0]
     lines = sorted(said.stdout.split("\n")[:2])
     for number, line in enumerate(lines):
         assert line.startswith(f"[{number}]")
@@ -116,7 +116,7 @@ for name in "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE":
 
 
 def test_gpus_are_those_that_cuda_counts(program, tmp_path, monkeypatch):
-    """A stand-in for its driver counts three. What the user has set stays."""
+    """A simulated driver counts three. The user's settings stay."""
     if not (compiler := shutil.which("cc")):
         pytest.skip("there is no C compiler")
     source = tmp_path / "driver.c"
@@ -148,7 +148,7 @@ def test_of_five_ranks_on_two_gpus_two_have_one_and_three_the_other():
 
 
 def test_an_uncaught_error_ends_the_job(program):
-    # --on-error go-on: tests/test_faults.py, with README's program
+    # tests/test_faults.py has --on-error go-on, with README's program
     path = program(
         "if rank == 1: raise RuntimeError('injected')\nwhile True: time.sleep(0.1)\n"
     )
@@ -156,7 +156,7 @@ def test_an_uncaught_error_ends_the_job(program):
     assert said.returncode == 1, said.stderr
     assert "injected" in said.stderr
     assert "jaxcoded run: the job failed with status 1" in said.stderr
-    # what the rank that called MPI_Abort ends with is the launcher's affair
+    # the launcher decides how the rank that called MPI_Abort ends
     assert re.search("^jaxcoded run: ranks? [01]", said.stderr, re.MULTILINE)
 
 
@@ -188,11 +188,11 @@ def test_a_killed_rank_ends_the_job(program):
     # it first
     ends = re.findall("^jaxcoded run: (ranks? .*)", said.stderr, re.MULTILINE)
     assert ends[0].startswith("rank 1: killed by SIGKILL, after ")
-    assert said.returncode in (137, 9), said.stderr  # of Open MPI and of MPICH
+    assert said.returncode in (137, 9), said.stderr  # Open MPI's, MPICH's
 
 
 def test_ranks_that_end_in_different_ways(program):
-    """Signals come once, and reach the program."""
+    """Signals reach the program, once."""
     path = program(
         "import signal\n"
         "came = []\n"
@@ -213,15 +213,16 @@ def test_ranks_that_end_in_different_ways(program):
 
 
 def mpirun_of(process):
-    """Its last child; the first one is the guardian."""
+    """Return the last child of a process; the first one is the guardian."""
     place = pathlib.Path(f"/proc/{process}/task/{process}/children")
     return int(place.read_text().split()[-1])
 
 
 @pytest.mark.parametrize("how", ["limit", "signal", "killed launcher"])
 def test_nothing_of_the_job_is_left(program, tmp_path, how):
-    """Not even a rank that is stopped, and ignores what would end it, or a file in which ranks share
-    memory."""
+    """Nothing is left: no stopped rank that ignores signals, and no file of shared
+    memory.
+    """
     said = tmp_path / "said"
     said.mkdir()
     path = program(
@@ -264,10 +265,10 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
     stopped = "; stopped, as by SIGSTOP: rank 1\n" in words.read_text()
     assert stopped == (how == "limit")
     files = {line for each in said.iterdir() for line in each.read_text().splitlines()}
-    if open_mpi():  # MPICH cannot be told where it puts its own
+    if open_mpi():  # MPICH has no setting for the place of its files
         assert files
         assert not list(filter(os.path.exists, files))
-    # killed is not gone at once
+    # a killed process takes a moment to disappear
     end = time.monotonic() + 30 * slowness()
     while any(map(alive, ranks)) and time.monotonic() < end:
         time.sleep(0.05)
@@ -317,7 +318,7 @@ def test_memory_is_shared_in_a_directory_that_the_host_has(
 def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
     name, launchers, status
 ):
-    # until it is handed on, since nothing tells when that can be
+    # until it is passed on: nothing shows when that is possible
     launcher = (
         f"trap 'exit {launchers}' {name}; "
         f"while :; do kill -{name} $PPID; sleep 0.05; done"
@@ -335,7 +336,7 @@ def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
 
 
 def played(program, **options):
-    """A program in which there is ``job``, in a process of its own."""
+    """Run a program with a variable ``job`` in a separate process."""
     return subprocess.Popen(
         [
             sys.executable,
@@ -348,7 +349,7 @@ def played(program, **options):
 
 
 def test_a_signal_that_is_ignored_stays_so():
-    """As by nohup."""
+    """A signal ignored by nohup stays ignored."""
     program = (
         "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "job._GRACE = 0.1\n"
@@ -359,7 +360,7 @@ def test_a_signal_that_is_ignored_stays_so():
 
 
 def test_mpirun_for_work_on_the_project_needs_no_package():
-    """Any Python runs it, with a time limit too."""
+    """Any Python runs scripts/mpirun, also with a time limit."""
     job = subprocess.run(
         [sys.executable, "-I", "-S", ROOT / "scripts" / "mpirun", "--version"],
         env=limited(60),
@@ -377,7 +378,7 @@ def test_whoever_reads_late_gets_all():
         "sys.exit(job.play(command, os.environ, marked=True).status)"
     )
     job = played(program, stdout=subprocess.PIPE, text=True)
-    # nobody reads until its ranks are gone, and longer
+    # no process reads until its ranks have ended, and longer
     assert job.stdout.readline().startswith("0 x")
     time.sleep(2)
     lines = job.communicate()[0].splitlines()
@@ -476,7 +477,9 @@ def test_what_each_mpirun_is_told(fake):
 
 
 def test_the_ends_as_json(program):
-    """The last line on standard error; the program's output stays as it is."""
+    """The JSON is the last line on standard error; the program's output does not
+    change.
+    """
     path = program(
         """
 print("prints")
@@ -495,7 +498,7 @@ time.sleep(1000)
     first, second = said["ranks"]
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["begun"] and second["begun"]
-    assert first["status"] is None  # mpirun has killed it, or had not yet
+    assert first["status"] is None  # whether or not mpirun had already killed it
     assert (second["status"], second["signal"]) == (7, None)
     assert 0 < second["seconds"] < 60 * slowness()
     job = run("-n", 2, "--json", program("raise SystemExit"))
@@ -523,7 +526,9 @@ time.sleep(1000)
 def test_each_rank_has_its_share_of_the_threads(
     fake, monkeypatch, tmp_path, cores, ranks, hosts, threads
 ):
-    """At least two, of which one may wait for a round; on one core one of them computes an operation."""
+    """Each rank has at least two threads, one of which may wait for a round; on one
+    core a single one computes.
+    """
     yields = "OMPI_MCA_mpi_yield_when_idle"
     for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", yields):
         monkeypatch.delenv(name, raising=False)
@@ -539,11 +544,11 @@ def test_each_rank_has_its_share_of_the_threads(
         return launcher.command(five, ranks, [], **places)[1]
 
     words, environment = launcher.command(five, ranks, [], **places)
-    # who waits lets others go on
+    # waiting threads do not spin
     assert environment.get(yields) == ("1" if cores < ranks else None)
     assert environment["PJRT_NPROC"] == threads
     assert ("-x PJRT_NPROC" in " ".join(words)) == bool(hosts)
-    monkeypatch.setenv("JAX_DEBUG_NANS", "1")  # the user's
+    monkeypatch.setenv("JAX_DEBUG_NANS", "1")  # the user's setting
     words, environment = launcher.command(five, ranks, [], **places)
     assert ("-x JAX_DEBUG_NANS" in " ".join(words)) == bool(hosts)
     one = "--xla_cpu_multi_thread_eigen=false"
@@ -551,7 +556,7 @@ def test_each_rank_has_its_share_of_the_threads(
     assert environment.get("XLA_FLAGS") == flags
     monkeypatch.setenv(yields, "0")
     assert told()[yields] == "0"
-    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=a")  # added to
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=a")  # the user's flags stay
     assert told()["XLA_FLAGS"] == " ".join(filter(None, ("--xla_dump_to=a", flags)))
     assert told()["PJRT_NPROC"] == threads
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
@@ -584,7 +589,9 @@ def test_tunables_are_added_to(monkeypatch, own, told):
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.hugetlb=0"])
 def test_arrays_may_be_in_huge_pages(program, monkeypatch, own):
-    """So the kernel says of the memory that XLA's arrays are in, and not of it where the user says no."""
+    """The kernel reports huge pages for the memory of XLA's arrays, unless the user
+    disables them.
+    """
     kernel = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if platform.libc_ver()[0] != "glibc":
         pytest.skip("the C library is not glibc")
@@ -616,7 +623,7 @@ def test_arrays_may_be_in_huge_pages(program, monkeypatch, own):
     ids=["default", "devices", "own"],
 )
 def test_xla_has_as_many_threads(program, monkeypatch, settings, threads, devices):
-    """Counted in a rank: a pool of XLA's has at least one for each device."""
+    """Threads are counted in a rank: each XLA pool has at least one for each device."""
     for name in ("PJRT_NPROC", "NPROC", "XLA_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     path = program(
@@ -675,7 +682,7 @@ def test_the_hosts_of_a_job_of_slurm(names, tasks, hosts, tmp_path, monkeypatch)
     scontrol.chmod(0o755)
     assert places.of_slurm() == hosts
     monkeypatch.setenv("SLURM_JOB_NODELIST", "others")
-    assert places.of_slurm() is None  # it fails
+    assert places.of_slurm() is None  # scontrol fails
     monkeypatch.setenv("PATH", "/none")
     assert places.of_slurm() is None
 
@@ -722,7 +729,7 @@ NOT_HEARD = "no word of the end: mpirun ended the job first"
 
 
 def ended(heard, number, program, **variables):
-    """Start what starts a rank; returns its status."""
+    """Start the wrapper of a rank; return its status."""
     variables |= heard.variables | {"PMIX_RANK": str(number)}
     return subprocess.Popen(
         [*ends.WRAPPER, sys.executable, "-c", program],
@@ -776,7 +783,9 @@ def test_ends_in_words(hosts, monkeypatch):
 
 
 def test_ends_of_ranks_that_have_joined():
-    """Also where two groups have started some, of which none knows of the other's."""
+    """The ends of joined ranks are reported, also if two groups have started some
+    independently.
+    """
     with ends.listening(2) as heard:
         for start, number, status in [("", 0, 0), ("", 1, 0), ("a", 0, 0), ("b", 0, 3)]:
             program = f"import sys; sys.exit({status})"
@@ -799,11 +808,13 @@ def test_ends_of_ranks_that_have_joined():
 
 
 def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
-    """Whatever the launcher makes of it, such as one that has lost its daemons."""
+    """The job has failed whatever the launcher reports, such as one that has lost its
+    daemons.
+    """
     with ends.listening(0, sure=True) as heard:
         assert heard.failure == 1  # none has begun
     with ends.listening(0) as heard:
-        assert heard.failure == 0  # no rank can be heard
+        assert heard.failure == 0  # no rank can report
         process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")
         while not heard.begun:
             time.sleep(0.01)
@@ -819,7 +830,13 @@ def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
     ("launchers", "options", "batch", "status", "words"),
     [
         (0, [], False, 1, "no rank has begun"),
-        (0, [], True, 0, "no rank is known to have begun"),  # on other hosts, unheard
+        (
+            0,
+            [],
+            True,
+            0,
+            "no rank is known to have begun",
+        ),  # other hosts cannot report
         (0, ["--hosts", "none:2"], False, 0, "no rank is known to have begun"),
         (255, ["--hosts", "none:2"], False, 255, "no rank is known to have begun"),
         (137, [], False, 137, "no rank has begun"),
@@ -855,8 +872,8 @@ def test_others_are_not_believed():
         heard.variables["JAXCODED_ENDS"] += "0"
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
-        assert process.returncode == 0  # the job goes on all the same
-        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"  # nobody listens
+        assert process.returncode == 0  # the job continues nevertheless
+        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"  # no process listens there
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
         assert process.returncode == 0
@@ -864,7 +881,9 @@ def test_others_are_not_believed():
 
 
 def test_a_rank_dies_with_what_has_started_it(tmp_path):
-    """What launchers do in the end: SIGKILL; and what reaches all of a group is not ended by it."""
+    """SIGKILL, which launchers use at the end, of the wrapper ends the rank. SIGTERM,
+    which reaches the whole group, ends neither.
+    """
     said = tmp_path / "said"
     program = (
         "import os, signal, time\n"

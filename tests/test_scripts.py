@@ -1,4 +1,4 @@
-"""The demo, jobs of the examples, and the benchmarks run and do what they say."""
+"""The demo, the jobs of the examples and the benchmarks run, and do what they say."""
 
 import csv
 import itertools
@@ -24,7 +24,7 @@ from launch import (
 pytestmark = pytest.mark.mpi
 
 
-STEPS = 8  # of the demo
+STEPS = 8  # steps of the demo
 
 
 @pytest.mark.parametrize("ranks", [7, more(13)])
@@ -47,8 +47,8 @@ def test_demo(ranks, tmp_path):
         assert run["final_loss"] < 2.0  # an untrained network has log 10 = 2.3
         assert f"{run['final_loss']:.5f}" in job.stdout
     assert 0 < summary["between_runs"] < 1e-4
-    # without a code every gradient is waited for; the slow worker leaves out its own, or others
-    # compute it
+    # without a code every step waits for all gradients; with one the slow worker skips
+    # its own, or others compute it
     uncoded, coded, shared = (run["slow_worker_examples"] for run in runs[::2])
     assert uncoded == STEPS * summary["examples_uncoded"]
     assert coded < STEPS * summary["examples_coded"]
@@ -68,7 +68,7 @@ def test_demo(ranks, tmp_path):
 
 
 def test_slurm_job(tmp_path):
-    """What it makes of the names that Slurm has for a job; two ranks on this host."""
+    """The script uses Slurm's variables of a job, here for two ranks on this host."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
         '#!/bin/sh\n[ "$*" = "show hostnames here" ] && echo localhost\n'
@@ -99,7 +99,7 @@ def test_slurm_job(tmp_path):
 
 
 def survived(ranks, *command):
-    """What a job says in which ranks may die."""
+    """Return the output of a job in which ranks may die."""
     job = subprocess.run(
         [
             *(sys.executable, "-m", "jaxcoded", "run", "-n", str(ranks), "--ft"),
@@ -129,7 +129,9 @@ def test_evaluation_without_a_killed_rank():
 
 
 def test_training_that_goes_on_without_the_dead():
-    """A worker, the root, and the next root just when it has become it: the losses are those of a quiet run."""
+    """A worker, the root, and the new root right after its start die: the losses are
+    those of a run without faults.
+    """
     losses = [
         re.findall(
             r"step (\d+) of 150, (loss \S+), (\d) ranks",
@@ -144,9 +146,9 @@ def test_training_that_goes_on_without_the_dead():
     assert losses[1][-1][-1] == "2"
 
 
-@pytest.mark.exhaustive  # tests/test_faults.py has ranks join, too
+@pytest.mark.exhaustive  # tests/test_faults.py lets ranks join, too
 def test_training_in_which_others_take_the_place_of_the_dead():
-    """The losses are those of a quiet run, always of all ranks."""
+    """The losses are those of a run without faults, always with all ranks."""
     kill = "--kill", "40:2", "--kill", "90:0", "--replace"
     quiet, others = [
         re.findall(
@@ -223,7 +225,7 @@ def test_verify_benchmark(tmp_path):
         rows = list(csv.DictReader(file))
     # a row of each kind and size
     assert len(rows) == 3 * 2 * 2
-    # who waits for all compares in every round, and who does not verify in none
+    # groups that wait for all compare every round, and groups without verification none
     compared = {row["options"]: set() for row in rows}
     for row in rows:
         compared[row["options"]].add(float(row["compared"]))
@@ -257,7 +259,7 @@ def test_stragglers_benchmark(tmp_path):
         rows = {row["what"]: float(row["value"]) for row in csv.DictReader(file)}
     assert len(rows) == 8
     assert all(np.isfinite(list(rows.values())))
-    # the memory that is counted is there
+    # the counted memory exists
     assert 0 < rows["4,000 B, memory while nobody is late"]
 
 
@@ -313,14 +315,14 @@ def test_replan_benchmark(tmp_path):
     with (tmp_path / "replan-7.csv").open() as file:
         loads = [float(row["load"]) for row in csv.DictReader(file)]
     assert sum(loads) == pytest.approx(2)  # s + 1
-    assert max(loads[5:]) < min(loads[1:5])  # those that are three times slower
+    assert max(loads[5:]) < min(loads[1:5])  # the ranks that are three times slower
     assert "times faster" in job.stdout
 
 
 @pytest.mark.exhaustive  # a benchmark of many seconds
 @pytest.mark.timeout(900)
 def test_one_faulty_rank_benchmark(tmp_path):
-    """What goes on is checked sum by sum in the benchmark."""
+    """The benchmark itself checks every sum."""
     command = [sys.executable, "benchmarks/one_faulty_rank.py", "--smoke"]
     theirs = ("mpi4jax.allreduce", "psum over gloo", "live_devices")
     which = [word for each in ("shared", *theirs) for word in ("--only", each)]
@@ -371,7 +373,7 @@ def test_simulate_benchmark(tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == 4
     for row in rows:
-        # what is slept; how near the two are is measured, not tested
+        # the time slept; the benchmark measures the difference, no test checks it
         assert float(row["seconds"]) > 0.015
         assert float(row["simulated"]) >= 0.015
     assert (tmp_path / "simulate.png").stat().st_size > 10_000
@@ -428,7 +430,7 @@ def test_kernels_benchmark(tmp_path):
 
 
 def test_gpu_benchmark(tmp_path):
-    """Without a GPU it asks the CPU what can be asked of one."""
+    """Without a GPU the benchmark measures on the CPU what it can."""
     mpirun(2, "-m", "mpi4py", "benchmarks/gpu.py", "--smoke", "--out", str(tmp_path))
     stored = json.loads((tmp_path / "gpu-2.json").read_text())
     assert stored["machine"]["ranks"] == 2
@@ -442,7 +444,9 @@ def test_gpu_benchmark(tmp_path):
 
 
 def test_sequential_benchmark(tmp_path):
-    """Delays as their authors published them: a pickle with things of NumPy, of which nothing is called."""
+    """The benchmark reads the delays that the authors published: a pickle with NumPy
+    objects, from which nothing is called.
+    """
 
     class Calls:
         def __reduce__(self):
@@ -485,7 +489,7 @@ def test_sequential_benchmark(tmp_path):
         for s in (1, 2, 3)
     ]
     assert times["GC by any n - s"] == pytest.approx(min(any_of))
-    # all 8 workers hold all: the first ones that are up compute it
+    # all 8 workers hold all data: the first ones that run compute it
     assert times["ideal"] <= shared[-1] <= shared[0] <= times["uncoded"]
     for scheme in ("GC", "SR-SGC", "M-SGC"):
         assert times["ideal"] < times[f"{scheme}, waits one by one, mu = 1"]
@@ -519,8 +523,9 @@ def test_coded_reduce_benchmark(tmp_path):
 
 
 def training(folder, *arguments):
-    """The rows of the table that benchmarks/training.py writes, by model and scheme, and
-    what it prints."""
+    """Return the rows of the table that benchmarks/training.py writes, by model and
+    scheme, and its output.
+    """
     command = ["benchmarks/training.py", "--smoke", *arguments, "--out", folder]
     job = subprocess.run(
         [sys.executable, *command],

@@ -1,4 +1,4 @@
-"""Processes that were started to join are found by what they were started with."""
+"""Processes started to join are found by their environment."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from jaxcoded.tools.launch import launcher, rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
-# as a wrapper does: a child of the same command first, and then of another
+# as a wrapper does: first a child with the same command, and then with another
 PROGRAM = """
 import os, sys, time
 child = os.fork()
@@ -32,7 +32,7 @@ else:
 
 @pytest.fixture
 def one():
-    """A token of this test alone: others may run beside it."""
+    """Return a token of this test alone, as others may run at the same time."""
     return uuid.uuid4().hex
 
 
@@ -93,7 +93,7 @@ def test_who_ends_is_missed(start, one):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_all_are_ended(start, one, monkeypatch, wrapped):
-    """The small process around another ends by itself."""
+    """The small process around another one ends by itself."""
     if wrapped:
         monkeypatch.setenv("JAXCODED_STARTER", "python\nrank.py")
     jobs = [start(one), start(one)]
@@ -109,7 +109,7 @@ def test_all_are_ended(start, one, monkeypatch, wrapped):
 
 
 def test_names_of_variables():
-    """Those of the processes around ranks, which import nothing of the rest."""
+    """The wrapper processes around ranks use the same names, but import nothing else."""
     assert rank.STARTER == started._WRAPPER
     assert rank.JOINS == started.MARK
     assert rank.TAKES_IN == joining.FORGIVES

@@ -1,4 +1,4 @@
-"""What is made of a rank's records, from records written by hand."""
+"""Summaries of a rank's records, from records written by hand."""
 
 import dataclasses
 import resource
@@ -13,8 +13,9 @@ NAN = float("nan")
 
 
 def seen(**changes):
-    """The root of a star of three, in four rounds of one second: rank 3 is late in the
-    third by 0.4 s, and does not come in the last, where nobody waits for it."""
+    """Return the root's telemetry in a star of three, in four rounds of one second.
+    Rank 3 is 0.4 s late in the third, and misses the last, which does not wait for it.
+    """
     columns = {
         "round": [7, 8, 9, 10],
         "work": [NAN, 0.1, 0.1, 0.3],
@@ -60,13 +61,14 @@ def test_lateness():
 
 
 def test_speeds():
-    """Load over time between calls, or over the silence; a root without data counts for
-    nothing."""
+    """A speed is the load over the time between calls, or over the silence; a root
+    without data does not count.
+    """
     speeds = seen().speeds
     np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 0.25])  # alive 0.7 s before
     long = seen(silent=[0.0, 0.0, 0.0, 1.6]).speeds
     np.testing.assert_allclose(long, [1.0, 1.0, 1.0, 1 / 16])
-    alone = seen(step_times=[0.05, 0.1, 0.1, NAN]).speeds  # nothing else is known of it
+    alone = seen(step_times=[0.05, 0.1, 0.1, NAN]).speeds  # no other data
     np.testing.assert_allclose(alone, [1.0, 1.0, 1.0, 1 / 7])
     unknown = seen(step_times=[0.05, 0.1, 0.2, NAN], silent=[0.0] * 4)
     np.testing.assert_allclose(unknown.speeds, [0.75, 1.0, 0.5, 0.75])
@@ -76,7 +78,7 @@ def test_speeds():
 
 
 def test_only_who_is_measured_is_slow():
-    """A root without data, and ranks that were never heard of, count as the median."""
+    """A root without data, and ranks that never sent anything, count as the median."""
     most_slow = seen(step_times=[0.01, 0.1, 0.4, NAN], silent=[0.0] * 4)
     np.testing.assert_allclose(most_slow.speeds, [0.625, 1.0, 0.25, 0.625])
     most_slow = dataclasses.replace(most_slow, loads=np.array([0, 0.5, 0.25, 0.5]))
@@ -94,8 +96,9 @@ def test_only_who_is_measured_is_slow():
 
 
 def test_ranks_that_take_turns_are_not_slow():
-    """Four ranks on two cores, as one had it: rounds differ, one rank was lucky and one
-    was not, and one had just not been heard of."""
+    """A real record of four ranks on two cores: rounds differ, one rank was lucky, one
+    was not, and one had just been silent.
+    """
 
     def slow(ended, **changes):
         it = dataclasses.replace(seen(**changes), ended=np.array(ended))
@@ -114,7 +117,7 @@ def test_ranks_that_take_turns_are_not_slow():
         "rank 2 is slow: it takes 5 times as long for its data as the median rank, 20 ms "
         "a round"
     )
-    # on cores of their own, twice is enough
+    # on separate cores, twice is enough
     even = [0.0, 0.02, 0.04, 0.06]
     assert (
         len(slow(even, step_times=[0.001, 0.004, 0.0113, 0.0048], silent=[0.0] * 4))
@@ -131,7 +134,7 @@ def test_summary():
     assert said[1] == "failed: 1 of 4 rounds"
     assert said[2] == "approximate: 1 of 4 rounds"
     assert said[3] == (
-        "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # and lives
+        "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # it still lives
         "; of equally fast children each is in 33%"
     )
     assert said[4] == (
@@ -146,7 +149,7 @@ def test_summary():
 
 
 def test_a_silent_rank_is_not_slow():
-    """It takes no time for its data: nothing is known of it."""
+    """A silent rank reports no time for its data, so its speed is unknown."""
     for silent in 1.6, 60.0:
         (line,) = (
             line
@@ -160,8 +163,9 @@ def test_a_silent_rank_is_not_slow():
 
 
 def shared(**changes):
-    """The same with shared work, of which rank 3 computes a quarter of its own, and in one round
-    what it has computed is not used."""
+    """Return the same with shared work: rank 3 computes a quarter of its own blocks,
+    and one round does not use them.
+    """
     plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3)).to_json()
     each = [[12, 3, 0], [12, 3, 0], [12, 3, 0], [3, 0, 0]]
     last = [[12, 4, 0], [12, 4, 0], [12, 4, 0], [0, 0, 2]]
@@ -176,7 +180,9 @@ def shared(**changes):
 
 
 def test_shared_work():
-    """Who computed what; and who is slow, though nobody had to wait for it."""
+    """The summary shows which rank computed which blocks, and which rank is slow
+    although no round waited for it.
+    """
     its = shared()
     assert its.divided.all()
     assert its.computed[3, 3].tolist() == [0, 0, 2]
@@ -196,7 +202,7 @@ def test_shared_work():
 
 
 def test_short_blocks():
-    """Fewer, or none, would do."""
+    """The summary advises fewer blocks, or none."""
 
     def said(busy, blocks=12):
         plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3, blocks=blocks))
@@ -219,7 +225,7 @@ def test_shared_work_as_a_worker_sees_it():
 
 
 def test_loops_and_their_sums():
-    """A step is two rounds: what each of them takes is not mixed."""
+    """A step is two rounds, whose times are kept separate."""
     said = seen(
         loop=[True, False, True, False],
         work=[NAN, 0.001, 0.1, 0.001],

@@ -1,4 +1,6 @@
-"""``python -OO`` keeps no docstrings and runs no asserts: help, programs and jobs do without."""
+"""``python -OO`` keeps no docstrings and runs no asserts: help, programs and jobs still
+work.
+"""
 
 import re
 import subprocess

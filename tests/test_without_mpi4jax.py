@@ -1,4 +1,4 @@
-"""Where mpi4jax is not installed rounds are ordered, differentiated and batched all the same."""
+"""Without mpi4jax rounds are still ordered, differentiated and batched."""
 
 import pathlib
 import subprocess

@@ -1,5 +1,6 @@
-"""Terminals, pipes and files that cannot show every character: `jaxcoded` shows plain text there,
-and what the library says is ASCII, so that a user's program can print it anywhere."""
+"""`jaxcoded` writes plain text to terminals, pipes and files that cannot show every
+character. The library's texts are ASCII, so that any program can print them.
+"""
 
 import ast
 import io
@@ -22,7 +23,7 @@ from jaxcoded.tools.cli import plan, report
 from jaxcoded.tools.cli.main import COMMANDS
 
 JOB = ["-n3", "--payload=4MB", "--compute=1"]
-# what stands for what, written down once more
+# the replacements of characters, independent of the library
 PLAIN = {
     "→": "->",
     "…": "...",
@@ -42,7 +43,7 @@ PLAIN = {
 
 @pytest.fixture(autouse=True, scope="module")
 def one_ranking():
-    """To plan takes seconds."""
+    """Rank the plans once, as planning takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         best = plan.best_plans
         rankings = []
@@ -58,7 +59,7 @@ def one_ranking():
 
 @pytest.fixture
 def printed(monkeypatch):
-    """What a command prints, in bytes, where standard output has this encoding."""
+    """Return the bytes that a command prints if standard output has this encoding."""
 
     def run(arguments, encoding, status=0):
         with monkeypatch.context() as patch:
@@ -74,7 +75,7 @@ def printed(monkeypatch):
 
 
 def words(text):
-    """Without the layout: lines end elsewhere, and rules are as long as tables."""
+    """Return the words without the layout: line ends and the lengths of rules differ."""
     return sorted(text.replace("-", " ").split())
 
 
@@ -114,7 +115,7 @@ def test_json_is_the_same(printed):
 
 
 def test_on_a_terminal():
-    """With the bar of what is going on, too."""
+    """A terminal gets plain text, also in the progress bar."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "TERM": "xterm"}
     job = subprocess.Popen(
@@ -161,7 +162,7 @@ PACKAGE = pathlib.Path(jaxcoded.__file__).parent
 
 
 def words_of(path):
-    """The texts in a module, without its docstrings."""
+    """Return the texts in a module, without its docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     no_words = {
         statement.value
@@ -176,11 +177,17 @@ def words_of(path):
 
 
 def test_the_words_of_the_library_are_ascii():
-    """A user's program prints errors, warnings and plans, and does so in any place."""
-    terminals = {"terminal", "launch", "doctor", "report", "cli"}  # of the tools
+    """A user's program may print errors, warnings and plans to any terminal or file."""
+    terminals = {
+        "terminal",
+        "launch",
+        "doctor",
+        "report",
+        "cli",
+    }  # tools
     modules = [it for it in PACKAGE.rglob("*.py") if it.parent.name not in terminals]
     assert len(modules) > 80
-    read = {"µs"}  # what a user may write
+    read = {"µs"}  # text that a user may write
     said = {it: set(words_of(it)) - read for it in modules}
     sources = [*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")]
     assert sources
@@ -211,7 +218,9 @@ with jaxcoded.CodedGroup(MPI.COMM_WORLD, jaxcoded.Uncoded()) as group:
 
 @pytest.mark.mpi
 def test_jobs(tmp_path):
-    """Of `run`, whose ranks print what the library says, `doctor` and `bench`."""
+    """The texts of `run`, whose ranks print library texts, `doctor` and `bench` are
+    plain.
+    """
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
     for arguments, said in (

@@ -1,5 +1,6 @@
-"""Coded sums of what a test weighs itself, or of nothing that has to do with a batch: what the collectives do with a
-round, without counting examples."""
+"""Coded sums without counted examples: of values that a test weights itself, or that
+belong to no batch.
+"""
 
 from jaxcoded.collectives import allreduce as _allreduce
 from jaxcoded.collectives import host, nonblocking

@@ -1,4 +1,4 @@
-"""What the interactive page says is what Python computes for the same round."""
+"""The interactive page shows what Python computes for the same round."""
 
 import itertools
 import pathlib
@@ -50,7 +50,9 @@ def placement(replicas):
 
 
 def shared_end(replicas, speeds):
-    """When `jaxcoded.tools.simulator` has the sum, in ms; 0 is a rank that is frozen."""
+    """Return when `jaxcoded.tools.simulator` has the sum, in ms; speed 0 is a frozen
+    rank.
+    """
     job = Sharing(Layout.of(placement(replicas)), INSTANT, RANKS * PART / 1000)
     frozen = np.array([False, *(np.array(speeds) == 0)])
     factors = [1.0, *(1 / speed if speed else 1.0 for speed in speeds)]
@@ -59,7 +61,7 @@ def shared_end(replicas, speeds):
 
 
 def computed(schedule, rank, time):
-    """What a rank could compute by then, in ms of a usual one."""
+    """Return what a rank could compute by a time, in ms of a usual rank."""
     total, now, speed = 0.0, 0.0, 1.0
     for change in [*schedule, {"time": time, "rank": rank, "state": "well"}]:
         if change["rank"] == rank and change["time"] <= time:
@@ -69,7 +71,7 @@ def computed(schedule, rank, time):
 
 
 def reached(schedule, rank, work):
-    """When a rank has computed so much; infinite if never."""
+    """Return when a rank has computed this much work; infinite if never."""
     times = [change["time"] for change in schedule if change["rank"] == rank]
     for begin, end in itertools.pairwise([0.0, *times, 1e6]):
         done = computed(schedule, rank, end)
@@ -80,7 +82,7 @@ def reached(schedule, rank, work):
 
 
 def coded_end(scheme, s, schedule):
-    """The first time at which those who have answered are decodable."""
+    """Return the first time at which the ranks that have answered are decodable."""
     its = code(scheme, s)
     each = PART * (1 + (s if scheme != "uncoded" else 0))
     times = np.array([reached(schedule, rank, each) for rank in range(RANKS)])
@@ -161,7 +163,7 @@ def test_the_same_ranks_hold_a_block(page, replicas):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_shared_work_takes_as_long_as_simulated(page, replicas):
-    """Speeds are drawn, so that no two ranks are done at the same time."""
+    """Speeds are random, so that no two ranks finish at the same time."""
     rng = np.random.default_rng(replicas)
     never = 0
     for _ in range(150):
@@ -185,7 +187,7 @@ def test_shared_work_takes_as_long_as_simulated(page, replicas):
     "states", ["", "slow", "frozen", "slow frozen", "frozen frozen", "dead dead"]
 )
 def test_clicks_before_the_round(page, scheme, s, states):
-    """Clicks, and what the page then says of the round."""
+    """The page states the round's outcome after these clicks."""
     choose(page, scheme, s)
     schedule = []
     for rank, state in zip((4, 1), states.split()):
@@ -219,7 +221,9 @@ def test_clicks_before_the_round(page, scheme, s, states):
 
 @pytest.mark.parametrize("scheme, s", SCHEMES)
 def test_clicks_while_it_runs(page, scheme, s):
-    """A rank turns slow, one freezes and goes on, one dies: every sum is of the whole batch."""
+    """A rank becomes slow, one freezes and continues, one dies: every sum is of the
+    whole batch.
+    """
     choose(page, scheme, s)
     schedule = []
     for time, rank, state in [
@@ -245,8 +249,9 @@ def test_clicks_while_it_runs(page, scheme, s):
 
 
 def test_every_division_is_a_sum_of_the_whole_batch(page):
-    """Any faults at any time: each block is in the sum once, from a rank that holds it, lives, and
-    had the time; or there is no sum."""
+    """With any faults at any time, each block is in the sum once, from a live rank that
+    holds it and had the time; or there is no sum.
+    """
     rng = np.random.default_rng(7)
     sums = 0
     for _ in range(150):
@@ -266,7 +271,7 @@ def test_every_division_is_a_sum_of_the_whole_batch(page):
 def check_division(its, replicas, schedule):
     end, holders = float(its["end"]), placement(replicas).placement.holders
     runs = its["work"]
-    for run in runs:  # nobody computes what it does not hold, nor while it stands still
+    for run in runs:  # ranks compute only blocks that they hold, and none while frozen
         assert run["rank"] + 1 in holders[run["block"]]
         moved = [computed(schedule, run["rank"], run[x]) for x in ("begin", "end")]
         assert moved[1] - moved[0] <= PART / BLOCKS + 1e-6

@@ -1,4 +1,4 @@
-"""The site as it was built: every page loads whole, from its own server alone."""
+"""The built site: every page loads completely, from its server alone."""
 
 import functools
 import http.server

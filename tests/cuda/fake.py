@@ -1,4 +1,4 @@
-"""A GPU without a GPU: `driver.cpp` stands in for NVIDIA's driver."""
+"""A simulated GPU: `driver.cpp` replaces NVIDIA's driver."""
 
 import ctypes
 import importlib.util
@@ -12,20 +12,20 @@ import numpy as np
 from jaxcoded.transport.engine import _engine
 
 HERE = pathlib.Path(__file__).parent
-# as XLA numbers them
+# in XLA's numbering
 DTYPES = {"bool": 1, "int32": 4, "float16": 10, "float32": 11, "float64": 12}
 DTYPES |= {"bfloat16": 16}
 TOKEN = (17, 0, -1)
 
 
 def compiler():
-    """A C++ compiler, or None."""
+    """Return a C++ compiler, or None."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((name for name in names if name and shutil.which(name)), None)
 
 
 def compile_all(directory):
-    """Compile the driver and the caller of handlers there."""
+    """Compile the driver and the caller of handlers in a directory."""
     jaxlib = pathlib.Path(importlib.util.find_spec("jaxlib").origin).parent
     for name in ("driver", "xla"):
         command = [compiler(), "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread"]
@@ -41,10 +41,10 @@ def library(directory, name):
 
 
 class Xla:
-    """What calls the engine's handlers for a GPU.
+    """A caller of the engine's handlers for a GPU, in the place of XLA.
 
     Args:
-        directory: of `compile_all`.
+        directory: the directory of `compile_all`.
     """
 
     def __init__(self, directory):
@@ -54,7 +54,9 @@ class Xla:
         self._pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 
     def __call__(self, name, stream, operands, results, *, signature="", **attributes):
-        """The error, or an empty text. Operands and results are `buffer`s or `TOKEN`."""
+        """Call a handler; return the error, or an empty text. Operands and results are
+        `buffer`s or `TOKEN`.
+        """
         handler = getattr(_engine, f"cuda_{name}_handler")
         address = self._pointer(handler, b"xla._CUSTOM_CALL_TARGET")
         if name not in ("lag", "computed"):
@@ -95,8 +97,8 @@ class Gpu:
     """The GPU of this process.
 
     Args:
-        directory: of `compile_all`. The engine takes what is there for the driver from
-            now on.
+        directory: the directory of `compile_all`. From now on the engine uses the
+            driver in it.
     """
 
     def __init__(self, directory):
@@ -107,7 +109,9 @@ class Gpu:
             getattr(self._lib, name).restype = ctypes.c_ulonglong
 
     def renew(self):
-        """Another context, current on this thread, as after a reset; its stream."""
+        """Make a new context current on this thread, as after a reset; return its
+        stream.
+        """
         self._lib.fake_context()
         stream = ctypes.c_void_p()
         assert self._lib.cuStreamCreate(ctypes.byref(stream), 0) == 0
@@ -129,7 +133,7 @@ class Gpu:
         return self._lib.fake_copied_bytes()
 
     def pins(self):
-        """How often memory was pinned."""
+        """Return how often memory was pinned."""
         return self._lib.fake_pins()
 
     def pending(self):
@@ -141,7 +145,7 @@ class Gpu:
         return f"{count} times, first: {words.value.decode()}" if count else ""
 
     def array(self, stream, values, *, seconds=0.0):
-        """An array there, which the stream computes for so many seconds."""
+        """Return an array on the GPU, which the stream computes for ``seconds``."""
         return Array(self._lib, stream, np.asarray(values, order="C"), seconds)
 
 
@@ -162,12 +166,12 @@ class Array:
         )
 
     def buffer(self):
-        """As XLA has it; a number has no axis."""
+        """Return the array as an XLA buffer; a number has no axis."""
         length = self.size if self.shape else -1
         return DTYPES[self.dtype.name], self.address, length
 
     def read(self):
-        """What is there once the stream has come so far; None if it cannot."""
+        """Return the values once the stream has computed them; None if it cannot."""
         out = np.empty(self.shape, self.dtype)
         code = self._lib.fake_read(
             self._stream,

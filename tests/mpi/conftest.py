@@ -1,7 +1,7 @@
-"""These tests run in every rank of an mpirun job, and alone as a job of one rank.
+"""These tests run in every rank of an mpirun job, or as a job of one rank.
 
 `tests/test_mpirun.py` starts the jobs. The first failure on any rank ends the job: the
-other ranks would wait for it for ever.
+other ranks would wait for that rank for ever.
 """
 
 import os
@@ -20,7 +20,7 @@ from jaxcoded.transport import engine
 if "JAX_ENABLE_X64" not in os.environ:
     jax.config.update("jax_enable_x64", True)
 
-# Of a test without the mark `ranks`, and of one without the mark `devices`.
+# Defaults of tests without the marks `ranks` and `devices`.
 RANKS = pytest.mark.ranks(4, exhaustive=(2, 7)).mark
 NO_DEVICES = pytest.mark.devices().mark
 
@@ -29,7 +29,7 @@ NO_DEVICES = pytest.mark.devices().mark
 def pytest_collection_modifyitems(config, items):
     names = {item.nodeid for item in items}
     for item in items:
-        # what the engine says of it, mpi4jax only says again
+        # mpi4jax would only repeat the engine's result
         twin = item.nodeid.replace("mpi4jax", "engine")
         if (
             twin != item.nodeid
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def named(item, exhaustive):
-    """Whether the suite runs a test in a job like this one."""
+    """Return whether the suite runs a test in a job like this one."""
     size, devices = MPI.COMM_WORLD.size, jax.local_device_count()
     several = size == 4 and devices > 1
     if several:
@@ -61,7 +61,7 @@ def named(item, exhaustive):
     if number not in (*mark.args, *more):
         return False
     over = getattr(item, "callspec", None) and item.callspec.params.get("transport")
-    # the other transport is tried on the other trees
+    # other trees test the other transport
     few = size == 7 or (not exhaustive and (size == 13 or several))
     return over != "mpi4jax" or not few
 
@@ -71,7 +71,7 @@ def pytest_configure(config):
         config.pluginmanager.register(Outcomes(path, MPI.COMM_WORLD.rank))
 
 
-@pytest.hookimpl(trylast=True)  # when it is noted
+@pytest.hookimpl(trylast=True)  # after it is recorded
 def pytest_runtest_logreport(report):
     if report.failed and MPI.COMM_WORLD.size > 1:
         place = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
@@ -85,7 +85,9 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture
 def tmp_path():
-    """Pytest's own folders are cleared away by all ranks at the same time."""
+    """Return a folder of this rank: all ranks would delete pytest's folders at the same
+    time.
+    """
     with tempfile.TemporaryDirectory() as folder:
         yield pathlib.Path(folder)
 
@@ -97,7 +99,7 @@ def comm():
 
 @pytest.fixture(scope="session", params=["mpi4jax", "engine"])
 def transport(request):
-    """The transport of `group`, and of the groups that tests make themselves."""
+    """The transport of `group`, and of groups that tests make themselves."""
     if request.param == "engine" and (reason := engine.missing()):
         if os.environ.get("JAXCODED_ENGINE", "ON") != "ON":
             pytest.skip(reason)
@@ -107,7 +109,7 @@ def transport(request):
 
 @pytest.fixture(scope="session")
 def group(comm, transport):
-    """A group on all ranks that loses one straggler where there are enough of them.
+    """A group on all ranks that tolerates one straggler if there are enough ranks.
 
     1, 2, 4, 7 and 13 ranks: alone, uncoded, cyclic repetition, fractional repetition on a
     star, and the paper's (3, 2) tree.

@@ -1,5 +1,6 @@
-"""On which transports a test runs, and on how many ranks. Without a mark: on each transport, and
-on any number of ranks."""
+"""Marks for the transports and numbers of ranks of a test. Without a mark a test runs
+on each transport and any number of ranks.
+"""
 
 import jax
 import pytest
@@ -13,10 +14,10 @@ mpi4jax_only = once
 engine_only = pytest.mark.parametrize("transport", ["engine"], indirect=True)
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
-# Costs much, and says on one rank nothing that it does not say on several.
+# An expensive test, which one rank covers no better than several.
 not_alone = pytest.mark.exhaustive if SIZE == 1 else lambda test: test
 slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
-# The groups of these tests lose one child of every parent.
+# The groups of these tests tolerate one missing child of every parent.
 redundant = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 
 ON_GPU = jax.default_backend() == "gpu"

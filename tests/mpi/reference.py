@@ -1,4 +1,4 @@
-"""What the tests of this folder compare with: sums over the whole batch, in float64 numpy."""
+"""References for the tests of this folder: sums over the whole batch in float64 NumPy."""
 
 import functools
 import itertools
@@ -14,13 +14,13 @@ BATCH = 20
 
 
 def per_example(*shape, seed=0, dtype="float64"):
-    """A gradient for each example of the batch, the same on all ranks: ``(BATCH, *shape)``."""
+    """Return a gradient for each example, the same on all ranks: ``(BATCH, *shape)``."""
     values = np.random.default_rng(seed).standard_normal((BATCH, *shape))
     return values.astype(jnp.dtype(dtype))
 
 
 def contribution(group, gradients):
-    """This rank's coded contribution, of a pytree of arrays ``(BATCH, ...)``."""
+    """Return this rank's coded contribution from a pytree of arrays ``(BATCH, ...)``."""
     part = group.batch(BATCH)
     held = jax.tree.map(lambda leaf: leaf[part.indices], gradients)
     if group.plan.encoded:
@@ -42,10 +42,11 @@ def exact(gradients):
 
 
 def rounding(group, dtype):
-    """Bound on the error of a sum in a dtype, as a share of the sum of absolute values.
+    """Return a bound on the error of a sum in a dtype, as a share of the sum of
+    absolute values.
 
-    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded once
-    when it is made and once in every layer; in wider ones every addition counts.
+    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded
+    once when it is made and once in every layer. In wider ones every addition counts.
     """
     plan = group.plan
     depth = fanout = 0
@@ -57,14 +58,16 @@ def rounding(group, dtype):
         depth = max(depth, path)
     narrow = jnp.finfo(dtype).bits < 32
     roundings = 1 + depth * (1 if narrow else fanout + 3)
-    # the last factor is for what float32 adds to narrow sums, and for the reference
+    # the last factor covers float32's error in narrow sums, and the reference
     return (
         roundings * float(jnp.finfo(dtype).eps) / 2 * plan.amplification * 1.01 + 1e-15
     )
 
 
 def assert_sum(group, actual, gradients, factor=1.0):
-    """Each leaf is ``factor`` times the sum of the gradients, as exactly as its dtype allows."""
+    """Check that each leaf is ``factor`` times the sum of the gradients, to the
+    precision of its dtype.
+    """
     jax.tree.map(
         lambda *leaves: _assert_sum(group, factor, *leaves),
         *(actual, gradients, exact(gradients)),
@@ -80,19 +83,23 @@ def _assert_sum(group, factor, actual, gradients, expected):
 
 
 def assert_same_bits(comm, tree):
-    """All ranks hold the same bytes."""
+    """Check that all ranks hold the same bytes."""
     mine = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
     assert all(other == mine for other in comm.allgather(mine))
 
 
 def tolerated_masks(plan):
-    """Every mask that leaves the root a decodable set, by enumeration: bool ``(masks, size)``."""
+    """Return every mask that leaves the root a decodable set, by enumeration: bool
+    ``(masks, size)``.
+    """
     masks = itertools.product([False, True], repeat=plan.size)
     return np.array([mask for mask in masks if _has_sum(plan, plan.root, mask)])
 
 
 def lost(plan, mask):
-    """The erased ranks, the parents that lack too many children, and all those below them."""
+    """Return the erased ranks, the parents that lack too many children, and all ranks
+    below them.
+    """
     out = np.array([not _has_sum(plan, rank, mask) for rank in range(plan.size)])
     for rank in plan.tree.order:
         if rank != plan.root:
@@ -101,7 +108,9 @@ def lost(plan, mask):
 
 
 def _has_sum(plan, rank, erased):
-    """Whether a rank has something to send. Decodable is what a matrix rank says."""
+    """Return whether a rank has a message to send; a matrix rank decides what is
+    decodable.
+    """
     children = plan.coded_children(rank)
     answered = tuple(
         i for i, child in enumerate(children) if _has_sum(plan, child, erased)
@@ -115,8 +124,9 @@ def _decodable(plan, rank, answered):
 
 
 def random_erasures(plan, rng):
-    """As many children of every parent as it keeps, at random; equal on all ranks for
-    equal generators: bool ``(size,)``."""
+    """Draw as many missing children of every parent as it tolerates, equal on all ranks
+    for equal generators: bool ``(size,)``.
+    """
     erased = np.zeros(plan.size, bool)
     erased[list(random_missing(plan, rng))] = True
     return erased

@@ -1,5 +1,6 @@
-"""`CodedGroup.auto`: all ranks agree on a plan that fits what was measured, or on the same
-error."""
+"""`CodedGroup.auto`: all ranks agree on a plan that fits the measurements, or on the
+same error.
+"""
 
 import re
 import time
@@ -51,13 +52,13 @@ def test_sums_are_exact(comm, transport):
 
 @once
 def test_nobody_straggles(comm, transport):
-    """Sleep is equally long on all ranks, and long beside what the machine adds to it."""
+    """All ranks sleep equally long, much longer than the machine's own delays."""
     with jaxcoded.CodedGroup.auto(
         comm, payload=1e4, work=asleep(0.2), transport=transport
     ) as group:
         assert group.plan.strategy.stragglers == 0
         assert SIZE == 1 or "do not code" in group.planned
-        if SIZE > 1:  # so long for 1/(N−1) of the batch
+        if SIZE > 1:  # seconds for 1/(N−1) of the batch
             (whole,) = re.findall(r"work (\S+ m?s) for the whole batch", group.planned)
             seconds = _parse.number_of_seconds("work", whole)
             assert (
@@ -85,7 +86,7 @@ def test_one_rank_is_slow(comm, transport):
 @once
 @pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 def test_one_rank_is_slow_and_shares_its_work(comm, transport):
-    """On CPUs, where the engine carries it; otherwise there is a code."""
+    """The plan shares work on CPUs with the engine; otherwise it has a code."""
     work = asleep(2.0 if RANK == SIZE - 1 else 0.05)
     with jaxcoded.CodedGroup.auto(
         comm, payload=1e4, work=work, transport=transport
@@ -110,7 +111,7 @@ def test_parts_of_the_batch(comm, transport):
 
 @once
 def test_seconds_of_work(comm, transport, monkeypatch):
-    """They are those of the planner, for the whole batch."""
+    """The seconds are the planner's, for the whole batch."""
 
     def best_plans(ranks, payload, work, *more, **options):
         assert (ranks, work) == (SIZE, pytest.approx(1))
@@ -223,12 +224,14 @@ def test_pieces_of_no_size(comm, transport, piece):
         ({"sections_from": 1000, "check": jaxcoded.Check("warn")}, 0),
     ],
 )
-# the plan may have nothing that could be compared
+# the plan may have no surplus to compare
 @pytest.mark.filterwarnings("ignore:check=.* does not see all:RuntimeWarning")
 def test_sections_are_counted_on_where_the_group_has_them(
     comm, transport, monkeypatch, options, expected
 ):
-    """As the hosts have it (``None``), but not where messages are compared or without the engine."""
+    """The hosts decide (``None``), but never with compared messages or without the
+    engine.
+    """
     measured, seen = automatic.Automatic.measured, []
 
     def recording(*arguments):
@@ -247,6 +250,6 @@ def test_sections_are_counted_on_where_the_group_has_them(
             transport=transport,
             options=jaxcoded.Options(**options),
         ).close()
-    except ValueError as error:  # of a plan without redundancy
+    except ValueError as error:  # for a plan without redundancy
         assert "has nothing to compare" in str(error)
     assert seen == [expected]

@@ -21,12 +21,14 @@ REDUCES = {
     "tree": functools.partial(baselines.tree_allreduce, fanout=2),
 }
 each = pytest.mark.parametrize("reduce", REDUCES.values(), ids=REDUCES)
-# 13 ranks show no more than 7, and take their time
+# 13 ranks show no more than 7, and take long
 few = pytest.mark.skipif(COMM.size > 7, reason="seen with fewer ranks")
 
 
 def values(*shape, seed=0):
-    """Every rank's contribution: ``(ranks, *shape)``, the same array on all ranks."""
+    """Return every rank's contribution: ``(ranks, *shape)``, the same array on all
+    ranks.
+    """
     return np.random.default_rng(seed).standard_normal((COMM.size, *shape))
 
 
@@ -37,7 +39,7 @@ def test_mixed_pytree(reduce):
         "single": values(5, seed=1).astype(np.float32),
         "brain": values(7, seed=2).astype(jnp.bfloat16),
         "half": values(seed=3).astype(np.float16),
-        "short": values(1, seed=4).astype(np.float16),  # than the ranks: for the ring
+        "short": values(1, seed=4).astype(np.float16),  # fewer than ranks
         "empty": values(0),
     }
     total = jax.jit(lambda tree: reduce(tree, COMM))(

@@ -1,4 +1,4 @@
-"""A batch is one pytree, whatever the data are, and a loss may be the scalar that people have."""
+"""A batch is one pytree for any data, and a loss may return a scalar."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,9 @@ def of_batch(indices):
 def test_a_scalar_loss_is_as_good_as_losses_of_examples(
     comm, transport, strategy, loss
 ):
-    """Exact in every batch, also a smaller last one. Another seed, epoch or batch traces nothing."""
+    """The result is exact in every batch, also a smaller last one. Another seed, epoch
+    or batch does not trace again.
+    """
     traces = 0
 
     def traced(params, data):
@@ -92,7 +94,7 @@ def test_a_scalar_loss_is_as_good_as_losses_of_examples(
 
 @engine_only
 def test_sum_of_a_scalar_loss_with_auxiliary_data(group):
-    """They are of the examples that this rank has computed."""
+    """The auxiliary data are those of the examples that this rank has computed."""
 
     def loss(params, data):
         return mean_loss(params, data), {"y": data["y"].sum()}
@@ -108,7 +110,7 @@ def test_sum_of_a_scalar_loss_with_auxiliary_data(group):
 
 @once
 def test_what_data_may_be(group, tmp_path):
-    """Each leaf is read by the batch's indices, and nothing else of it."""
+    """The library reads only the batch's indices of each leaf."""
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(EXAMPLES, 3))
     mapped[:] = np.arange(3 * EXAMPLES).reshape(-1, 3)
     keys = jax.random.split(jax.random.key(0), EXAMPLES)

@@ -1,4 +1,4 @@
-"""Blocks on the host: a loop over what this rank computes, and then the sum."""
+"""Blocks on the host: a loop over this rank's blocks, and then the sum."""
 
 import random
 import time
@@ -28,8 +28,9 @@ def group(comm):
 
 
 def added_up(group, nap=0.0, first=lambda: None, costs=None):
-    """What this rank computes of the batch, and the blocks that it is of; it calls ``first`` with
-    its first one."""
+    """Return this rank's part of the sum and its blocks; call ``first`` in its first
+    block.
+    """
     total, numbers = np.zeros(D), []
     with group.blocks(BATCH, costs=costs) as blocks:
         for block in blocks:
@@ -46,7 +47,7 @@ def same_on_all(comm, array):
 
 
 def test_every_block_once(comm, group):
-    """Some ranks are late in some blocks; the sum is the whole batch's each time."""
+    """Some ranks are late in some blocks; every sum is the whole batch's."""
     rng = random.Random(comm.rank)
     for step in range(6):
         nap = rng.choice([0, 0, 0.02])
@@ -55,7 +56,7 @@ def test_every_block_once(comm, group):
         np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
         same_on_all(comm, total)
         computed = comm.allgather(numbers)
-        if not step:  # everybody holds what it has computed
+        if not step:  # each rank holds the blocks that it has computed
             for rank, its in enumerate(computed):
                 held = group.plan.placement.held(rank)
                 assert set(its) <= set(held), (rank, its, held)
@@ -63,7 +64,7 @@ def test_every_block_once(comm, group):
 
 @pytest.mark.parametrize("costs", ["pareto", "one is most of it", "nothing"])
 def test_unequal_costs(comm, group, costs):
-    """Also where ranks are late, and where blocks are empty."""
+    """Sums are exact also with late ranks and empty blocks."""
     rng = random.Random(comm.rank)
     its = np.random.default_rng(4).pareto(1.1, BATCH)
     if costs == "one is most of it":
@@ -79,7 +80,7 @@ def test_unequal_costs(comm, group, costs):
 
 @pytest.mark.parametrize("wrong", ["others", "not a number"])
 def test_costs_of_one_rank(comm, wrong):
-    """An error on all ranks."""
+    """All ranks get an error."""
     costs = np.ones(BATCH)
     if comm.rank == comm.size - 1:
         costs[3] = 2.0 if wrong == "others" else np.nan
@@ -94,7 +95,7 @@ def test_costs_of_one_rank(comm, wrong):
         uncounted.allreduce(own, group)
     texts = comm.allgather(str(caught.value))
     if wrong == "others":
-        # the others may see first that this one has left
+        # the others may first detect that this rank has left
         assert any("costs" in text for text in texts), texts
     else:
         last = comm.rank == comm.size - 1
@@ -103,7 +104,7 @@ def test_costs_of_one_rank(comm, wrong):
 
 
 def test_under_jit(comm, group):
-    """With a donated sum, a mean, and a compiled step at its end."""
+    """A donated sum, a mean, and a compiled step at the end work under jit."""
     gradients = jnp.asarray(GRADIENTS, jnp.float32)
 
     @jax.jit
@@ -126,7 +127,7 @@ def test_under_jit(comm, group):
 
 
 def test_beside_other_sums(comm):
-    """Before the first blocks. Later it could not be told which one is of the blocks."""
+    """Other sums may come before the first blocks. Later ones would be ambiguous."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
     ) as group:
@@ -150,7 +151,7 @@ def test_fewer_examples_than_blocks(comm, group):
 
 
 def test_leaving_the_loop_early(comm):
-    """An error here; the others' step ends, and they hear of it with the next call."""
+    """This rank gets an error. The others' step ends, and their next call reports it."""
     if comm.size < 3:
         pytest.skip("nobody else holds the blocks")
     with jaxcoded.CodedGroup(
@@ -163,7 +164,7 @@ def test_leaving_the_loop_early(comm):
                 group.blocks(BATCH) as blocks,
             ):
                 for _ in blocks:
-                    comm.Barrier()  # all have some
+                    comm.Barrier()  # until all have blocks
                     break
             own = np.zeros(D)
         else:
@@ -172,14 +173,14 @@ def test_leaving_the_loop_early(comm):
             total = uncounted.allreduce(own, group)
         except GroupMismatch as error:
             assert "leaving them early in group.blocks" in str(error)
-        else:  # it was decided before the rank that had left called it
+        else:  # the round was decided before the rank that had left called it
             np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
             with pytest.raises(GroupMismatch, match="leaving them early"):
                 added_up(group)
 
 
 def test_an_exception_in_the_loop(comm):
-    """It comes out, or that of a rank that came earlier."""
+    """The rank raises its exception, or that of a rank that was faster."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0)) as group:
         with (
             pytest.raises((ZeroDivisionError, CodedError)),
@@ -193,12 +194,14 @@ def test_an_exception_in_the_loop(comm):
 
 @pytest.mark.parametrize("loop", ["after a break", "side by side"])
 def test_two_loops(comm, loop):
-    """An error, on all ranks alike: it would be a round of its own, with other blocks."""
+    """All ranks get the same error: a second loop would be another round with other
+    blocks.
+    """
     with (
         jaxcoded.CodedGroup(
             comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
         ) as group,
-        # or too many have left theirs already
+        # or too many have already left their loops
         pytest.raises(CodedError, match="for one loop|nobody who is left"),
         group.blocks(BATCH) as blocks,
     ):
@@ -212,7 +215,7 @@ def test_two_loops(comm, loop):
 
 @pytest.mark.parametrize("inner", ["blocks", "coded_value_and_grad"])
 def test_within_a_loop(comm, inner):
-    """An error on all ranks, which says what to do."""
+    """All ranks get an error that says what to do."""
 
     def loss(w, v):
         return v @ w
@@ -222,7 +225,7 @@ def test_within_a_loop(comm, inner):
     ) as group:
         part = group.batch(BATCH)
         with (
-            # or too many have left theirs already
+            # or too many have already left their loops
             pytest.raises(
                 (CodedError, jax.errors.JaxRuntimeError),
                 match="let the first one end before the next|nobody who is left",
@@ -243,7 +246,7 @@ def test_within_a_loop(comm, inner):
 
 
 def test_what_comes_between(comm, group):
-    """After the blocks their sum is to come."""
+    """The sum must follow its blocks directly."""
     added_up(group)
     with pytest.raises((CodedError, jax.errors.JaxRuntimeError), match="group.blocks"):
         jax.block_until_ready(jaxcoded.tree_bcast(jnp.zeros(2), group))

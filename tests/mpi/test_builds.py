@@ -1,4 +1,4 @@
-"""Ranks that run something else than the others, and what ranks exchange besides messages."""
+"""Ranks that run other versions, and what ranks exchange besides messages."""
 
 import warnings
 
@@ -24,13 +24,13 @@ def arguments(transport):
 
 
 def faked(monkeypatch, name, words):
-    """The last rank says this instead."""
+    """Make the last rank report these words instead."""
     if RANK == LAST:
         monkeypatch.setattr(build, name, lambda: words)
 
 
 def works(comm, transport):
-    """A group that is made next is as good as any."""
+    """Check that the next group works."""
     with CodedGroup(comm, **arguments(transport)) as group:
         weights = group.batch(4).weights
         mine = jnp.full(3, weights.sum())
@@ -66,7 +66,7 @@ def test_another_version(comm, transport, monkeypatch, change, difference):
 
 @several
 def test_another_engine(comm, transport, monkeypatch):
-    """It matters only where the engine carries rounds."""
+    """Another engine matters only to groups that use the engine."""
     if RANK == LAST:
         monkeypatch.setattr(engine, "sources", lambda: "0123456789ab")
     if transport == "mpi4jax":
@@ -82,7 +82,7 @@ def test_another_engine(comm, transport, monkeypatch):
 
 @several
 def test_another_jax(comm, transport, monkeypatch):
-    """Is no mistake; rank 0 says what may come of it."""
+    """Another JAX is no error; rank 0 warns about possible consequences."""
     faked(monkeypatch, "wanted", build.wanted().replace("jax ", "jax 9.", 1))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -94,7 +94,7 @@ def test_another_jax(comm, transport, monkeypatch):
 
 
 def test_what_ranks_say(comm):
-    """Texts of any kind and length, of each rank another one."""
+    """Each rank sends a different text, of any kind and length."""
     mine = {"rank": RANK, "text": "ä\ud800" * 1000 * RANK, "numbers": [2**64 - 1, 0.1]}
     said = agreement.gathered(comm, mine)
     assert [each["rank"] for each in said] == list(range(SIZE))
@@ -106,13 +106,13 @@ def test_what_ranks_say(comm):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"\x80\x04\x95", "cannot be read"),  # what is pickled begins so
+        (b"\x80\x04\x95", "cannot be read"),  # the beginning of a pickle
         (b"[" * 100_000, "cannot be read"),
         (b"0" * (agreement.LONGEST + 1), "more than 16777216"),
     ],
 )
 def test_what_cannot_be_read(comm, monkeypatch, data, words):
-    """Every rank says whose it is, and nothing is unpickled."""
+    """Every rank names the sender, and nothing is unpickled."""
     if RANK == LAST:
         wrong = np.frombuffer(bytearray(data), np.uint8)
         monkeypatch.setattr(agreement, "_bytes", lambda value: wrong)
@@ -125,7 +125,9 @@ def test_what_cannot_be_read(comm, monkeypatch, data, words):
 
 
 def test_what_has_not_come_is_not_read():
-    """Where a rank dies Open MPI 5.0 may return from a collective without an error, and without data."""
+    """After the death of a rank Open MPI 5.0 may return from a collective without an
+    error and without data.
+    """
 
     class Alone:
         rank, size = 0, 3
@@ -144,7 +146,7 @@ def test_what_has_not_come_is_not_read():
 
 
 def test_nothing_is_pickled(comm, transport, monkeypatch):
-    """While groups are made and used."""
+    """Nothing is pickled while groups are made and used."""
 
     def fail(*_):
         raise AssertionError("something was pickled")

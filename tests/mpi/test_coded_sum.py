@@ -1,6 +1,8 @@
-"""Functions of sums and their derivatives, against those of the whole batch, in closed form.
+"""Compare functions of sums and their derivatives with the whole batch's, in closed
+form.
 
-The model is that of `test_gradients`: L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before φ bends it.
+The model is that of `test_gradients`: L(θ) = φ(Σ_j g_j(θ)), so that the sum must be
+exact before the nonlinear φ.
 """
 
 import time
@@ -33,7 +35,7 @@ every_strategy = pytest.mark.parametrize(
 
 @pytest.fixture
 def strategy(request, comm):
-    """A group of this strategy, over the engine."""
+    """A group with this strategy on the engine."""
     with jaxcoded.CodedGroup(comm, request.param) as group:
         yield group
 
@@ -108,7 +110,9 @@ def test_outside_of_jit(strategy):
 
 @every_strategy
 def test_rounds(strategy):
-    """One for the sum, and one for its derivative; loops and `jax.checkpoint` repeat none."""
+    """The sum takes one round, and its derivative another; loops and `jax.checkpoint`
+    repeat none.
+    """
     loss = loss_of(strategy)
     layers = lambda f: (
         lambda theta: jax.lax.scan(
@@ -133,7 +137,7 @@ def test_rounds(strategy):
 
 @every_strategy
 def test_rounds_of_a_hessian_vector_product(strategy):
-    """The sum, its jvp, its transpose, and the jvp of that."""
+    """The rounds are the sum, its jvp, its transpose, and the jvp of that."""
     product = lambda theta, v: jax.jvp(jax.grad(loss_of(strategy)), (theta,), (v,))
     before = strategy.rounds
     jax.block_until_ready(jax.jit(product)(THETA, DIRECTION))
@@ -143,7 +147,7 @@ def test_rounds_of_a_hessian_vector_product(strategy):
 
 @every_strategy
 def test_rounds_of_conjugate_gradients(strategy, comm):
-    """Those of the gradient once, and two for each product with the Hessian."""
+    """The rounds are the gradient's, once, and two for each product with the Hessian."""
     loss, whole = loss_of(strategy), Whole(THETA)
     shift = 1 + np.abs(np.linalg.eigvalsh(whole.hessian)).max()
 
@@ -163,7 +167,7 @@ def test_rounds_of_conjugate_gradients(strategy, comm):
 
 
 def test_a_third_derivative(comm):
-    """Along one direction, beside JAX's in one process."""
+    """The third derivative along one direction matches JAX's in one process."""
     with jaxcoded.CodedGroup(comm) as group:
         loss, plain = loss_of(group), lambda theta: phi(values(theta, A).sum(0))
 
@@ -176,7 +180,9 @@ def test_a_third_derivative(comm):
 
 @every_strategy
 def test_descent_with_a_late_rank(strategy, comm):
-    """It is behind in some rounds, forward or backward, and ends with the same bits."""
+    """The rank is late in some rounds, forward or backward, and ends with the same
+    bits.
+    """
     loss = loss_of(strategy)
 
     def step(theta, _):
@@ -196,7 +202,9 @@ def test_descent_with_a_late_rank(strategy, comm):
 
 @every_strategy
 def test_what_is_used_from_around_it(strategy):
-    """It counts as parameters where it is differentiated; integers and constants are just used."""
+    """Values from outside count as parameters if they are differentiated; integers and
+    constants do not.
+    """
     batch = strategy.batch(A)
     two = np.full((), 2)
 
@@ -219,7 +227,7 @@ def test_what_is_used_from_around_it(strategy):
 
 @every_strategy
 def test_pytrees_and_epochs(strategy, comm):
-    """Dtypes of their own; in a smaller last batch only the examples that are there count."""
+    """Leaves have different dtypes; a smaller last batch counts only its examples."""
     data = {"x": A[:, 0], "y": np.arange(BATCH, dtype=np.float32)}
 
     def moments(w, batch):
@@ -275,7 +283,7 @@ def test_narrow_messages(strategy):
 
 @every_strategy
 def test_counts_beside_values(strategy):
-    """Integers have no derivative, and no round of it."""
+    """Integers have no derivative, and no round for one."""
     if strategy.plan.amplification != 1 or strategy.plan.encoded:
         pytest.skip("its code would round integers")
     batch = strategy.batch(A)
@@ -308,13 +316,15 @@ def test_both_transports(group, comm):
 @pytest.mark.parametrize("differs", ["much", "little", "tangent"])
 @pytest.mark.parametrize("scale", [1.0, 1e-5])
 def test_cotangents_that_differ(strategy, comm, differs, scale):
-    """What follows the sum is of each rank's own here: an error on all of them. Also if cotangents are much smaller
-    than the parameters, as those of a mean of many examples."""
+    """Each rank computes something different after the sum: all get an error. This
+    holds also if cotangents are much smaller than the parameters, as for a mean of many
+    examples.
+    """
     if strategy.plan.encoded and SIZE == 4:
         pytest.skip("each child has the whole batch, so that one alone may be counted")
     batch = strategy.batch(A)
     total = coded_sum(values, strategy)
-    # those of any two ranks differ, as one that is late is in no sum
+    # those of any two ranks differ, as a late rank may be in no sum
     mine = {"much": (-2.0) ** comm.rank, "little": 1 + comm.rank / 10}
 
     @jax.jit
@@ -328,10 +338,8 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
         return jax.jvp(gradient, (theta,), (scale * mine * DIRECTION,))[1]
 
     of = hessian_product if differs == "tangent" else grad
-    jax.block_until_ready(of(THETA, 1.0))  # so that all are there at the same time
-    for _ in range(
-        5
-    ):  # as one rank may have computed all of it, before the others came
+    jax.block_until_ready(of(THETA, 1.0))  # so that all ranks start at the same time
+    for _ in range(5):  # one rank may have computed everything before the others came
         wait_for_all(comm)
         try:
             jax.block_until_ready(of(THETA, mine.get(differs, mine["much"])))
@@ -346,7 +354,7 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
 
 @every_strategy
 def test_spread(strategy):
-    """The sum and `spread` are each other's transpose, for contributions of one's own."""
+    """The sum and `spread` are each other's transposes for contributions of each rank."""
     batch = strategy.batch(A)
     if strategy.plan.encoded or strategy.plan.strategy.by_blocks:
         pytest.skip("its messages are not one weighted sum")
@@ -401,7 +409,7 @@ def test_examples_are_not_differentiated(group):
 
 @engine_only
 def test_tokens(group):
-    """They order sums; integers have no derivative."""
+    """Tokens order sums, and have no derivative, as integers do not."""
     batch = group.batch(A)
     total = coded_sum(values, group)
 
@@ -426,7 +434,7 @@ def test_what_is_no_batch(group):
 
 @every_strategy
 def test_a_collective_inside_is_refused(strategy):
-    """A rank that is late skips the function, and with it the collective."""
+    """A late rank would skip the function, and with it the collective."""
     batch = strategy.batch(A)
     inner = coded_sum(values, strategy)
 
@@ -446,7 +454,7 @@ def test_a_collective_inside_is_refused(strategy):
 
 
 def test_integers_among_the_parameters(group):
-    """They do not hide that others differ."""
+    """Integers do not hide that other parameters differ."""
     from jaxcoded.collectives import marks
 
     def key(w, n):

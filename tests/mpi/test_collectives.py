@@ -1,5 +1,6 @@
-"""What the collectives compute, under every transformation that does not differentiate, and in
-which order."""
+"""The results and the order of the collectives, under all transformations but
+differentiation.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +114,8 @@ def test_slices(comm, transport):
         total = coded_allreduce(message, sliced)
         assert_sum(sliced, total, gradients)
         assert_same_bits(comm, total)
-        # as many as a child's message has numbers: its shape does not tell which axis is the batch's
+        # as many as a child's message has numbers: the shape does not show the batch
+        # axis
         factors = np.arange(1.0, 1 + padded // 2)
         batched = jax.tree.map(lambda v: jnp.outer(factors, v), message)
         every = jax.jit(jax.vmap(lambda m: coded_allreduce(m, sliced)))(batched)
@@ -124,7 +126,7 @@ def test_slices(comm, transport):
 
 @pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 def test_large_message(group):
-    """More than MPI sends eagerly, by far."""
+    """The message is far longer than MPI sends eagerly."""
     weight = contribution(group, np.ones((BATCH, 1)))
     total = coded_allreduce(jnp.full(2**20, weight[0]), group)
     np.testing.assert_allclose(total, BATCH, rtol=1e-12 * group.plan.amplification)
@@ -220,7 +222,7 @@ def test_no_recompile_across_steps(group, own):
 def test_eager_loop_compiles_once(group):
     with compilations() as compiled:
         coded_allreduce(np.ones(11), group)
-        assert compiled  # so that this test notices when the event changes its name
+        assert compiled  # so that this test fails when the event changes its name
         compiled.clear()
         for k in range(3):
             coded_allreduce(np.full(11, float(k)), group)
@@ -240,12 +242,12 @@ def test_equal_groups_share_nothing(comm, group, transport, own):
         assert step._cache_size() == 2
 
 
-# Order: a swapped pair of calls would be a mismatch of shapes or a wrong sum.
+# Order: two swapped calls would have mismatched shapes or a wrong sum.
 
 
 @pytest.mark.ranks(2, 4, 13, exhaustive=(7,))
 def test_calls_keep_their_order(comm, group, transport, own):
-    """Two groups and mpi4jax itself in one program, in a loop."""
+    """Two groups and mpi4jax keep their order in a loop of one program."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
 
     with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
@@ -277,7 +279,7 @@ def test_calls_keep_their_order(comm, group, transport, own):
 def test_calls_are_neither_dropped_nor_merged(group, own):
     @jax.jit
     def wasteful(x):
-        coded_allreduce(x, group)  # nobody reads it
+        coded_allreduce(x, group)  # not used
         jax.lax.fori_loop(0, 2, lambda _, c: (coded_allreduce(x, group), c)[1], 0)
         return coded_allreduce(x, group) + coded_allreduce(x, group)  # identical calls
 

@@ -1,4 +1,6 @@
-"""Sums that count the examples with them: of what was weighted with a batch's weights, and of nothing else."""
+"""Sums that count their examples: values weighted with a batch's weights, and no
+others.
+"""
 
 import copy
 
@@ -54,7 +56,7 @@ def with_a_residual(x, group, weights):
 
 
 def started(x, group, weights):
-    """In two rounds, which both count."""
+    """Start two rounds, which both count."""
     handle = coded_allreduce_start(
         [x[:2], x[2:]], group, weights, bucket_bytes=x[:2].nbytes
     )
@@ -86,7 +88,7 @@ def compiled(call, group):
 @engine_only
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_sum_of_a_batch(comm, transport, strategy, call):
-    """Also of a smaller last one, for which nothing is compiled."""
+    """A smaller last batch counts too, without another compilation."""
     with jaxcoded.CodedGroup(comm, STRATEGIES[strategy], transport=transport) as group:
         step = compiled(call, group)
         epoch = batches(group)
@@ -101,7 +103,7 @@ def test_a_sum_of_a_batch(comm, transport, strategy, call):
 @several
 @pytest.mark.parametrize("call", [at_once, started, in_a_chain])
 def test_a_sum_of_several_batches(group, call):
-    """As in an evaluation: one round for all."""
+    """An evaluation sums several batches in one round."""
     total, weights = jnp.zeros(5), []
     for batch in batches(group):
         total, weights = total + weighted(batch), [*weights, batch.weights]
@@ -151,7 +153,7 @@ def test_the_host_and_a_program_in_one_round(comm, transport):
     "how", [jaxcoded.Coded(stragglers=0), jaxcoded.Shared(replicas=0)]
 )
 def test_ranks_at_different_batches(comm, transport, call, odd, how):
-    """An error on all of them, or NaN without the engine; and the next sum is right."""
+    """All ranks get an error, or NaN without the engine; the next sum is right."""
     if transport == "mpi4jax" and (call is on_the_host or how.by_blocks):
         pytest.skip("with the engine only")
     with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
@@ -177,7 +179,9 @@ def test_ranks_at_different_batches(comm, transport, call, odd, how):
 @redundant
 @calls
 def test_weights_that_are_missing(group, call):
-    """Plain numbers of each rank are no coded message. Said before anything is sent."""
+    """Plain numbers of each rank are no coded message: the error comes before anything
+    is sent.
+    """
     if call is on_the_host and not group._session.transport.can_lag:
         pytest.skip("with the engine only")
     batch, before = batches(group)[0], group.rounds
@@ -216,7 +220,7 @@ def test_weights_of_something_else(comm, group, call):
 @several
 @pytest.mark.parametrize("call", [at_once, on_the_host])
 def test_weights_that_were_changed_after_a_sum(comm, transport, call):
-    """What was counted for them before is no longer true."""
+    """The count for the earlier weights no longer holds."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
         batch = batches(group)[0]
         finish(call(weighted(batch), group, batch.weights))
@@ -255,7 +259,7 @@ def test_what_just_adds_up_needs_no_weights(comm, transport, strategy):
 @engine_only
 @several
 def test_ranks_that_hold_the_same_examples_need_weights(comm, transport):
-    """Where work is shared, too, until the program loops over blocks."""
+    """This holds for shared work, too, until the program loops over blocks."""
     with jaxcoded.CodedGroup(comm, transport=transport) as group:
         for call in (coded_allreduce, coded_allreduce_start, host.allreduce):
             with pytest.raises(TypeError, match=r"group\.blocks\(batch_size\)"):
@@ -284,7 +288,7 @@ def test_a_chain_sums_once(comm, transport):
 
 @engine_only
 def test_blocks_without_a_loop_are_no_sum(comm, transport):
-    """What was not computed in a loop still needs weights."""
+    """Values computed outside a loop still need weights."""
     if SIZE < 2:
         pytest.skip("what one rank holds adds up")
     with jaxcoded.CodedGroup(
@@ -297,7 +301,7 @@ def test_blocks_without_a_loop_are_no_sum(comm, transport):
 
 @engine_only
 def test_a_batch_in_an_exact_and_in_an_approximate_group(comm, transport):
-    """What the one has counted is not what the other counts."""
+    """The two groups have different counts."""
     options = jaxcoded.Options(deadline=30.0, on_deadline="approximate")
     strategy = STRATEGIES["uncoded"]
     with (

@@ -1,4 +1,4 @@
-"""Deadlines: more ranks late than a parent can do without."""
+"""Deadlines: more ranks are late than a parent tolerates."""
 
 import contextlib
 import itertools
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(bool(engine.missing()), reason=engine.missing())
 several = pytest.mark.skipif(SIZE < 4, reason="no redundancy")
 RANK = MPI.COMM_WORLD.rank
 VECTOR = per_example(7)
-SECONDS = 1.5 * SLOWNESS  # far above what ranks that compile on shared cores come apart
+SECONDS = 1.5 * SLOWNESS  # far above the delays of compilation on shared cores
 LATE = 2 * SECONDS
 
 
@@ -41,7 +41,9 @@ def opened(comm, deadline, action, **more):
 
 
 def too_late(group):
-    """Two children of one parent, so that it cannot go on: leaves where there are."""
+    """Return two children of one parent, without which it cannot continue; leaves if
+    possible.
+    """
     tree = group.plan.tree
     parent = next(
         rank
@@ -52,7 +54,7 @@ def too_late(group):
 
 
 def until_decided(group):
-    """This rank is late, however late the others are."""
+    """Make this rank late, however late the others are."""
     end = time.monotonic() + 40 * SECONDS
     while group.lag() == 0:
         assert time.monotonic() < end
@@ -62,7 +64,7 @@ def until_decided(group):
 @several
 @pytest.mark.parametrize("deadline", [SECONDS, "100x"])
 def test_raise(comm, deadline):
-    """All ranks get one text, the late ones too, and go on together."""
+    """All ranks, also the late ones, get the same text, and continue together."""
     with opened(comm, deadline, "raise") as group:
         late = too_late(group)
         x = contribution(group, VECTOR)
@@ -71,13 +73,13 @@ def test_raise(comm, deadline):
         for _ in range(8):
             wait_for_all(comm)
             start = time.monotonic()
-            # 100 times what such a round takes is not less than SECONDS
+            # 100 times such a round's time is at least SECONDS
             if RANK in late:
                 time.sleep(SECONDS / 100)
             assert_sum(group, np.asarray(call(x)), VECTOR)
             took.append(time.monotonic() - start)
         wait_for_all(comm)
-        # the deadline follows the rounds, which follow the machine
+        # the deadline depends on the rounds, and these on the machine's speed
         sleeps = max(LATE, 200 * max(comm.allgather(float(np.median(took)))))
         if RANK in late:
             time.sleep(sleeps)
@@ -100,7 +102,7 @@ def test_raise(comm, deadline):
 
 @several
 def test_what_is_compiled_before_the_first_round_is_not_late(comm):
-    """Ranks that compile for longer, and then meet."""
+    """Ranks compile for longer than the deadline, and then meet."""
     with opened(comm, SECONDS, "raise") as group:
         late = too_late(group)
         x = contribution(group, VECTOR)
@@ -132,7 +134,7 @@ def test_no_deadline_is_met_by_those_it_can_do_without(comm):
 @several
 @pytest.mark.parametrize("code", ["auto", "cyclic_repetition"])
 def test_approximate(comm, code):
-    """The sum is the one that the residual is of, on all ranks, and exact otherwise."""
+    """All ranks get the sum that the residual describes, and exact sums otherwise."""
     with opened(comm, SECONDS, "approximate", code=code) as group:
         plan, late = group.plan, too_late(group)
         count = len(atoms.sizes(plan))
@@ -154,7 +156,7 @@ def test_approximate(comm, code):
         np.testing.assert_allclose(float(residual), expected, rtol=1e-6)
         assert expected > 0.1
         assert len({found.tobytes() for found in comm.allgather(found)}) == 1
-        # the least squares of what has come at the parent that lacks two
+        # least squares of the messages at the parent that lacks two
         wait_for_all(comm)
         total, residual, _ = call(mine)
         np.testing.assert_allclose(total, np.ones(count), atol=1e-9)
@@ -166,7 +168,9 @@ def test_approximate(comm, code):
 
 
 def not_enough_without(group):
-    """Two children of the root without which it has no exact sum: by luck it may have one."""
+    """Return two children of the root without which it has no exact sum; without others
+    it may have one by luck.
+    """
     plan = group.plan
     children = plan.coded_children(plan.root)
     for late in itertools.combinations(children, min(2, len(children))):
@@ -179,7 +183,7 @@ def not_enough_without(group):
 @several
 @pytest.mark.parametrize("code", ["auto", "adaptive"])
 def test_an_approximate_loss_does_not_get_into_gradients(comm, code):
-    """A loss of 10,000 beside gradients of 1, in a code with slices."""
+    """The loss is 10,000 and gradients are 1, in a code with slices."""
     slices = 2 if code == "auto" else 1
     with opened(comm, SECONDS, "approximate", code=code, slices=slices) as group:
         late = not_enough_without(group)
@@ -211,7 +215,7 @@ def test_an_approximate_loss_does_not_get_into_gradients(comm, code):
 
 @several
 def test_approximate_training_counts_what_came(comm):
-    """With ``mean`` the loss is that of the examples whose gradients came."""
+    """With ``mean`` the loss is that of the examples whose gradients arrived."""
     with opened(comm, SECONDS, "approximate") as group:
         late = too_late(group)
         batch = jnp.arange(60.0)
@@ -234,7 +238,7 @@ def test_approximate_training_counts_what_came(comm):
 
 @several
 def test_the_mean_of_nothing_is_zero(comm):
-    """Nobody with data has come: no NaN spoils the parameters."""
+    """No rank with data has come: no NaN gets into the parameters."""
     with opened(comm, SECONDS, "approximate") as group:
         root = group.plan.root
         batch = jnp.arange(60.0)

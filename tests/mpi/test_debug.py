@@ -1,5 +1,6 @@
-"""Groups that look for mistakes: honest training passes with every code, and what newcomers
-get wrong is an error on every rank that names parent, children and remedy."""
+"""Groups with ``check``: correct training passes with every code. Typical mistakes are
+an error on every rank that names parent, children and remedy.
+"""
 
 import contextlib
 
@@ -33,8 +34,7 @@ EXAMPLES = 60  # in a batch of digits
 
 @contextlib.contextmanager
 def opened(comm, **options):
-    """Without redundancy at some parents there is a warning, which tests of their own
-    are about."""
+    """Open a group. Other tests cover the warning about parents without redundancy."""
     how = {"check": jaxcoded.DEBUG} | {
         k: options.pop(k) for k in ("check", "on_deadline") if k in options
     }
@@ -78,7 +78,7 @@ def losses(params, batch):
 CODES = schemes.EXACT.get(SIZE, {}) | schemes.APPROXIMATE.get(SIZE, {})
 CODES |= {"fractional_repetition": {"stragglers": 2}, "cyclic_repetition": {}}
 ALIKE = {"adaptive", "gaussian_mds", "grouped(load=3)", "progressive"}
-# on 7 ranks, whose tree is as flat as that of 4, the codes that are not tried there
+# on 7 ranks, whose tree is as flat as that of 4 ranks, the codes not tested there
 ON_7 = {"random_generator(load=4)", "expander(degree=3)"}
 FEW = ON_7 if SIZE == 7 else set(CODES) - ALIKE
 
@@ -119,7 +119,7 @@ def test_honest_training_passes(comm, digits, code):
 
 
 def in_16_bits(params, batch):
-    """The layers compute in bfloat16; parameters, and so gradients, are of float32."""
+    """Compute the layers in bfloat16; parameters, and so gradients, are float32."""
     x, y = batch
     out = x.astype(jnp.bfloat16)
     for number, layer in enumerate(params):
@@ -130,7 +130,7 @@ def in_16_bits(params, batch):
 
 
 def test_honest_training_in_mixed_precision_passes(comm, digits):
-    """What is computed in 16 bits rounds more than what is sent in 32."""
+    """Computation in 16 bits rounds more than messages in 32 bits."""
     x, y = digits
     keys = jax.random.split(jax.random.key(0), 3)
     params = [
@@ -160,8 +160,9 @@ def squares(params, batch):
 
 
 def expanded(params, batch):
-    """The same loss, whose gradient is a difference of two sums over the batch: where it vanishes,
-    what ranks have left of it is their own rounding."""
+    """Return the same loss, written so that its gradient is a difference of two sums
+    over the batch. Where the gradient vanishes, only the ranks' rounding is left.
+    """
     x, y = batch
     of_square, of_product = (x @ params["w"] + params["b"] for _ in range(2))
     return of_square**2 / 2 - of_product * y + y**2 / 2
@@ -171,7 +172,7 @@ def expanded(params, batch):
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
 def test_a_fit_without_error_passes(comm, loss, mean, wire):
-    """In the end gradient and loss are rounding alone, on any scale."""
+    """At the end gradient and loss consist of rounding alone, on any scale."""
     data = None
     if comm.rank == 0:
         rng = np.random.default_rng(3)
@@ -207,11 +208,11 @@ def test_a_fit_without_error_passes(comm, loss, mean, wire):
             assert slopes[-1] < 1e-5 * slopes[0]
             if loss is squares:
                 assert losses[-1] < 1e-11 * losses[0]
-            else:  # there is something to pass over
+            else:  # a wrong contribution that the check must not report
                 assert 0 < slopes[-1]
 
 
-# Mistakes. Each gives what this rank hands in.
+# Mistakes. Each function returns this rank's contribution.
 
 
 def weighted(digits, which, weights, scale=1.0):
@@ -235,7 +236,9 @@ def right(group, digits):
 
 
 def shard(group, digits):
-    """The habit from other libraries: the gradient of the mean of my part."""
+    """Return the gradient of the mean of this rank's part, a habit from other
+    libraries.
+    """
     which = np.arange(max(RANK - 1, 0), EXAMPLES, SIZE - 1)
     return weighted(digits, which, np.full(len(which), 1 / len(which)))
 
@@ -246,14 +249,14 @@ def uniform(group, digits):
 
 
 def others_weights(group, digits):
-    """Rank 2 takes those of rank 1."""
+    """Let rank 2 use the weights of rank 1."""
     rank = 1 if RANK == 2 else RANK
     weights = assignment(group.plan, rank, EXAMPLES)[1]
     return weighted(digits, mine(group)[0], weights)
 
 
 def other_batch_size(group, digits):
-    """Rank 2 believes in three examples fewer."""
+    """Let rank 2 assume three examples fewer."""
     return weighted(digits, *mine(group, EXAMPLES - 3 * (RANK == 2)))
 
 
@@ -280,7 +283,7 @@ def test_mistakes_are_found(comm, digits, mistake):
         assert "group.epoch or group.batch" in text
         if SIZE == 7 and mistake in (others_weights, other_batch_size):
             assert "what rank 2 has sent to rank 0 does not fit" in text
-        # all are in step again
+        # all ranks are in step again
         total = reduce(right(group, digits))
         x, y = digits[0][:EXAMPLES], digits[1][:EXAMPLES]
         mean = np.full(EXAMPLES, np.float32(1 / EXAMPLES))
@@ -290,8 +293,9 @@ def test_mistakes_are_found(comm, digits, mistake):
 
 
 def regression(group, targets, offset=0.0):
-    """Loss and gradient of a linear model, of losses that all are so much larger; rank 2
-    has other targets, and a gradient that is off by 19 %."""
+    """Return loss and gradient of a linear model, with ``offset`` added to all losses.
+    Rank 2 has other targets, and a gradient that is off by 19 %.
+    """
     rng = np.random.default_rng(5)
     x = rng.standard_normal((EXAMPLES, 8)).astype(np.float32)
     y = (targets * rng.standard_normal(EXAMPLES)).astype(np.float32)
@@ -316,7 +320,9 @@ def regression(group, targets, offset=0.0):
 )
 @pytest.mark.parametrize("code", ["cyclic_repetition", "random_generator", "adaptive"])
 def test_small_gradients_are_compared(comm, code, targets, mean, options):
-    """Beside a large loss, and a large number of examples."""
+    """Small gradients are compared although the loss and the number of examples are
+    large.
+    """
     s = 1 if SIZE == 4 else 2
     slices = 2 if code == "random_generator" and SIZE != 4 else 1
     options = dict(options)
@@ -332,7 +338,7 @@ def test_small_gradients_are_compared(comm, code, targets, mean, options):
 
 
 def test_a_gradient_beside_a_loss_of_ones_own(comm):
-    """Which of the numbers of a tree are losses nobody knows."""
+    """The library does not know which numbers of a tree are losses."""
     s = 1 if SIZE == 4 else 2
     with opened(comm, code="cyclic_repetition", stragglers=s) as group:
         losses, params, batch = regression(group, 1.0, 1e3)
@@ -359,7 +365,7 @@ def test_a_plain_shard_does_not_pass_with_copies(comm, digits):
 
 
 def test_without_it_a_shard_passes(comm, digits):
-    """What the tests above are about: a sum of something else, by the algebra."""
+    """Without the check the result is another sum, by the algebra."""
     s = 1 if SIZE == 4 else 2
     gone = (np.arange(SIZE) > 0) & (np.arange(SIZE) <= s)
     with opened(comm, check=False, code="cyclic_repetition", stragglers=s) as group:
@@ -400,7 +406,7 @@ def test_ranks_left_out_are_not_compared(comm):
         assert_sum(group, total, VECTOR)
 
 
-# Asking for it.
+# How to enable the check.
 
 
 def test_where_it_cannot_be(comm):

@@ -1,5 +1,6 @@
-"""With ``jax_debug_nans`` JAX runs a step again where it finds NaN: but not its rounds, as the other ranks
-would not make them again."""
+"""With ``jax_debug_nans`` JAX repeats a step that gives NaN, but not its rounds: the
+other ranks would not repeat them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +30,12 @@ def own(request, comm, transport):
 
 
 def errors(comm, group, spoils):
-    """The numbers of the steps that fail, of an epoch whose other gradients are right.
+    """Return the numbers of the steps that fail in an epoch whose other gradients are
+    right.
 
     Args:
-        spoils: of the number of a step, what loss and result are multiplied by 0 and added to: infinite
-            where they are to be NaN.
+        spoils: a function of a step's number. The step adds 0 times its value to loss
+            and result; an infinite value makes them NaN.
     """
 
     def losses(w, batch):
@@ -67,14 +69,14 @@ def errors(comm, group, spoils):
 
 @redundant
 def test_nan_of_one_rank(comm, own):
-    """What it calls next is of the same batches as the others' calls."""
+    """Its next calls are of the same batches as the others' calls."""
     odd = comm.rank == SIZE - 1
     failed = errors(comm, own, lambda step: (0, np.inf if odd and step == 1 else 0))
     assert failed == [1] * odd
 
 
 def test_nan_in_the_sum(comm, own):
-    """All ranks hear of it, and go on."""
+    """All ranks get an error, and continue."""
     assert errors(comm, own, lambda step: (np.inf if step == 2 else 0, 0)) == [2]
 
 

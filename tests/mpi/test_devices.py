@@ -1,6 +1,8 @@
 """Ranks with several devices: a collective runs on any one of them, or, inside `shard_map`, on all.
 
-`tests/test_mpirun.py` gives the ranks of one job two devices each, and those of another one four."""
+`tests/test_mpirun.py` gives the ranks of one job two devices each, and the ranks of
+another job four.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +57,7 @@ def started(x, group, **order):
 
 
 def gradient(x, group, **order):
-    """Of a batch that lies on all devices."""
+    """Return the gradient for a batch that lies on all devices."""
     part = group.batch(BATCH)
     step = jaxcoded.coded_value_and_grad(
         lambda w, i: i * w.sum() * x.sum(), group, mean=False
@@ -72,11 +74,11 @@ def uncoded(x, group, **order):
 @pytest.mark.parametrize("form", ["effect", "token"])
 @pytest.mark.parametrize("program", ["jit", "eager", "shard_map", "pmap"])
 def test_several_devices_are_refused(group, own, program, form):
-    """Before anything is sent, with what works in the message."""
+    """The error comes before anything is sent, and names what works."""
     devices = jax.devices()
     order = {"token": jnp.int32(0)} if form == "token" else {}
     calls = [coded_allreduce, coded_reduce, tree_bcast, started]
-    if program != "eager":  # in which a gradient is many programs
+    if program != "eager":  # eagerly, a gradient is many programs
         calls.append(gradient)
     if form == "effect":
         calls.append(uncoded)
@@ -108,7 +110,7 @@ def test_several_devices_are_refused(group, own, program, form):
 @pytest.mark.devices(exhaustive=(4,))
 @pytest.mark.parametrize("form", ["effect", "token"])
 def test_any_one_device(comm, group, own, form):
-    """One after the other in the order of the program."""
+    """Rounds on any one device follow the order of the program."""
 
     def total(x):
         if form == "effect":
@@ -139,7 +141,7 @@ def test_value_and_grad_on_another_device(group):
 
 
 def halved(own):
-    """A contribution that is computed on all devices."""
+    """Return a contribution that is computed on all devices."""
     spread = jax.device_put(own, NamedSharding(on(jax.devices()), SPLIT))
     return mapped(lambda x: 2 * x, jax.devices())(spread / 2)
 
@@ -169,7 +171,7 @@ def together(f, in_specs, out_specs, mesh=None, **options):
 
 
 def total(group, **options):
-    """A sum of what is split and what is the same, in the order of a token."""
+    """Sum a split and a replicated array, in the order of a token."""
 
     def f(x, token):
         out = coded_allreduce(x, group, token=token, **options)
@@ -179,7 +181,7 @@ def total(group, **options):
 
 
 def assert_same_copies(x):
-    """What is the same on all devices has the same bits there."""
+    """Check that replicated arrays have the same bits on all devices."""
     first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
     assert others and all(other.tobytes() == first.tobytes() for other in others)
 
@@ -196,7 +198,7 @@ SPECS = {"split": SPLIT, "same": SAME, "half": SPLIT, "many": SPLIT}
 @engine_only
 @pytest.mark.parametrize("program", ["jit", more("eager")])
 def test_shards_and_copies(comm, group, program):
-    """Each device has its shards of the sum, and what is the same on all has the same bits."""
+    """Each device has its shards of the sum, and replicated arrays have the same bits."""
     own = contribution(group, TREE)
     f = together(total(group, residual=True), (SPECS, SAME), (SPECS, SAME, SAME))
     before = group.rounds
@@ -243,7 +245,7 @@ def test_other_collectives(comm, group):
 @four
 @engine_only
 def test_two_axes(comm, group):
-    """What is split over one of them is the same along the other."""
+    """An array split over one axis is replicated along the other."""
     mesh = Mesh(np.array(jax.devices()[:4][::-1]).reshape(2, 2), ("x", "y"))
     tree = {
         name: per_example(8, 4, seed=i)
@@ -263,7 +265,7 @@ def test_two_axes(comm, group):
 
 
 class Model:
-    """A linear model with a hidden layer, and its training in one process, in float64."""
+    """A linear model with a hidden layer, and its training in one process in float64."""
 
     x = per_example(8, seed=11)
     params = {  # noqa: RUF012
@@ -290,7 +292,7 @@ class Model:
 
 
 def hsdp_losses(shards, x):
-    """Of parameters that are split over the devices, as is the batch."""
+    """Return the losses; parameters and batch are split over the devices."""
     w = jax.lax.all_gather(shards["w"], "x", tiled=True)
     return Model.losses({"w": w, "v": shards["v"]}, x)
 
@@ -318,7 +320,7 @@ def train_step(group, layout, **options):
 
 
 def placed(layout):
-    """The parameters where they are to be."""
+    """Return the parameters in a layout on the devices."""
     specs = LAYOUTS[layout][1]
     specs = specs if isinstance(specs, dict) else dict.fromkeys(Model.params, specs)
     mesh = on(jax.devices())
@@ -335,7 +337,9 @@ def read(group):
 
 
 def split(batch, spec=SPLIT):
-    """Specs: along the axis of examples; numbers are the same on all devices."""
+    """Return the specs: arrays are split along the axis of examples, and numbers are
+    replicated.
+    """
     return jax.tree.map(lambda leaf: spec if np.ndim(leaf) else SAME, batch)
 
 
@@ -343,7 +347,9 @@ def split(batch, spec=SPLIT):
 @engine_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(comm, group, layout):
-    """As in one process, with the same bits on all ranks and devices."""
+    """Training matches that of one process, with the same bits on all ranks and
+    devices.
+    """
     params, token = placed(layout), jnp.int32(0)
     step, batch = train_step(group, layout), read(group)
     losses = []
@@ -390,7 +396,7 @@ def test_in_a_scan(comm, group):
 @pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
 def test_batches_of_an_epoch(comm, group):
-    """Also a smaller last one."""
+    """A smaller last batch works, too."""
     epoch = group.epoch(Model.x, 12, seed=0, multiple=jax.device_count())
     step = jaxcoded.coded_value_and_grad(Model.losses, group)
 
@@ -413,7 +419,9 @@ def test_batches_of_an_epoch(comm, group):
 @engine_only
 @pytest.mark.parametrize("late", [None, pytest.param(SIZE - 1, marks=redundant)])
 def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
-    """The gradient of a batch that is split by the arrays' own sharding, in the same jit."""
+    """Sum, in the same jit, the gradient of a batch that is split by the arrays'
+    sharding.
+    """
     part = group.batch(BATCH, multiple=jax.device_count())
     spread = NamedSharding(on(jax.devices()), SPLIT)
     lag = together(lambda token: group.lag(token=token)[::2], (SAME,), (SAME, SAME))
@@ -424,7 +432,7 @@ def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
     specs = {
         "w": SPLIT,
         "v": SAME,
-    }  # a layout that the gradient does not have by itself
+    }  # a layout different from the gradient's
     reduce = together(summed, (specs, SAME, SAME), (specs, SAME))
 
     @jax.jit
@@ -459,7 +467,9 @@ def test_sums_of_what_the_compiler_has_laid_out(comm, group, late):
 @engine_only
 @pytest.mark.parametrize("layout", ["hsdp", "batch"])
 def test_a_late_rank_catches_up(comm, group, layout):
-    """It skips its gradients, on all of its devices, and ends with the same bits."""
+    """The late rank skips its gradients on all of its devices, and ends with the same
+    bits.
+    """
     step, batch = train_step(group, layout), read(group)
     step.lower(placed(layout), batch, jnp.int32(0)).compile()
 
@@ -479,7 +489,7 @@ def test_a_late_rank_catches_up(comm, group, layout):
 @redundant
 @engine_only
 def test_mistakes_are_looked_for(comm, transport):
-    """A shard that does not fit those of the other ranks is an error on all."""
+    """A shard that does not match those of the other ranks is an error on all ranks."""
     debug = jaxcoded.Options(check=jaxcoded.DEBUG)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(), transport=transport, options=debug
@@ -525,7 +535,7 @@ def test_started_rounds(comm, group, late):
     if late is not None:
         out, residual, same = one_late(comm, group, late, number, rounds)
     assert_sum(group, (out, same), (TREE, TREE["same"]))
-    assert residual < 1e-6  # rounded to float32 where a bucket has no wider numbers
+    assert residual < 1e-6  # rounded to float32 if a bucket has no wider numbers
     assert_same_bits(comm, (out, same))
     jax.tree.map(assert_same_copies, (out["same"], same))
 
@@ -533,7 +543,7 @@ def test_started_rounds(comm, group, late):
 @pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
 def test_beside_collectives_among_the_devices(comm, group):
-    """Sums that do not wait for each other end, in whichever order XLA begins them."""
+    """Independent sums end, in whichever order XLA begins them."""
     number = jax.device_count()
     around = [(i, (i + 1) % number) for i in range(number)]
 
@@ -573,7 +583,7 @@ def test_a_handle_leaves_shard_map(comm, group):
 
 @engine_only
 def test_what_is_refused(group, own):
-    """When it is traced, with what helps."""
+    """The error comes at trace time, and says what helps."""
 
     def refused(match, f, in_specs=(SPLIT, SAME), out_specs=SPLIT, **options):
         before = group.rounds
@@ -617,7 +627,7 @@ def test_what_is_refused(group, own):
 @several
 @engine_only
 def test_other_devices_on_other_ranks(comm, group, own):
-    """An error on every rank, and then all goes on."""
+    """Every rank gets an error, and then all continue."""
     name = "x" if comm.rank else "z"
     spec = PartitionSpec(name)
     f = together(
@@ -627,7 +637,7 @@ def test_other_devices_on_other_ranks(comm, group, own):
     )
     wait_for_all(comm)
     with pytest.raises(JaxRuntimeError, match=r"GroupMismatch.*devices \[[xz]="):
-        for _ in range(2):  # in that round or the next
+        for _ in range(2):  # the error comes in that round or the next
             finish(jax.jit(f)(own, jnp.int32(0)))
     jaxcoded.effects_barrier()
     wait_for_all(comm)
@@ -635,7 +645,7 @@ def test_other_devices_on_other_ranks(comm, group, own):
 
 
 def settled(group, own):
-    """The sum, once errors that are told in a later round have been."""
+    """Return the sum, once errors of an earlier round have been raised."""
     f = together(total(group), (SPLIT, SAME), (SPLIT, SAME, SAME))
     for _ in range(3):
         try:
@@ -659,7 +669,9 @@ def settled(group, own):
 def test_devices_that_call_different_things(
     comm, group, own, monkeypatch, other, words
 ):
-    """They fail, or give up on the one that calls nothing, and the other ranks are told."""
+    """The devices fail, or give up the one that calls nothing, and the other ranks get
+    an error.
+    """
     monkeypatch.setattr(engine_call, "PATIENCE", 2.0)
 
     def f(x, token):

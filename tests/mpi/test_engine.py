@@ -1,4 +1,6 @@
-"""What only the engine has: results in place, ranks that may be late, snapshots, numpy arrays."""
+"""Features of the engine alone: results in place, late ranks, snapshots and NumPy
+arrays.
+"""
 
 import contextlib
 import fcntl
@@ -63,7 +65,7 @@ def own(group):
 
 @pytest.mark.parametrize("form", ["token", "effect"])
 def test_donated_operand(comm, group, own, form):
-    """It is consumed, and the result lies where it was."""
+    """The operand is consumed, and the result takes its place."""
 
     def step(x, token):
         if form == "token":
@@ -89,7 +91,7 @@ def test_donated_operand(comm, group, own, form):
 
 @pytest.mark.parametrize("donated", [True, False])
 def test_three_megabytes(comm, group, donated):
-    """Vectors of several pieces, one for each dtype, in place and not."""
+    """Each dtype has a vector of several pieces, in place or not."""
     dtypes = {"float16": 20, "bfloat16": 21, "float32": 19, "float64": 18}
     scale = per_example()
     shape = {
@@ -132,7 +134,7 @@ def test_three_megabytes_in_slices(comm, transport):
         )
         for name, dtype in {"wide": "float64", "single": "float32"}.items():
             error = np.abs(grads[name] / (scale.sum() * shape) - 1)
-            # the loss is computed in float64, its gradient is rounded once more
+            # the loss is computed in float64, and its gradient rounded once more
             assert error.max() <= 2 * rounding(sliced, dtype), dtype
         assert_same_bits(comm, grads)
 
@@ -146,7 +148,7 @@ def test_two_groups_in_loops(comm, group, transport, own):
         @jax.jit
         def program(x):
             def step(total, k):
-                coded_allreduce(k * x, other)  # nobody reads it
+                coded_allreduce(k * x, other)  # not used
                 there = lambda: coded_allreduce(x, group) + coded_allreduce(x, other)
                 back = lambda: coded_allreduce(x, other) + coded_allreduce(x, group)
                 total += jax.lax.cond(k % 2 == 0, there, back)
@@ -174,7 +176,7 @@ def test_two_groups_in_loops(comm, group, transport, own):
 
 
 def test_errors_of_the_engine_are_what_they_are(group, monkeypatch):
-    """Not only that of a group that was closed."""
+    """All errors keep their classes, not only that of a closed group."""
 
     def fails(index):
         raise RuntimeError("MPI is gone")
@@ -237,7 +239,7 @@ def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
 
 
 def needed_with(plan, rank):
-    """A mask without whose ranks this one is needed."""
+    """Return a mask without whose ranks this one is needed."""
     for other in plan.tree.children[plan.tree.parents[rank]]:
         mask = np.arange(plan.size) == other
         both = mask | (np.arange(plan.size) == rank)
@@ -260,7 +262,7 @@ def test_a_late_rank_counts_again(comm, group, own, late):
 
 
 class Counter:
-    """Counts how often a loss is computed, while the program runs."""
+    """A counter of how often a loss is computed while the program runs."""
 
     def __init__(self):
         self.count = 0
@@ -308,7 +310,7 @@ def test_a_late_rank_skips_its_gradient(comm, group, late, form):
     if RANK in (late, 0):  # the root has no data
         assert counter.count == 0
     elif SIZE == 4 or (late == 1 and RANK in group.plan.coded_children(0)):
-        assert counter.count == 3  # the code cannot do without these ones, too
+        assert counter.count == 3  # the code does not tolerate two missing ranks
     expected = np.ones(3)
     for loss in losses:
         slope = x @ expected
@@ -363,7 +365,7 @@ def test_a_late_rank_gets_its_results_while_others_close(
 
 @several
 def test_close_names_those_that_do_not_come(comm, transport):
-    """And goes on without them."""
+    """Closing names the missing ranks, and continues without them."""
     group = jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
@@ -456,7 +458,7 @@ def test_numpy_arrays_of_ranks_left_out(comm, group, own):
 @several
 @pytest.mark.parametrize("strategy", [jaxcoded.Coded(stragglers=0), jaxcoded.Shared()])
 def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, strategy):
-    """Every rank hears who it was, also where nobody waits for a deadline."""
+    """The error names the rank on every rank, also without a deadline."""
     with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         own = np.asarray(contribution(group, VECTOR))
         said = "these called with skip=True: rank 1; any 0 of its "
@@ -467,7 +469,7 @@ def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, strategy):
 
 @several
 def test_numpy_arrays_that_do_not_fit(comm, group, own):
-    """The error is of its class, in that call or the next one."""
+    """The error has its class, in that call or the next one."""
     own, erred = np.asarray(own), []
     for number in range(3):
         array = own[:4] if number == 0 and RANK == SIZE - 1 else own
@@ -510,7 +512,7 @@ def test_what_numpy_arrays_may_not_be(group, own, array, options, error, message
 
 
 def test_results_are_not_written_into_what_is_read_only(group, own):
-    """Such as the memory of a JAX array."""
+    """Read-only memory, such as that of a JAX array, is not overwritten."""
     array = np.asarray(own)
     assert not array.flags.writeable
     with pytest.raises(ValueError, match="read-only|writeable"):
@@ -553,8 +555,9 @@ def test_a_group_for_each_thread(comm, group, transport, own):
 @pytest.mark.parametrize("second", ["collective", "started"])
 @pytest.mark.parametrize("culprit", sorted({0, SIZE - 1}))
 def test_two_threads_in_one_group(comm, group, transport, culprit, second):
-    """Which of the two met the other ranks nobody knows: both are refused, all ranks hear of it,
-    and the group makes no more sums."""
+    """No rank knows which of the two threads met the other ranks: both get an error, as
+    do all ranks, and the group makes no more sums.
+    """
     other = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     own = contribution(group, VECTOR)
 
@@ -568,7 +571,7 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
     heard = []
 
     def refused(call):
-        for _ in range(2):  # a round that the others had when it happened, and one more
+        for _ in range(2):  # the others' round when it happened, and one more
             try:
                 call()
             except (jaxcoded.errors.CodedError, JaxRuntimeError) as error:
@@ -590,7 +593,7 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
         refused(call)
         assert len(heard) == 2, heard
     assert all("two threads called" in words for words in heard), heard
-    other.close()  # within its timeout, or with a warning, which is an error here
+    other.close()  # within its timeout; otherwise it warns, which is an error here
 
 
 # Ranks that are too late.
@@ -601,7 +604,7 @@ RAMP = np.linspace(1.0, 2.0, 2**16)
 
 
 def assert_state(group, state):
-    """``Σ_k (1 + k mod 3)`` times the sum over the batch."""
+    """Check that the state is ``Σ_k (1 + k mod 3)`` times the sum over the batch."""
     factor = sum(1 + k % 3 for k in range(int(state["step"])))
     expected = factor * SCALE.sum() * RAMP
     tolerance = 1e-13 * group.plan.amplification
@@ -611,7 +614,7 @@ def assert_state(group, state):
 @redundant
 @late_ranks
 def test_resync(comm, group, transport, late):
-    """A rank that is out of everyone's history goes on from a snapshot."""
+    """A rank later than every history continues from a snapshot."""
     short = jaxcoded.CodedGroup(
         comm, group.plan, transport=transport, options=jaxcoded.Options(history_bytes=1)
     )
@@ -637,7 +640,7 @@ def test_resync(comm, group, transport, late):
         with pytest.raises(JaxRuntimeError, match=lost):
             train(STEPS, lambda x: np.asarray(compiled(x)))
         assert 5 <= state["step"] < STEPS
-        assert_state(short, state)  # what was kept is right
+        assert_state(short, state)  # the snapshot is right
         for _ in range(2):
             with pytest.raises(JaxRuntimeError, match=lost):
                 jax.block_until_ready(compiled(own))
@@ -647,7 +650,7 @@ def test_resync(comm, group, transport, late):
             "x": jax.ShapeDtypeStruct(own.shape, own.dtype),
             "step": jax.ShapeDtypeStruct((), np.int64),
         }
-        # it may lack what a new root has handed on, too, as in a group that was made anew
+        # as in a new group, it may also lack what a new root has handed on
         short._session.ahead = 0
         short._session.transport.expect_state()
         with pytest.raises(jaxcoded.CodedError, match="hand on"):
@@ -665,7 +668,7 @@ def test_resync(comm, group, transport, late):
 
 
 def test_snapshots(comm, group, transport):
-    """They can be had below the root, in step or not."""
+    """Ranks below the root have snapshots, in step or not."""
     state = {"x": np.arange(3.0), "deep": [np.int32(7), np.ones((2, 0), "float16")]}
     with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
         with pytest.raises(jaxcoded.Desynchronized, match="has a snapshot from which"):
@@ -704,7 +707,7 @@ def test_snapshots(comm, group, transport):
     ids=["shape", "dtype", "leaves", "structure"],
 )
 def test_a_snapshot_of_another_state(comm, group, transport, like):
-    """It is refused, and the rank stays where it was."""
+    """The snapshot is refused, and the rank stays in its round."""
     state = {"x": np.arange(3.0), "step": 3}
     with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as other:
         for _ in range(2):
@@ -718,12 +721,12 @@ def test_a_snapshot_of_another_state(comm, group, transport, like):
         wait_for_all(comm)
 
 
-# What one can see of it.
+# What users can observe.
 
 
 @several
 def test_other_threads_get_their_turn(comm, transport):
-    """They need not wait until the engine has nothing more to do for a round."""
+    """Other threads need not wait until the engine has nothing more to do for a round."""
     pieces = 128
     own = np.ones(pieces << 18 >> 3)  # of 256 KiB each
     by_root = jaxcoded.Options(sections_from=0, piece_bytes=256 << 10)
@@ -760,7 +763,9 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
     state = np.ones(1 << 27, np.uint8)
 
     def looks_meanwhile():
-        """How often another thread has looked at the group while a snapshot was taken."""
+        """Return how often another thread has read the group while a snapshot was
+        taken.
+        """
         over, looks = threading.Event(), []
 
         def look():
@@ -783,14 +788,15 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
     ) as group:
         wait_for_all(comm)
         if RANK == group.plan.root:
-            # one before and one after it need no turn; other processes may hold up the thread
+            # one before and one after it need no turn; other processes may delay the
+            # thread
             wait_until(lambda: looks_meanwhile() > 2)
         wait_for_all(comm)
 
 
 @several
 def test_an_interrupt_while_a_rank_waits(comm, transport):
-    """Control-C is heard once the round is over, which goes on for all."""
+    """Control-C takes effect once the round is over, which continues on all ranks."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:
@@ -836,7 +842,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         logging.getLogger("jaxcoded").removeHandler(asking)
         assert_sum(group, total, VECTOR)
         said = [r.getMessage() for r in caplog.records if r.name == "jaxcoded"]
-        # from one rank on the way up to the next
+        # from one rank to the next on the way up
         while waited_for != RANK and parents[waited_for] not in (RANK, -1):
             waited_for = parents[waited_for]
         # the machine may make others late, too
@@ -844,7 +850,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
             assert not any(f"waits for rank {SIZE - 1};" in words for words in said)
         else:
             children = len(group.plan.coded_children(RANK))
-            assert lags == [0] * len(said)  # whoever hears of it may ask
+            assert lags == [0] * len(said)  # any rank that gets the report may ask
             assert said[-1] == (
                 f"group {group._session.index}, round 1: rank {RANK} waits for rank "
                 f"{waited_for}; it needs {children} of its {children} children"
@@ -853,7 +859,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
 
 @several
 def test_groups_that_are_called_in_another_order(comm, transport, caplog):
-    """Whoever waits for a rank says that this one waits in another group."""
+    """A rank that waits for another says that the other waits in another group."""
     last, logger = SIZE - 1, logging.getLogger("jaxcoded")
 
     def tell(_):
@@ -894,7 +900,7 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
 
 
 def test_memory_while_nobody_is_late(comm, transport):
-    """A rank keeps a round or two."""
+    """A rank keeps the memory of a round or two."""
     with jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
@@ -919,7 +925,7 @@ def test_memory_while_nobody_is_late(comm, transport):
 
 
 def test_a_rank_without_the_engine(comm, transport, monkeypatch):
-    """Then all have the other one."""
+    """Then all ranks use the other transport."""
     last = SIZE - 1
     if RANK == last:
         monkeypatch.setattr(engine, "missing", lambda: "no compiler here")
@@ -940,7 +946,7 @@ def test_a_rank_without_the_engine(comm, transport, monkeypatch):
 
 @pytest.mark.parametrize("step", ["introduce", "open"])
 def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
-    """Then no rank has the group, and all can make another one."""
+    """Then no rank gets the group, and all can make another one."""
     last = SIZE - 1
 
     def fail(*_):
@@ -962,7 +968,7 @@ def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
 
 @pytest.mark.skipif(SIZE > 1, reason="a process of its own")
 def test_a_process_that_cannot_share_memory(transport):
-    """It falls back before anybody relies on it."""
+    """The process falls back before any rank relies on shared memory."""
     program = """
 import resource, signal
 from mpi4py import MPI
@@ -992,7 +998,9 @@ except ValueError as error:
 
 
 def mapped(what):
-    """Inode, size and access of every mapping of an engine's page, or memory, in this process's."""
+    """Return inode, size and access of every mapping of an engine's page, or memory, in
+    this process.
+    """
     lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
     for line in lines:
         if f"/memfd:jaxcoded-{what}" in line:
@@ -1002,9 +1010,9 @@ def mapped(what):
 
 
 def own_file(what):
-    """The descriptor of this process's own."""
+    """Return the descriptor of this process's own file."""
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
             if f"/memfd:jaxcoded-{what}" in os.readlink(f"/proc/self/fd/{number}"):
                 return int(number)
     raise AssertionError(f"no {what}")
@@ -1012,8 +1020,9 @@ def own_file(what):
 
 @pytest.mark.parametrize("what", ["page", "memory"])
 def test_others_cannot_harm_what_is_shared(comm, group, what):
-    """It cannot be cut, which would kill all that have mapped it, and others write to the
-    page's wake-ups alone."""
+    """Shared files cannot be truncated, which would kill all processes that map them,
+    and others can write only the page's wake-ups.
+    """
     file = own_file(what)
     seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)
     assert seals & fcntl.F_SEAL_SHRINK
@@ -1021,7 +1030,7 @@ def test_others_cannot_harm_what_is_shared(comm, group, what):
     for size in (0, 1 << 20):
         with pytest.raises(PermissionError):
             os.ftruncate(file, size)
-    uncounted.allreduce(np.ones(1 << 16), group)  # which all fetch from one another
+    uncounted.allreduce(np.ones(1 << 16), group)  # ranks fetch pieces from each other
     inode = os.fstat(file).st_ino
     others = [(size, access) for at, size, access in mapped(what) if at != inode]
     expected = {"r--s"} | ({"rw-s"} if what == "page" else set()) if SIZE > 1 else set()
@@ -1034,7 +1043,7 @@ def test_others_cannot_harm_what_is_shared(comm, group, what):
 
 @not_alone
 def test_more_vectors_than_an_inbox_holds_addresses_of(group):
-    """And more than 16 bits count."""
+    """There are more vectors than an inbox holds addresses of, or 16 bits count."""
     count = 70_000
     scale = per_example()
     weight = contribution(group, scale)
@@ -1069,7 +1078,7 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
 
 @several
 def test_messages_that_nobody_can_have_meant(comm, transport):
-    """They fail a round, and the ones after them are read."""
+    """Impossible messages fail a round, and later messages are read."""
     nothing = np.zeros(7, np.uint8)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport
@@ -1089,7 +1098,7 @@ def test_messages_that_nobody_can_have_meant(comm, transport):
 
 
 def test_bcast_of_odd_lengths(comm, group):
-    """Bytes in pieces."""
+    """Broadcast bytes in pieces."""
     values = lambda rank: {
         "bool": (np.arange(300_001) + rank) % 3 == 0,
         "single": np.arange(100_003, dtype=np.float32) + rank,
@@ -1101,8 +1110,9 @@ def test_bcast_of_odd_lengths(comm, group):
 
 @redundant
 def test_skipped_is_missing(group):
-    """A rank that skips counts as a straggler, whatever it hands in and whether or not
-    the round is decided."""
+    """A rank that skips counts as a straggler, whatever it contributes and whether or
+    not the round is decided.
+    """
     gradients = per_example(5)
     late = group.size - 1
     reduce = jax.jit(lambda x, skip: coded_allreduce(x, group, skip=skip))
@@ -1117,7 +1127,7 @@ def test_skipped_is_missing(group):
 
 @several
 def test_an_error_that_comes_late(comm, transport):
-    """It is handed on until the ranks settle, and then all goes on in step."""
+    """Ranks pass the error on until they settle, and then all continue in step."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:
@@ -1142,7 +1152,7 @@ def test_an_error_that_comes_late(comm, transport):
 
 
 def test_snapshots_keep_kinds(transport):
-    """Python numbers and numpy arrays come back as such, with all their bits."""
+    """Python numbers and NumPy arrays keep their types and bits."""
     state = {
         "step": 3,
         "sampler": np.int64(2**40 + 5),
@@ -1162,7 +1172,7 @@ def test_snapshots_keep_kinds(transport):
 
 @pytest.mark.parametrize("leaf", ["adam", np.array(["a"]), np.array([{}]), len])
 def test_snapshots_are_of_numbers(transport, leaf):
-    """What could not come back is refused at once, and not when it is needed."""
+    """Values that a snapshot cannot restore are refused at once."""
     with pytest.raises(TypeError, match=r"leaf at \['a'\] is a .*leave it out"):
         snapshots.to_bytes({"a": leaf})
 
@@ -1171,7 +1181,7 @@ def test_snapshots_are_of_numbers(transport, leaf):
     "wrong", [{"history_bytes": -1}, {"history_bytes": 1e9}, {"deadline": -1}]
 )
 def test_misuse_of_limits(comm, transport, wrong):
-    """On every rank, also where one alone is wrong."""
+    """Every rank gets an error, also if only one has a wrong argument."""
 
     def open_with(options):
         jaxcoded.CodedGroup(

@@ -1,4 +1,4 @@
-"""Every set of ranks that a plan can do without, and sets that it cannot."""
+"""Every set of ranks that a plan tolerates missing, and sets that it does not."""
 
 import re
 
@@ -29,8 +29,9 @@ GRADIENTS = {"wide": per_example(3), "single": per_example(2, seed=1, dtype="flo
 
 
 def sums_without(group, masks):
-    """The sums for all masks, from one compiled loop. Ranks that are left out, and those below
-    them, send NaN."""
+    """Return the sums for all masks, from one compiled loop. Erased ranks, and those
+    below them, send NaN.
+    """
     message = contribution(group, GRADIENTS)
     silent = np.array([lost(group.plan, mask)[group.rank] for mask in masks])
 
@@ -44,7 +45,8 @@ def sums_without(group, masks):
 
 
 def assert_exact(comm, group, sums):
-    # the coefficients are float64, so that float64 has its digits, and float32 only its own rounding
+    # coefficients are float64, so that float64 keeps its digits, and float32 has only
+    # its own rounding
     shares = {
         "wide": 1e-12 * group.plan.amplification,
         "single": rounding(group, np.float32) + 1e-6 * group.plan.encoded,
@@ -60,9 +62,9 @@ def test_every_tolerated_mask(comm, group, transport):
     masks = tolerated_masks(group.plan)
     if (
         SIZE == 13
-    ):  # of a child's 2^4 masks 4 leave it a sum; of three, two must have one
+    ):  # 4 of a child's 2^4 masks leave it a sum; two of three children must have one
         assert len(masks) == 4**3 + 3 * 4**2 * 12
-        if transport == "mpi4jax":  # which takes long over it
+        if transport == "mpi4jax":  # mpi4jax takes long
             masks = masks[::8]
     assert_exact(comm, group, sums_without(group, masks))
 
@@ -103,7 +105,7 @@ def test_reduce_and_vmap_with_erasures(group):
 
 @redundant
 def test_derivatives_with_erasures(group):
-    """A left out rank's tangent and cotangent are left out too."""
+    """The tangent and cotangent of an erased rank are erased, too."""
     mask = tolerated_masks(group.plan)[1]
     own = contribution(group, GRADIENTS["wide"])
     scale = np.nan if mask[group.rank] else 1.0
@@ -119,7 +121,7 @@ def test_derivatives_with_erasures(group):
     np.testing.assert_allclose(jax.grad(loss)(own), 2 * expected, rtol=1e-10)
 
 
-# Masks that are refused, by one compiled function that goes on working.
+# Masks that a compiled function refuses without being harmed.
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +135,7 @@ def masked(group):
         try:
             return jax.block_until_ready(step(mask))
         finally:
-            if ON_GPU:  # where programs in JAX's order go on failing
+            if ON_GPU:  # programs in JAX's order continue to fail there
                 jaxcoded.effects_barrier()
 
     yield total
@@ -165,7 +167,7 @@ def test_too_many(group, masked):
 def test_too_many_below_an_inner_rank(group, masked):
     first, second, _ = group.plan.coded_children(0)
     some, more = (list(group.plan.coded_children(rank)[:2]) for rank in (first, second))
-    # a rank that lacks too many is left out itself
+    # a rank that lacks too many children is left out itself
     assert_sum(group, masked(*some), GRADIENTS["wide"])
     words = (
         f"without its children [{first}, {second}], nor rank {first} without {some}, "

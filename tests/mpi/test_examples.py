@@ -1,4 +1,4 @@
-"""The examples do on any number of ranks what one process does without the library."""
+"""The examples, on any number of ranks, match one process without the library."""
 
 import csv
 import functools
@@ -19,8 +19,9 @@ from together import wait_for_all, wait_until
 pytestmark = pytest.mark.ranks(4)
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
-DIGITS = 1500  # that are trained with
-# Libraries cost much, and on one rank, too, they show that the example fits them; that of orbax is for several.
+DIGITS = 1500  # training examples
+# Libraries are expensive to load, and one rank suffices to test that the example works
+# with them; orbax needs several.
 with_libraries = pytest.mark.exhaustive if SIZE > 1 else lambda test: test
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -49,7 +50,7 @@ def digits(many=None):
 
 
 def last_is_late(comm, monkeypatch, module, name):
-    """The last rank comes late out of each call of this function of the example."""
+    """Delay the last rank's return from each call of this function of the example."""
     function = getattr(module, name)
 
     def late():
@@ -60,15 +61,18 @@ def last_is_late(comm, monkeypatch, module, name):
 
 
 def batches(n, size, epochs):
-    """The indices of the batches that ``group.epoch(n, size, seed=0)`` has, as its documentation
-    says: a permutation of NumPy's for each epoch."""
+    """Return the indices of the batches of ``group.epoch(n, size, seed=0)`` as
+    documented: a NumPy permutation for each epoch.
+    """
     for epoch in range(epochs):
         order = np.random.default_rng([0, epoch]).permutation(n)
         yield from (order[first : first + size] for first in range(0, n, size))
 
 
 def descended(loss, params, data, tx, indices):
-    """The parameters after a step of ``tx`` for each of the batches, with JAX and optax alone."""
+    """Return the parameters after a step of ``tx`` for each batch, with JAX and optax
+    alone.
+    """
 
     @jax.jit
     def step(params, state, batch):
@@ -99,7 +103,7 @@ def zeros():
 
 @not_alone
 def test_before_and_after(comm):
-    """README's two programs find the same weights: also the one without the library."""
+    """README's two programs find the same weights, with and without the library."""
     before, after = example("train_mpi4jax", "mpi4jax").w, example("train").w
     np.testing.assert_allclose(before, after, atol=1e-4)
     np.testing.assert_allclose(after, np.arange(5.0), atol=0.05)
@@ -163,7 +167,7 @@ def test_optax_chain(comm):
     def two_batches(params, average, state, one, other):
         average = optax.incremental_update(params, average, 0.05)
         both = [jax.grad(loss)(params, batch) for batch in (one, other)]
-        mean = jax.tree.map(lambda a, b: (a + b) / 2, *both)  # of their means
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *both)  # the mean of their means
         updates, state = tx.update(mean, state)
         params = optax.apply_updates(params, updates)
         return params, optax.incremental_update(params, average, 0.05), state
@@ -178,7 +182,7 @@ def test_optax_chain(comm):
 
 @pytest.mark.devices(exhaustive=(4,))
 def test_hsdp(comm):
-    """On as many devices as there are."""
+    """The example runs on all existing devices."""
     module = example("hsdp", "sklearn")
     trained, _ = module.train(comm, epochs=1)
     assert (
@@ -210,7 +214,7 @@ def test_natural_gradient(comm):
 
 @not_alone
 def test_newton_cg(comm, monkeypatch):
-    """Scikit-learn's weights, although one rank begins late."""
+    """The example finds scikit-learn's weights although one rank begins late."""
     module = example("newton_cg", "sklearn")
     x, digit = module.data()
     last_is_late(comm, monkeypatch, module, "data")
@@ -226,7 +230,7 @@ def test_newton_cg(comm, monkeypatch):
 
 @not_alone
 def test_batch_norm(comm):
-    """As one process with the whole batch."""
+    """The example matches one process with the whole batch."""
     module = example("batch_norm", "sklearn")
     params, seen = module.train(comm, epochs=1)
     tx, expected = optax.adam(0.01), module.start()
@@ -250,7 +254,9 @@ def test_batch_norm(comm):
 
 @not_alone
 def test_correlation(comm, monkeypatch):
-    """As one process with the whole batch, although one rank begins each epoch late."""
+    """The example matches one process with the whole batch although one rank begins
+    each epoch late.
+    """
     module = example("correlation", "sklearn")
     halves = module.data()
     last_is_late(comm, monkeypatch, module, "data")
@@ -268,7 +274,9 @@ def test_correlation(comm, monkeypatch):
 
 
 def test_canonical_correlations():
-    """Of features that are anything: beside the singular values of what is whitened."""
+    """Canonical correlations of random features equal the singular values of the
+    whitened cross-covariance.
+    """
     module = example("correlation", "sklearn")
     left, right = np.random.default_rng(0).normal(size=(2, 50, module.FEATURES))
     right += left[:, ::-1] ** 2
@@ -285,7 +293,9 @@ def test_canonical_correlations():
 
 
 def chain(spins, field):
-    """The Hamiltonian of the transverse-field Ising ring, ``(2**spins, 2**spins)``."""
+    """Return the Hamiltonian of the transverse-field Ising ring, ``(2**spins,
+    2**spins)``.
+    """
     x, z = np.array([[0.0, 1], [1, 0]]), np.diag([1.0, -1])
 
     def at(*places, what):
@@ -297,7 +307,7 @@ def chain(spins, field):
 
 
 def reconfigured(w, spins, hamiltonian, shift, steps):
-    """The energies by covariances of ``log ψ``'s derivatives ``O``, in NumPy."""
+    """Return the energies by covariances of ``log ψ``'s derivatives ``O``, in NumPy."""
     from scipy.sparse.linalg import cg
 
     n = spins.shape[1]
@@ -318,7 +328,9 @@ def reconfigured(w, spins, hamiltonian, shift, steps):
 
 @not_alone
 def test_variational_energy(comm, monkeypatch):
-    """As with covariances in NumPy, although one rank begins late, and close to the exact ground state."""
+    """The energies match covariances in NumPy although one rank begins late, and
+    approach the exact ground state.
+    """
     module = example("variational_energy")
     spins = module.configurations().astype(np.float64)
     hamiltonian = chain(module.SPINS, module.FIELD)
@@ -335,7 +347,9 @@ def test_variational_energy(comm, monkeypatch):
 
 @not_alone
 def test_chi_square(comm):
-    """What made the histogram is found again, and the histogram is met to rounding."""
+    """The fit recovers the parameters of the histogram, and matches the histogram up to
+    rounding.
+    """
     module = example("chi_square")
     theta, seen = module.fit(comm)
     np.testing.assert_allclose(theta, module.TRUTH, atol=1e-4)
@@ -378,7 +392,9 @@ def test_slow_loader(comm):
 
 
 def test_orbax_checkpoint(comm, tmp_path, capsys):
-    """Seven batches on all ranks, and the rest on all but one; then nothing is left."""
+    """All ranks train on seven batches, and all but one on the rest; a further start
+    has nothing left to do.
+    """
     module = example("orbax_checkpoint", "sklearn", "orbax.checkpoint")
     folder = comm.bcast(str(tmp_path))
     _, done = module.train(comm, folder, stop_after=7)
@@ -398,14 +414,14 @@ def test_orbax_checkpoint(comm, tmp_path, capsys):
         expected = descended(linear, zeros(), digits(), optax.adam(3e-3), indices)
         assert_close(params, expected)
     fewer.Free()
-    wait_for_all(comm)  # before the folder goes
+    wait_for_all(comm)  # before the folder is deleted
 
 
 def test_shakespeare(comm, monkeypatch):
     module = example("shakespeare")
     monkeypatch.setattr(module, "PLAYS", pathlib.Path("missing"))
     monkeypatch.setattr(module, "LAYERS", 1)
-    # Adam divides by gradients, also by those that are hardly more than rounding
+    # Adam divides by gradients, also by those close to rounding
     monkeypatch.setattr(optax, "adam", functools.partial(optax.adam, eps=1e-3))
     text = module.read()
     assert len(text) > 100_000
@@ -430,7 +446,9 @@ def test_shakespeare(comm, monkeypatch):
 
 
 def test_shakespeare_reads_the_plays():
-    """Where they are beside the checkout, and not the documentation instead."""
+    """The example reads the plays if they are next to the checkout, not the
+    documentation.
+    """
     module = example("shakespeare")
     if not module.PLAYS.exists():
         pytest.skip(f"there is no {module.PLAYS}")
@@ -441,7 +459,9 @@ def test_shakespeare_reads_the_plays():
 
 @not_alone
 def test_rounds_csv(comm, tmp_path, monkeypatch):
-    """Of three and more ranks the last one begins when the root has done all of its rounds."""
+    """With three or more ranks the last one begins after the root has done all of its
+    rounds.
+    """
     folder = pathlib.Path(comm.bcast(str(tmp_path)))
     module = example("rounds_csv")
     if late := SIZE > 2:
@@ -457,14 +477,14 @@ def test_rounds_csv(comm, tmp_path, monkeypatch):
             return list(csv.DictReader(file))
 
     mine = f"rounds-{comm.rank}.csv"
-    wait_until(lambda: len(rows(mine)) == 9)  # written on a thread of its own
+    wait_until(lambda: len(rows(mine)) == 9)  # written by a separate thread
     assert [int(row["round"]) for row in rows(mine)] == list(range(1, 10))
     lags = [int(row["lag"]) for row in rows(mine)]
     if late and comm.rank == SIZE - 1:
         assert lags[0] > 0 and all(lag <= 9 - at for at, lag in enumerate(lags))
     elif comm.rank == 0:
         assert lags == [0] * 9
-    wait_for_all(comm)  # the root has written its own, too
+    wait_for_all(comm)  # until the root has written its file, too
     for number, of_round in itertools.groupby(
         rows("arrivals.csv"), key=lambda row: row["round"]
     ):
@@ -476,4 +496,4 @@ def test_rounds_csv(comm, tmp_path, monkeypatch):
         came = [row for row in of_round if row["arrived"] != "nan"]
         assert all((row["lag"] != "") == (row in came) for row in of_round)
         assert not late or of_round[-1] not in came
-    wait_for_all(comm)  # before the folder goes
+    wait_for_all(comm)  # before the folder is deleted

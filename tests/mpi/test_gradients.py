@@ -1,7 +1,7 @@
-"""Derivatives through the collectives, against those of the whole batch, written out in numpy.
+"""Compare derivatives through the collectives with those of the whole batch in NumPy.
 
-The model is L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before φ bends it. What comes
-out in reverse mode is one rank's coded contribution, which one more round makes exact.
+The model is L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before the nonlinear φ.
+Reverse mode gives one rank's coded contribution, which one more round makes exact.
 """
 
 import functools
@@ -25,7 +25,7 @@ A = per_example(4, 3, seed=10)
 THETA = np.random.default_rng(11).standard_normal(3)
 DIRECTION = np.random.default_rng(12).standard_normal(3)
 
-# The sum, as where its parameters were spread.
+# The sum, if its parameters were spread.
 transposable = functools.partial(coded_allreduce, transposes=True)
 
 
@@ -34,12 +34,12 @@ def phi(total):
 
 
 def partial_sum(theta, examples, weights):
-    """``Σ_j w_j g_j(θ)``."""
+    """Return ``Σ_j w_j g_j(θ)``."""
     return weights @ jnp.sin(examples @ theta)
 
 
 class Whole:
-    """L(θ) and its derivatives in closed form, from some examples with weights."""
+    """L(θ) and its derivatives in closed form, for some examples with weights."""
 
     def __init__(self, theta, examples=A, weights=None):
         weights = np.ones(BATCH) if weights is None else weights
@@ -62,7 +62,7 @@ class Whole:
 
 @pytest.fixture(scope="module")
 def coded(group):
-    """The same loss, through the group."""
+    """Return the same loss, computed by the group."""
     part = group.batch(BATCH)
 
     def loss(theta):
@@ -89,14 +89,15 @@ def test_value_and_gradient(group, coded, close):
     value, local = jax.jit(jax.value_and_grad(coded))(THETA)
     whole = Whole(THETA)
     close(value, whole.loss)
-    # before the last round the gradient is linear in this rank's examples alone
+    # before the last round the gradient depends, linearly, on this rank's examples
+    # alone
     part = group.batch(BATCH)
     close(local, Whole(THETA, A[part.indices], part.weights).jacobian.T @ whole.outer)
     close(coded_allreduce(local, group), whole.grad)
 
 
 def layers(loss):
-    """The loss once for each of three layers, in a scan."""
+    """Return the loss for each of three layers, in a scan."""
     return lambda theta: jax.lax.scan(
         lambda total, k: (total + loss(k * theta), None), 0.0, jnp.arange(1.0, 4)
     )[0]
@@ -105,7 +106,7 @@ def layers(loss):
 @pytest.mark.parametrize("policy", [None, "nothing_saveable", "everything_saveable"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_checkpoint(group, coded, close, policy, inside):
-    """Its result is kept whatever the policy says: no round is run again."""
+    """Every policy keeps the sum's result: no round is repeated."""
     policy = policy and getattr(jax.checkpoint_policies, policy)
     remat = lambda f: jax.checkpoint(f, policy=policy)
     loss = layers(remat(coded)) if inside else remat(layers(coded))
@@ -125,7 +126,7 @@ def test_vmap_of_gradient(group, coded, close):
 
 
 def test_descent_inside_scan(group, coded, close):
-    """``grad`` in a ``scan`` in ``jit``."""
+    """Descend with ``grad`` in a ``scan`` in ``jit``."""
     grad = exact_grad(coded, group)
     step = lambda theta, _: (theta - 0.01 * grad(theta), None)
     reached = jax.jit(lambda theta: jax.lax.scan(step, theta, length=4)[0])(THETA)
@@ -136,7 +137,7 @@ def test_descent_inside_scan(group, coded, close):
 
 
 def test_gradient_through_scan(group, close):
-    """The carry is equal on all ranks; θ goes into every step's round."""
+    """The carry is equal on all ranks; θ enters every step's round."""
     part = group.batch(BATCH)
 
     def loss(theta):
@@ -206,7 +207,7 @@ def test_transpose_of_the_transpose_is_a_round(group, close):
 
 
 def test_some_leaves_are_constant(group, close):
-    """One message per dtype: here the one of float32 has no derivative."""
+    """Each dtype has a message: here the float32 message has no derivative."""
     own = contribution(group, {"moving": A[:, 0], "still": A[:, 1]})
     still = np.asarray(own["still"], np.float32)
 
@@ -240,7 +241,7 @@ def test_forward_mode_of_bcast_with_integers(group):
 
 @once
 def test_residual_of_an_exact_sum_does_not_move(comm, transport):
-    """It is 0, where the norm has no derivative."""
+    """The residual is 0, where the norm has no derivative."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as uncoded:
@@ -288,7 +289,7 @@ def of_each(f):
     "derive", [around, of_jit, pulled_back, linearized, checkpointed, of_each]
 )
 def test_reverse_mode_through_the_sum(group, derive):
-    """It would be the gradient of another function on every rank."""
+    """The result would be the gradient of a different function on every rank."""
     part = group.batch(BATCH)
 
     def loss(theta):
@@ -303,7 +304,9 @@ def test_reverse_mode_through_the_sum(group, derive):
 
 
 def test_reverse_mode_through_coded_value_and_grad(group):
-    """It returns the gradient: a gradient of its loss would be one rank's part."""
+    """The call already returns the gradient: a gradient of its loss would be one rank's
+    part.
+    """
     part = group.batch(BATCH)
     whole = jaxcoded.coded_value_and_grad(lambda w, x: (x - w) ** 2, group, mean=False)
     with pytest.raises(NotImplementedError, match="coded_value_and_grad of .*reverse"):
@@ -311,7 +314,7 @@ def test_reverse_mode_through_coded_value_and_grad(group):
 
 
 def test_a_sum_beside_the_loss(group, close):
-    """Nothing flows back through a metric."""
+    """A metric has no cotangent."""
     part = group.batch(BATCH)
 
     def loss(theta):
@@ -326,7 +329,9 @@ def test_a_sum_beside_the_loss(group, close):
 
 @slices
 def test_no_transpose_with_slices(comm, transport):
-    """On any rank: also not on the root, whose message is as long as the gradient."""
+    """No rank has a transpose, not even the root, whose message is as long as the
+    gradient.
+    """
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(slices=2), transport=transport
     ) as sliced:

@@ -1,4 +1,6 @@
-"""Programs that set JAX's checks: its promotion of dtypes and ranks, its own invariants, NaN, with and without x64."""
+"""Programs that enable JAX's checks: promotion of dtypes and ranks, invariants, NaN,
+with and without x64.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +90,7 @@ def test_training(comm, floating, kind):
 
 
 def test_other_collectives(comm, floating):
-    """Of a group in which all weights are 1."""
+    """The other collectives work in a group whose weights are all 1."""
     with jaxcoded.CodedGroup(comm, Uncoded()) as group:
         mine = np.arange(3, dtype=floating) + comm.rank
         total = np.sum([np.arange(3) + rank for rank in range(SIZE)], axis=0)

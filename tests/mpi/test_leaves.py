@@ -1,4 +1,6 @@
-"""Leaves as data sets and models have them: a right value, or an error that names the leaf and the remedy."""
+"""Typical leaves of data sets and models give a right value, or an error that names the
+leaf and the remedy.
+"""
 
 import io
 
@@ -17,7 +19,7 @@ pytestmark = [engine_only, pytest.mark.ranks(4)]
 BATCH = 20
 X = np.random.default_rng(0).normal(size=(BATCH, 3))
 GRADIENT = 2 * (X @ np.ones(3)) @ X
-BEYOND = 5_000_000_000  # what 32 bits hold
+BEYOND = 5_000_000_000  # beyond 32 bits
 
 REFUSED = {
     "text": (np.array(["a", "b"]), "<U1, text: leave it out, or .* token ids"),
@@ -41,7 +43,7 @@ def x64(request):
 
 @pytest.fixture(params=["code", "shared"], scope="module")
 def own(request, comm, transport):
-    """A group with a code, and one that shares work."""
+    """A group with a code, and a group with shared work."""
     code = jaxcoded.Coded(stragglers=int(comm.size > 2))
     shared = jaxcoded.Shared(replicas=0, blocks=2)
     strategy = shared if request.param == "shared" else code
@@ -54,7 +56,7 @@ def losses(w, batch):
 
 
 def gradient_of(losses, group):
-    """Of the sum of the losses."""
+    """Return the gradient of the sum of the losses."""
     return jaxcoded.coded_value_and_grad(losses, group, mean=False)
 
 
@@ -78,7 +80,7 @@ def test_in_a_batch(own, label):
                 )
             },
         )
-    # all ranks have erred: they go on
+    # all ranks have the error, and continue
     np.testing.assert_allclose(gradient(own), GRADIENT, rtol=1e-9)
 
 
@@ -126,7 +128,7 @@ COMPLEX = r'{} has dtype complex\d+, but coded sums are of real numbers: hand ov
 
 
 def test_complex_parameters(own):
-    """Their gradient is as JAX has it."""
+    """The gradient follows JAX's convention."""
     batch = own.batch(X)
     w = {"w": np.array([1 + 2j, -1j, 0.5])}
 
@@ -140,7 +142,7 @@ def test_complex_parameters(own):
 
 
 def test_complex_sums(group):
-    """As pairs of real numbers, whatever the code."""
+    """Every code sums complex numbers as pairs of real numbers."""
     batch = group.batch(X)
     mine = {"c": batch.weights @ (batch.data * 1j), "r": batch.weights @ batch.data}
     total = jax.jit(lambda x: coded_allreduce(x, group, divisor=2))(mine)
@@ -163,7 +165,9 @@ INTEGERS = {
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("strategy", [jaxcoded.Shared(), jaxcoded.Uncoded()], ids=repr)
 def test_integers(comm, transport, strategy, jit):
-    """Exact, in their own width, with NumPy's overflow; bools are counted."""
+    """Sums of integers are exact in their width, with NumPy's overflow; bools are
+    counted.
+    """
     with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         count = jaxcoded.coded_sum(lambda _, data: data, group)
         count = jax.jit(count) if jit else count
@@ -176,7 +180,9 @@ def test_integers(comm, transport, strategy, jit):
 
 
 def test_integers_that_add_up(comm, transport):
-    """Each rank's own, where nothing multiplies them; the wire would round them."""
+    """Integers of each rank add up if no code multiplies them; the wire dtype would
+    round them.
+    """
     mine = np.int32(2**30 + SIZE)
     with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as plain:
         out = jax.jit(lambda x: jaxcoded.coded_allreduce(x, plain))(mine)
@@ -199,7 +205,7 @@ def test_integers_that_a_code_would_round(comm, transport):
 
 
 def summing(group):
-    """What sums leaves, by name."""
+    """Return the calls that sum leaves, by name."""
     update = jaxcoded.optax.sum_gradients(group)
     weights = group.batch(BATCH).weights
 
@@ -238,7 +244,7 @@ def test_on_the_host(group, label):
 
 
 def test_another_byte_order(group):
-    """It is what files have, and is converted."""
+    """Arrays from files in another byte order are converted."""
     batch = group.batch(X)
     mine = np.asarray(batch.weights) @ batch.data
     swapped = mine.astype(">f8")
@@ -279,7 +285,9 @@ def test_keys_go_round(group, x64, implementation):
 
 
 def test_a_whole_state_goes_round(group, x64):
-    """To the bit, from what the root has; the others have the same names."""
+    """Every rank gets the root's state to the bit; the others have leaves with the same
+    names.
+    """
 
     def state(rank):
         big = BEYOND * (rank == 0)

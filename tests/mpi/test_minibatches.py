@@ -1,5 +1,6 @@
-"""Training over epochs of minibatches, of which the last one is smaller, against one process in
-float64."""
+"""Compare training over epochs of minibatches, with a smaller last one, with one
+process in float64.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ def losses(w, batch):
 
 
 def by_hand(w, batch):
-    """The mean of a batch, and its gradient."""
+    """Return the mean of a batch, and its gradient."""
     x, y = np.log(X[batch]), Y[batch]
     return ((x @ w - y) ** 2).mean() / 2, (x @ w - y) @ x / len(batch)
 
@@ -51,7 +52,7 @@ def batches(group, epoch):
 @engine_only
 @pytest.mark.parametrize("how", GROUPS)
 def test_two_epochs(comm, transport, how):
-    """Nothing is compiled anew."""
+    """Two epochs compile nothing again."""
     with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
@@ -78,7 +79,7 @@ def test_two_epochs(comm, transport, how):
 @engine_only
 @pytest.mark.parametrize("how", ["coded", "shared"] if SIZE > 2 else [])
 def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
-    """The last rank begins once the others have come to the end, and reads nothing."""
+    """The last rank begins once the others have finished, and reads nothing."""
     with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         read = []
@@ -107,7 +108,7 @@ def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
 @several
 @engine_only
 def test_an_epoch_goes_on_in_another_group(comm, transport):
-    """A new plan lays out the same batches."""
+    """A new plan divides the same batches."""
     with jaxcoded.CodedGroup(comm, GROUPS["coded"]) as group:
         w = expected = START
         for number in range(len(batches(group, 0))):
@@ -123,7 +124,9 @@ def test_an_epoch_goes_on_in_another_group(comm, transport):
 
 
 def test_sums_without_a_mean(group):
-    """With the weights by hand, too; the number of examples is theirs to divide by."""
+    """Sums without a mean also take weights; the caller divides by the number of
+    examples.
+    """
 
     def mean(w, batch):
         return batch.weights @ losses(w, batch.data) / batch.weights.examples
@@ -144,7 +147,7 @@ def test_sums_without_a_mean(group):
 
 @redundant
 def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
-    """It was done without; the batches are of different sizes."""
+    """The others did not need it; the batches have different sizes."""
     loader, late = batches(group, 0), SIZE - 1
     batch = loader[0 if comm.rank == late else 3]
     step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
@@ -164,7 +167,7 @@ def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
 )
 @engine_only
 def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
-    """Each rank counts, so that the odd one cannot be left out."""
+    """Each rank is needed, so that the odd one cannot be left out."""
     which = {"number": 0, "seed": 7, "epoch": 0, "examples": EXAMPLES}
     which |= odd if comm.rank == SIZE - 1 else {}
     with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
@@ -178,7 +181,7 @@ def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
 
 
 @several
-@mpi4jax_only  # which waits for all, so that nothing is left out
+@mpi4jax_only  # mpi4jax waits for all ranks, so that none is left out
 def test_an_approximate_mean(comm, transport):
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(code="ignore_stragglers"), transport=transport
@@ -197,8 +200,9 @@ def test_an_approximate_mean(comm, transport):
 @pytest.mark.parametrize("odd", [SIZE - 1, 0])
 @pytest.mark.parametrize("replicas", [0, min(2, SIZE - 1)])
 def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd):
-    """Where work is shared nobody computes what it does. Found in this very step, unless others
-    have computed all of the batch; and the next one is right."""
+    """With shared work no other rank computes its blocks. The mismatch is detected in
+    this step, unless others have computed the whole batch; the next step is right.
+    """
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=replicas), transport=transport
     ) as group:
@@ -207,7 +211,7 @@ def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd
             loader = batches(group, epoch)
             true = by_hand(START, loader.indices(number))
             for wrong in (True, False):
-                # of those of one size
+                # among batches of one size
                 at = (number + 1) % 3 if wrong and comm.rank == odd else number
                 batch = loader[at]
                 error = ""
@@ -229,7 +233,7 @@ def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd
 @engine_only
 @pytest.mark.parametrize("epochs", [True, False])
 def test_a_rank_with_other_parameters(comm, transport, epochs):
-    """Shared work in the debug mode: found, but for one time in 63."""
+    """Shared work in the debug mode: the mismatch is detected 62 times of 63."""
     options = jaxcoded.Options(check=jaxcoded.DEBUG)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=0), transport=transport, options=options
@@ -258,13 +262,14 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
     ids=["uncoded", "coded", "slices", "shared", "replicas"],
 )
 def test_ranks_that_start_from_parameters_of_their_own(comm, transport, how, mean):
-    """Such as those of a seed each: an error on all of them, with any code, while parameters that differ in
-    rounding alone go on."""
+    """Parameters from different seeds are an error on all ranks with any code.
+    Parameters that differ in rounding alone are none.
+    """
     with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=mean))
         mine = batches(group, 0)[0]
         own = np.random.default_rng(comm.rank).standard_normal(len(START))
-        comm.barrier()  # nobody is late, so that others are in the sum
+        comm.barrier()  # no rank is late, so that others are in the sum
         with pytest.raises(
             JaxRuntimeError, match="parameters are not those of the others"
         ):

@@ -1,4 +1,4 @@
-"""Wrong use is an error, on every rank where ranks differ, and the group can be used after it."""
+"""Wrong use is an error, on every rank if ranks differ, and the group stays usable."""
 
 import logging
 import os
@@ -80,7 +80,9 @@ def means(group, own, odd):
 
 
 def batch_sizes(group, own, odd):
-    """Weights of another batch size were right or wrong with who was late."""
+    """Use weights of another batch size, which were right or wrong depending on the
+    late ranks.
+    """
     part = group.batch(len(VECTOR) - odd)
     step = jaxcoded.coded_value_and_grad(lambda w, v: v @ w, group)
     return len(VECTOR) * step(np.zeros(5), part.of(VECTOR[part.indices]))[1]
@@ -91,7 +93,7 @@ def nothing(group, own, odd):
 
 
 def caught(group, own, odd):
-    """The odd rank errs, goes on, and is one round behind the others."""
+    """Let the odd rank catch an error and continue, one round behind the others."""
     if odd:
         with pytest.raises(TypeError):
             coded_allreduce(np.ones(3, int), group)
@@ -154,7 +156,7 @@ def test_of_what_is_long_the_difference_is_said():
 @mpi4jax_only
 @differences
 def test_mismatch(group, own, call, usual, unusual):
-    """Every rank hears of it in that very call."""
+    """Every rank gets the error in that call."""
     with pytest.raises(JaxRuntimeError) as error:
         jax.block_until_ready(call(group, own, odd=RANK == SIZE - 1))
     text = str(error.value)
@@ -165,7 +167,7 @@ def test_mismatch(group, own, call, usual, unusual):
     )
     pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, .*{re.escape(unusual)}"
     assert re.search(pattern, text), text
-    # nothing of the failed round is left in the way
+    # the failed round leaves nothing behind
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 
@@ -179,7 +181,7 @@ def assert_odd_one_out(comm, group, own, odd, call, usual, unusual):
         lambda: coded_allreduce(own, group),
         lambda: coded_allreduce(own, group),
     ]
-    # of an error before this test, the next call tells
+    # the next call reports an error before this test
     assert_sum(group, coded_allreduce(own, group), VECTOR)
     together.wait_for_all(comm)
     together.assert_odd_one_out(comm, calls, odd, usual, unusual, check)
@@ -189,7 +191,7 @@ def assert_odd_one_out(comm, group, own, odd, call, usual, unusual):
 @engine_only
 @differences
 def test_mismatch_with_ranks_that_may_be_late(comm, group, own, call, usual, unusual):
-    """Every rank hears of it in that call or in the next one."""
+    """Every rank gets the error in that call or in the next one."""
     assert_odd_one_out(comm, group, own, SIZE - 1, call, usual, unusual)
 
 
@@ -203,7 +205,7 @@ def test_mismatch_at_a_parent(comm, group, own, odd):
 
 @several
 def test_who_waits_long_for_others_to_make_a_group(comm, monkeypatch):
-    """It says so, and gets the group when they come."""
+    """The rank logs that it waits, and gets the group when the others come."""
     last, logger, said = SIZE - 1, logging.getLogger("jaxcoded"), []
 
     def hear(record):
@@ -230,8 +232,9 @@ def test_who_waits_long_for_others_to_make_a_group(comm, monkeypatch):
 @engine_only
 @pytest.mark.skipif(SIZE < 4, reason="nobody may be late")
 def test_a_mismatch_in_the_last_round(comm, transport, caplog):
-    """A late rank called something else: an error there, the right sum elsewhere, and the root's
-    log names both."""
+    """A late rank called something else: it gets an error, the others the right sum,
+    and the root's log names both.
+    """
     one = np.ones(5)
     with (
         caplog.at_level(logging.WARNING, "jaxcoded"),
@@ -249,7 +252,7 @@ def test_a_mismatch_in_the_last_round(comm, transport, caplog):
             together.wait_for_all(comm)
     if RANK == 0:
         words = rf"after its last round: GroupMismatch: float64\[4\] at rank {SIZE - 1}, float64\[5\] at "
-        for _ in range(1000):  # it is logged on another thread
+        for _ in range(1000):  # another thread logs it
             if re.search(words, caplog.text):
                 return
             time.sleep(0.01)
@@ -275,8 +278,9 @@ def test_one_rank_closes_while_others_call(comm, group, transport):
 
 
 def calls_of_others(comm, group, own, closing):
-    """What three calls come to at each rank while some ranks close the group: the sum, or
-    an error that says who closed it. Then all close it."""
+    """Return the results of three calls on each rank while some ranks close the group:
+    the sum, or an error that names them. Then all close it.
+    """
     outcomes = []
     with jaxcoded.CodedGroup(comm, group.plan, transport="engine") as other:
         if RANK in closing:
@@ -361,7 +365,9 @@ def test_different_arguments(comm, odd, said):
 
 @once
 def test_equal_arguments_of_different_kinds(comm, transport):
-    """Ranks agree by value. The kinds differ from rank to rank, and every rank has each."""
+    """Ranks agree if values are equal. Types differ from rank to rank, and every rank
+    has each type.
+    """
     speeds = np.arange(1, SIZE + 1)
     kinds = [list, tuple, np.array, lambda s: np.array(s, np.float32), jnp.array]
     deadlines = [3, 3.0, np.float32(3), np.int64(3), np.float64(3)]
@@ -400,7 +406,7 @@ def test_impossible_arguments(comm):
         jaxcoded.CodedGroup(comm, "star")
 
 
-# One rank's own arguments: the same mistake on all ranks, and nothing is sent.
+# Wrong arguments, the same on all ranks: nothing is sent.
 
 
 @once
@@ -596,7 +602,7 @@ def test_use_after_close(comm, group, transport):
             collective(own, closed)
     with pytest.raises(JaxRuntimeError, match=f"GroupClosed: {message}"):
         compiled(own)
-    # a group made later is not taken for it
+    # a group made later is not confused with it
     with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as later:
         with pytest.raises(JaxRuntimeError, match=message):
             compiled(own)
@@ -604,7 +610,9 @@ def test_use_after_close(comm, group, transport):
 
 
 def test_errors_that_jax_raises_are_translated(comm, group, transport):
-    """With a token JAX has a ValueError for some of them, once the call has been compiled."""
+    """With a token JAX raises a ValueError for some of them, once the call has been
+    compiled.
+    """
     closed = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     ordered = jax.jit(lambda x: coded_allreduce(x, closed))
     by_token = jax.jit(lambda x: coded_allreduce(x, closed, token=jnp.int32(0)))
@@ -634,7 +642,7 @@ def test_a_wrong_timeout_leaves_the_group_open(comm, group, transport):
 
 @engine_only
 def test_threads_that_close_one_group(comm, group):
-    """One of them closes it, and the other one waits for that."""
+    """One thread closes the group, and the other one waits for that."""
     own = jaxcoded.CodedGroup(comm, group.plan, transport="engine")
     together, errors = threading.Barrier(2), []
 
@@ -642,7 +650,7 @@ def test_threads_that_close_one_group(comm, group):
         together.wait()
         try:
             own.close()
-        except BaseException as error:  # noqa: BLE001  # whatever it is
+        except BaseException as error:  # noqa: BLE001  # any exception
             errors.append(error)
 
     threads = [threading.Thread(target=close) for _ in range(2)]
@@ -681,7 +689,9 @@ def test_an_engine_of_another_mpi(comm, monkeypatch):
 
 @mpi4jax_only
 def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monkeypatch):
-    """Refused on all ranks before MPI gets one, also where one rank alone asks for it."""
+    """Device pointers are refused on all ranks before MPI gets one, also if a single
+    rank asks for them.
+    """
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("MPI4JAX_USE_CUDA_MPI", "1")
@@ -695,7 +705,7 @@ def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monke
 
 
 class Library:
-    """What MPI's library has of extensions that tell of CUDA."""
+    """An MPI library with some of the extensions that report CUDA support."""
 
     def __init__(self, answer, name):
         def query(*arguments):
@@ -732,14 +742,14 @@ def test_an_mpi4jax_without_its_bridge(transport, monkeypatch):
     reason="not MPI of a wheel",
 )
 def test_wheels_of_mpi_take_no_device_pointers(transport):
-    """They are built without CUDA, and say so."""
+    """The wheels are built without CUDA, and say so."""
     assert cuda_aware.supported() is False
 
 
 @engine_only
 def test_a_forked_process_cannot_use_a_group(group):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python and JAX warn of forks
+        warnings.simplefilter("ignore")  # Python and JAX warn about forks
         child = os.fork()
     if child == 0:
         refused = 0

@@ -1,4 +1,6 @@
-"""Rounds that are started and finished later: their sums, their order, and what may come between."""
+"""Rounds that are started and finished later: their sums, their order, and calls
+between.
+"""
 
 import contextlib
 import dataclasses
@@ -31,7 +33,7 @@ from jaxcoded import GroupClosed, coded_allreduce_done, tree_bcast
 pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
 
 RANK = MPI.COMM_WORLD.rank
-MOST = 64  # rounds that are started and not done
+MOST = 64  # most rounds that are started and not done
 VECTOR = per_example(5)
 TREE = {
     "wide": per_example(40, 3, seed=1),
@@ -49,7 +51,7 @@ def own(group):
 
 
 class Calls:
-    """The calls of a group in the order of a token, or of the effect."""
+    """The calls of a group, ordered by a token or by the effect."""
 
     def __init__(self, group, form, token):
         self.group, self.token = group, token if form == "token" else None
@@ -83,8 +85,9 @@ class Calls:
 @forms
 @pytest.mark.parametrize("turned", [False, True])
 def test_many_at_a_time(comm, group, own, form, turned):
-    """Of all sizes, done in the order of their starts or in the other one, with a call
-    that waits in between."""
+    """Rounds of all sizes are done in the order of their starts or in reverse, with a
+    call that waits between.
+    """
     tree = jax.tree.map(jnp.asarray, contribution(group, TREE))
 
     @jax.jit
@@ -114,7 +117,7 @@ def test_many_at_a_time(comm, group, own, form, turned):
 @forms
 @pytest.mark.parametrize("bucket_bytes", [1, 600, 10**9])
 def test_buckets(comm, group, form, bucket_bytes):
-    """One round for each, the leaves of which come back in their places."""
+    """Each bucket is a round, and its leaves return in their places."""
     tree = jax.tree.map(jnp.asarray, contribution(group, TREE))
     expected = {1: 4, 600: 2, 10**9: 1}[bucket_bytes]
 
@@ -142,14 +145,14 @@ def test_buckets(comm, group, form, bucket_bytes):
             np.abs(np.asarray(actual, np.float64) - exact.sum(0)),
             tolerance * size + 1e-300,
         )
-    assert residual <= 1e-2 if SIZE > 1 else residual == 0  # of float16
+    assert residual <= 1e-2 if SIZE > 1 else residual == 0  # the residual in float16
     assert_same_bits(comm, mean)
 
 
 @forms
 @late_ranks
 def test_buckets_of_groups_that_take_turns(comm, group, transport, late, form):
-    """Each group has every other round, where rounds go on by themselves."""
+    """Two groups alternate, while rounds progress by themselves."""
     tree = jax.tree.map(jnp.asarray, contribution(group, TREE))
 
     with jaxcoded.CodedGroup(
@@ -220,7 +223,7 @@ def test_from_one_step_of_a_scan_to_the_next(comm, group, own, form):
 
 @forms
 def test_from_one_compiled_function_to_another(comm, group, own, form):
-    """And through Python, where a handle is a pytree."""
+    """A handle also passes through Python, as a pytree."""
 
     @jax.jit
     def start(x, token):
@@ -248,7 +251,7 @@ def test_from_one_compiled_function_to_another(comm, group, own, form):
 def test_outside_jit(group, own):
     handle = coded_allreduce_start(own, group, divisor=2)
     other = coded_allreduce_start(own, group, divisor=jnp.float64(4))
-    # the vectors are copied: their owner may change
+    # the vectors are copied, as their owner may change
     total = coded_allreduce_done(handle, after={"any": [1, True, np.ones(2, "int8")]})
     assert_sum(group, 2 * total, VECTOR)
     assert_sum(group, 4 * coded_allreduce_done(other, after=[]), VECTOR)
@@ -273,7 +276,7 @@ def test_a_round_is_started_on_some_ranks_and_waited_for_on_others(comm, group, 
 
 
 def test_megabytes_of_buckets(comm, group):
-    """Many pieces of many rounds at a time, while the rank computes."""
+    """Many pieces of many rounds move at a time, while the rank computes."""
     scale = per_example()
     random = np.random.default_rng(7)
     shape = {f"layer {i}": random.uniform(0.5, 1, 2**17 + i) for i in range(8)}
@@ -297,7 +300,7 @@ def test_megabytes_of_buckets(comm, group):
 
 
 def test_wire_dtype(comm, group):
-    """What travels is half as long, and what comes is as the call that waits gives it."""
+    """Messages are half as long, and results match those of the call that waits."""
     gradients = per_example(40, 3, dtype="float32")
     own = jnp.asarray(contribution(group, gradients))
     options = {"wire_dtype": "bfloat16", "residual": True}
@@ -328,7 +331,7 @@ def test_erasures(comm, group, own):
 @slices
 @pytest.mark.parametrize("code", ["slices", "progressive"])
 def test_encoded(comm, transport, code):
-    """Messages of slices or parts, whose sum is longer or shorter."""
+    """Messages have slices or parts, and their sum is longer or shorter."""
     options = {"slices": 2} if code == "slices" else {"code": code, "fanout": SIZE - 1}
     gradients = {"x": per_example(11), "y": per_example(3, 2, seed=1)}
     with jaxcoded.CodedGroup(
@@ -351,7 +354,7 @@ def test_encoded(comm, transport, code):
 @engine_only
 @pytest.mark.skipif(SIZE < 4, reason="no such plan for so few ranks")
 def test_parts_between_started_rounds(comm, transport):
-    """A call whose parts go ahead takes its turn."""
+    """A call that sends its parts ahead keeps its place in the order."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(fanout=SIZE - 1, code="progressive"), transport=transport
     ) as coded:
@@ -384,7 +387,7 @@ def test_parts_between_started_rounds(comm, transport):
 @late_ranks
 @forms
 def test_a_late_rank(comm, group, own, late, form):
-    """Its starts take their places, and its results are those of the others."""
+    """The late rank's starts keep their places, and its results match the others'."""
 
     @jax.jit
     def three(x, token):
@@ -435,7 +438,7 @@ def test_skipped_is_missing(comm, group, own):
 @engine_only
 @late_ranks
 def test_a_late_rank_out_of_the_history(comm, group, transport, late):
-    """All that it has started fails, and all goes on after a snapshot."""
+    """All rounds that it has started fail, and it continues from a snapshot."""
     short = jaxcoded.CodedGroup(
         comm, group.plan, transport=transport, options=jaxcoded.Options(history_bytes=1)
     )
@@ -456,7 +459,7 @@ def test_a_late_rank_out_of_the_history(comm, group, transport, late):
     if RANK == late:
         handles = [coded_allreduce_start(own, short) for _ in range(3)]
         with pytest.raises(JaxRuntimeError, match=lost):
-            for _ in range(160):  # the first ones it may still have
+            for _ in range(160):  # it may still get the first ones
                 handles.append(coded_allreduce_start(own, short))
                 total = np.asarray(coded_allreduce_done(handles.pop(0)))
                 np.testing.assert_allclose(total, expected, rtol=tolerance)
@@ -509,7 +512,7 @@ def test_a_late_rank_out_of_the_history(comm, group, transport, late):
     ids=["shape", "coded_reduce", "tree_bcast"],
 )
 def test_one_rank_starts_something_else(comm, group, own, odd, usual, unusual):
-    """Every rank hears of it when that call is done, or the next one."""
+    """Every rank gets the error when that call or the next one is done."""
 
     def usually(x, group):
         return coded_allreduce_done(coded_allreduce_start(x, group))
@@ -533,7 +536,9 @@ def test_one_rank_starts_something_else(comm, group, own, odd, usual, unusual):
 @several
 @engine_only
 def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
-    """One rank's first round differs; of those in flight, all others or all but one."""
+    """One rank's first round differs; all other rounds in flight are right, or all but
+    one.
+    """
     mine = own[:4] if RANK == SIZE - 1 else own
     handles = [coded_allreduce_start(mine, group)]
     handles += [coded_allreduce_start(own, group) for _ in range(4)]
@@ -550,8 +555,8 @@ def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
                 assert_sum(group, total, VECTOR)
     wait_for_all(comm)
     jaxcoded.effects_barrier()
-    # once more in step, however late somebody heard of it: all five may have been decided before
-    # the odd rank called
+    # once more in step, however late a rank got the error: all five may have been
+    # decided before the odd rank called
     for number in range(5, 7):
         try:
             total = np.asarray(coded_allreduce(own, group))
@@ -569,7 +574,7 @@ def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
 
 @several
 def test_an_error_in_the_arguments_of_one_rank(comm, group, own):
-    """The others hear of it, as with a call that waits."""
+    """The others get an error, as with a call that waits."""
     errors = []
     if RANK == SIZE - 1:
         with pytest.raises(TypeError, match="floating point"):
@@ -604,7 +609,7 @@ def test_done_twice(group, own):
 
 @engine_only
 def test_a_handle_of_another_call(group, own):
-    """Its memory is not read."""
+    """The memory of a foreign handle is not read."""
     handle = coded_allreduce_start(own, group)
     other = coded_allreduce_start(own[:2], group)
     mixed = dataclasses.replace(other, rounds=handle.rounds)
@@ -617,7 +622,7 @@ def test_a_handle_of_another_call(group, own):
 
 @engine_only
 def test_never_done(comm, transport):
-    """Of rounds that nobody asks for, the engine keeps so many."""
+    """The engine keeps a limited number of rounds that are never done."""
     with jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
@@ -638,7 +643,7 @@ def test_never_done(comm, transport):
         np.testing.assert_allclose(coded_allreduce(big, other), scale.sum(), rtol=1e-9)
         wait_for_all(comm)
         kept = other.statistics()["memory_bytes"]
-        # as many rounds, and their results where somebody below may lack them
+        # that number of rounds, and their results if a rank below may lack them
         assert kept <= (2 * MOST + 32) * 1.2 * big.nbytes
 
 
@@ -656,7 +661,7 @@ def test_what_is_no_handle(group, own):
 
 
 def test_a_divisor_beyond_integers(group, own):
-    """Of JAX. The same as where the round is one call."""
+    """A divisor beyond JAX's integers acts as in a call that waits."""
     for mean in (2**70, np.float32(2**70)):
         handle = coded_allreduce_start(own, group, divisor=mean)
         assert_sum(group, coded_allreduce_done(handle), VECTOR, 2.0**-70)
@@ -687,7 +692,7 @@ def test_too_many_buckets(group, own):
 
 
 def assert_errs_together(group, own):
-    """Where all ranks have erred, all go on."""
+    """Check that all ranks get the error, and then continue."""
     assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 
@@ -713,7 +718,7 @@ def test_handles_are_not_batched(group, own):
     with pytest.raises(NotImplementedError, match="a handle is of one round"):
         jax.vmap(lambda x: coded_allreduce_done(handle, after=x))(jnp.ones(2))
     assert_sum(group, coded_allreduce_done(handle), VECTOR)
-    # what is computed before may be anything, and has no part in the derivative
+    # the value computed before may be anything, and has no derivative
     value, grad = jax.value_and_grad(
         lambda x: (
             coded_allreduce_done(coded_allreduce_start(own, group), after=x).sum() * x
@@ -727,7 +732,7 @@ def test_handles_are_not_batched(group, own):
 
 
 def test_done_after_close(comm, group, transport, own):
-    """Rounds that were started are carried to their end, and nobody hangs."""
+    """Started rounds are completed, and no rank hangs."""
     other = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     done = jax.jit(coded_allreduce_done)
     assert_sum(group, done(coded_allreduce_start(own, other)), VECTOR)
@@ -748,7 +753,7 @@ def test_done_after_close(comm, group, transport, own):
 @several
 @engine_only
 def test_close_without_a_rank_that_never_starts(comm, transport, own):
-    """It ends in time, and who waits for the round is told."""
+    """Closing ends in time, and ranks that wait for the round get an error."""
     group = jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),

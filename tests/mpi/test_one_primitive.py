@@ -1,5 +1,6 @@
-"""All calls are kinds of one primitive, which has a description of the round as its parameter; and a transport has a
-capability or says what needs it."""
+"""All calls use one primitive, whose parameter describes the round. A transport has a
+capability, or names the call that needs it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,9 @@ from jaxcoded.transport.round import Round
 
 
 def rounds(program):
-    """Of a program, also inside of what it calls: the rounds, and the names of the package's other primitives."""
+    """Return the rounds of a program and of the functions that it calls, and the names
+    of the package's other primitives.
+    """
     found, left = [], [program.jaxpr]
     while left:
         for equation in left.pop().eqns:

@@ -1,4 +1,6 @@
-"""A run's ledger recorded, and replayed: the same bits twice, although others are late."""
+"""Record a run's ledger and replay it: the same bits twice, although other ranks are
+late.
+"""
 
 import json
 import re
@@ -23,7 +25,7 @@ WORK = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
 BATCH, WIDTH, STEPS = 45, 6, 4
 SLEEP = 0.02  # seconds for a block
 
-# Of sizes so different that the order of summation shows.
+# Numbers of such different sizes that the order of summation shows.
 random = np.random.default_rng(5)
 EXAMPLES = np.float32(
     random.normal(size=(BATCH, WIDTH)) * 10.0 ** random.uniform(-4, 4, (BATCH, WIDTH))
@@ -32,12 +34,12 @@ EXAMPLES = np.float32(
 
 @pytest.fixture
 def file(comm, tmp_path):
-    """Where rank 0 may write, as all ranks call it."""
+    """Return a path where rank 0 may write, under the same name on all ranks."""
     return comm.bcast(tmp_path / "record")
 
 
 class Sleeps:
-    """What this rank sleeps for in each of its blocks, another one in every run."""
+    """The seconds that this rank sleeps in each of its blocks, different in every run."""
 
     def __init__(self, run):
         self.draw = np.random.default_rng([run, RANK]).choice
@@ -49,7 +51,7 @@ class Sleeps:
 
 
 def steps(group, run):
-    """The sums of some rounds in jit and on the host, as bytes."""
+    """Return the sums of some rounds in jit and on the host, as bytes."""
     sleeps, step = Sleeps(run), 0
 
     def nap(x):
@@ -87,7 +89,7 @@ def test_equal_bits_twice(comm, transport, file):
     for run in (1, 2) if SIZE > 1 else ():
         with made(comm, transport) as group:
             others.append(steps(group, run))
-    if SIZE > 1:  # or this test says nothing
+    if SIZE > 1:  # otherwise this test shows nothing
         assert any(sums != recorded for sums in others)
     again = file.with_name("again")
     with made(comm, transport, replay=file, record=again) as group:
@@ -98,7 +100,7 @@ def test_equal_bits_twice(comm, transport, file):
 
 @pytest.fixture
 def recorded(comm, transport, file):
-    """Of two rounds on the host."""
+    """Record two rounds on the host."""
     with made(comm, transport, record=file) as group:
         added_up(group, BATCH)
     return file
@@ -113,7 +115,7 @@ def added_up(group, batch_size):
 
 
 def test_rounds_that_are_not_recorded(comm, transport, recorded):
-    """An error on all ranks, and the round counts."""
+    """A round that is not recorded is an error on all ranks, and counts."""
     with made(comm, transport, replay=recorded) as group:
         with pytest.raises(
             CodedError, match="of a batch of 45; replay= needs the same"
@@ -125,7 +127,7 @@ def test_rounds_that_are_not_recorded(comm, transport, recorded):
 
 @pytest.fixture
 def of_owners(comm, recorded):
-    """As if nobody had been late: every rank has computed what it owns."""
+    """Record rounds without late ranks: every rank has computed its own blocks."""
     if RANK == 0:
         head, *rounds = map(json.loads, recorded.read_text().splitlines())
         plan = jaxcoded.Plan.from_json(json.dumps(head["plan"]))
@@ -143,7 +145,7 @@ def of_owners(comm, recorded):
 
 @several
 def test_a_rank_that_computed_is_missing(comm, transport, of_owners):
-    """The others hear of it, though they hold its data."""
+    """The others get an error, although they hold its data."""
     with made(comm, transport, replay=of_owners) as group:
         wait_for_all(comm)
         if RANK == SIZE - 1:

@@ -1,5 +1,6 @@
-"""Every scheme on every transport: the sum over the batch, or, of approximate codes, the
-sum with the coefficients that the residual is about."""
+"""Every scheme on every transport gives the batch's sum or, for approximate codes, the
+sum whose coefficients the residual describes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ import jaxcoded
 
 pytestmark = pytest.mark.ranks(4, exhaustive=(2, 7, 13))
 
-# code, and what make_plan needs besides it; for 3 children of every parent, or 6
+# code, and the other arguments of make_plan; for 3 children of every parent, or 6
 EXACT = {
     4: {
         "partial_stragglers(late=1, slowdown=5)": {"stragglers": 0},
@@ -35,7 +36,7 @@ EXACT = {
     7: {
         "partial_stragglers(late=2, slowdown=3)": {"stragglers": 0},
         "progressive": {"stragglers": 2},
-        "adaptive": {"stragglers": 1},  # of 6 parts it takes a while to compile
+        "adaptive": {"stragglers": 1},  # 6 parts take a while to compile
         "polynomial(load=4)": {"stragglers": 2, "slices": 2},
         "gaussian_mds": {"slices": 2},
         "single_parity_check": {"slices": 5},
@@ -58,9 +59,9 @@ APPROXIMATE = {
 }
 APPROXIMATE[13] = APPROXIMATE[4]
 FANOUT = {4: 3, 7: 6, 13: 3}
-RESIDUAL = 2e-4  # of an exact sum in float32, at most; see `test_exact`
+RESIDUAL = 2e-4  # most residual of an exact sum in float32; see `test_exact`
 
-# They are to a tree what `single_parity_check`, `polynomial` and `progressive` are.
+# A tree treats them as it treats `single_parity_check`, `polynomial` and `progressive`.
 ALIKE = ("adaptive", "gaussian_mds", "linear", "reed_solomon")
 exact_codes = pytest.mark.parametrize(
     "code",
@@ -86,7 +87,7 @@ def open_group(comm, transport, code, table):
 @pytest.mark.ranks(4, 7, 13, exhaustive=(2,))
 @exact_codes
 def test_exact(comm, transport, code):
-    """With everybody there, and with random ranks left out."""
+    """Sums are exact with all ranks, and with random ranks left out."""
     gradients = {"w": per_example(5, 3), "b": per_example(7, seed=1, dtype="float32")}
     rng = np.random.default_rng(3)
     with open_group(comm, transport, code, EXACT) as group:
@@ -109,7 +110,7 @@ def test_exact(comm, transport, code):
 @pytest.mark.above_the_transport
 @exact_codes
 def test_training_step(comm, transport, code):
-    """The parts go ahead of each other where the transport can."""
+    """Parts are sent ahead of each other if the transport can."""
     with open_group(comm, transport, code, EXACT) as group:
         x = np.random.default_rng(0).normal(size=(23, 4))
         params = {"w": np.ones(4), "b": np.float32(0.5)}
@@ -134,7 +135,7 @@ def test_training_step(comm, transport, code):
 
 @approximate_codes
 def test_approximate(comm, transport, code):
-    """The residual is that of the coefficients which the sum really has."""
+    """The residual describes the actual coefficients of the sum."""
     gradients = per_example(6)
     with open_group(comm, transport, code, APPROXIMATE) as group:
         plan = group.plan
@@ -144,7 +145,7 @@ def test_approximate(comm, transport, code):
         )
         rng = np.random.default_rng(5)
         masks = [random_erasures(plan, rng) for _ in range(4)]
-        if transport == "mpi4jax":  # the engine goes on with the first n - s
+        if transport == "mpi4jax":  # the engine continues with the first n - s
             masks.append(np.zeros(SIZE, bool))
         for mask in masks:
             total, residual, _ = reduce(contribution(group, gradients), mask)
@@ -157,7 +158,7 @@ def test_approximate(comm, transport, code):
 
 
 def messages_by_hand(plan, own, mask):
-    """What the root ends with, by the algebra: ``own`` is ``(P, l)`` for each rank."""
+    """Return the root's result by the algebra: ``own`` is ``(P, l)`` for each rank."""
     messages = [np.array(each) for each in own]
     for rank in reversed(plan.tree.order):
         children = plan.coded_children(rank)
@@ -188,7 +189,7 @@ def sum_by_hand(plan, gradients, mask):
 
 
 def residual_by_hand(plan, mask):
-    """From a batch so fine that atoms are whole numbers of examples."""
+    """Return the residual for a batch so fine that atoms are whole numbers of examples."""
     fine = plan.padding_multiple
     batch = 5040
     own = []
@@ -209,8 +210,9 @@ def residual_by_hand(plan, mask):
 @engine_only
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_what_a_slow_rank_has_finished_counts(comm, transport):
-    """A child that is at its second part while all others end the round: they need its
-    first one."""
+    """A child is still at its second part while all others end the round, and they need
+    its first part.
+    """
     talk = comm.Dup()
     others = [rank for rank in range(comm.size) if rank != 1]
     with jaxcoded.CodedGroup(
@@ -253,8 +255,9 @@ def test_what_a_slow_rank_has_finished_counts(comm, transport):
 @engine_only
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_a_call_that_breaks_off_between_its_parts(comm, transport):
-    """The rank counts as missing in the round that it began, and takes its result when
-    it tries again."""
+    """The rank counts as missing in the round that it began, and gets the result when
+    it tries again.
+    """
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(fanout=SIZE - 1, code="progressive"), transport=transport
     ) as group:
@@ -306,7 +309,7 @@ def test_unequal_speeds(comm, transport):
 @pytest.mark.ranks(4, 7, exhaustive=(2, 13))
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_vmap_of_parts(comm, transport):
-    """An ensemble of ensembles: one round, its parts one after the other."""
+    """An ensemble of ensembles takes one round, whose parts follow each other."""
     with jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(fanout=FANOUT[SIZE], code="progressive"),
@@ -342,7 +345,7 @@ def test_the_root_cannot_skip(comm, transport, computes):
 
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_residual_of_a_large_amplification(comm, transport):
-    """As exact as the data."""
+    """The residual is as exact as the data."""
     if SIZE != 4:
         pytest.skip("one size will do")
     generator = [[1, 1, 1], [1, 1.00001, 1.00002]]

@@ -1,4 +1,4 @@
-"""Long sums that are formed in sections, each by another rank."""
+"""Long sums are formed in sections, each by a different rank."""
 
 import itertools
 import re
@@ -29,30 +29,32 @@ if SIZE >= 4:
         {"stragglers": 2 if SIZE == 4 else 1},
         {"strategy": jaxcoded.Shared(replicas=min(2, SIZE - 1))},
     ]
-CODED = []  # messages are not as long as the sum: half of it, or of two parts
+CODED = []  # messages that differ in length from the sum: half of it, or two parts
 if SIZE >= 4:
     CODED = [
         {"stragglers": 1, "slices": 2},
         {"stragglers": 1, "code": "progressive"},
     ]
-if SIZE in (7, 13):  # the root's children sum up what their own have
+if SIZE in (7, 13):  # the root's children add up their children's messages
     CODES += [{"fanout": 2 if SIZE == 7 else 3, "stragglers": s} for s in (0, 1)]
-ALIKE = [{"stragglers": 0}]  # whichever messages are chosen, the bits are the same
+ALIKE = [{"stragglers": 0}]  # the bits do not depend on the chosen messages
 if SIZE in (4, 7):
     repeated = {"stragglers": 2 if SIZE == 4 else 1, "code": "fractional_repetition"}
     ALIKE.append(repeated)
 PIECE = 16 << 10  # bytes
 NUMBERS = 30_000  # 15 pieces, and 8 of single numbers
-MOST = 50  # attempts at what a loaded machine may prevent
+MOST = 50  # attempts, as a loaded machine may prevent success
 
 
 @pytest.fixture(autouse=True)
 def engine(transport):
-    """All groups are on it."""
+    """All groups use the engine."""
 
 
 def opened(comm, strategy=None, options=None, **coded):
-    """A group that forms its sums so; the root's children are all other ranks."""
+    """Open a group that forms its sums in sections; all other ranks are the root's
+    children.
+    """
     wanted = jaxcoded.Options(sections_from=1, piece_bytes=PIECE)
     strategy = strategy or jaxcoded.Coded(**{"fanout": SIZE - 1, **coded})
     return jaxcoded.CodedGroup(
@@ -67,7 +69,7 @@ def family(comm, request):
 
 
 def vectors(numbers, seed=0):
-    """For each example of the batch, of two dtypes."""
+    """Return vectors of two dtypes for each example of the batch."""
     return {
         "double": per_example(numbers, seed=seed),
         "single": per_example(numbers // 2 + 3, seed=seed + 1, dtype="float32"),
@@ -75,7 +77,7 @@ def vectors(numbers, seed=0):
 
 
 def own(group, gradients):
-    """What this rank hands in."""
+    """Return this rank's contribution."""
     if not group.plan.strategy.by_blocks:
         return contribution(group, gradients)
     mine = slice(RANK * BATCH // SIZE, (RANK + 1) * BATCH // SIZE)
@@ -83,12 +85,12 @@ def own(group, gradients):
 
 
 def makers(group):
-    """Who may form sections, the root aside."""
+    """Return the ranks other than the root that may form sections."""
     return group.plan.coded_children(group.plan.root)
 
 
 def formed(group):
-    """Bytes of sums that this rank has formed for all."""
+    """Return the bytes of sums that this rank has formed for all."""
     return group.statistics()["formed_bytes"]
 
 
@@ -106,13 +108,14 @@ def test_the_same_bits_everywhere(comm, family, donated):
         donate_argnums=(0,) if donated else (),
     )
     token = jnp.int32(0)
-    each = family.plan.padding_multiple  # to which a vector is filled up
+    each = family.plan.padding_multiple  # the multiple to which a vector is padded
     bytes_of_all = sum(
         -(-leaf[0].size // each) * each * leaf.itemsize for leaf in gradients.values()
     )
     by_rank, by_all = [0] * SIZE, []
-    # Whoever comes last may form nothing, and a root may not if its children form all of it from their own
-    # copies. On a loaded machine a section may be formed twice, if its maker sleeps for a while.
+    # The last rank may form nothing, and neither does a root whose children form the
+    # whole sum from their own copies. On a loaded machine a section may be formed
+    # twice, if its maker sleeps for a while.
     others = makers(family)
     for _ in range(MOST):
         total, _, token = step(jax.tree.map(jnp.asarray, mine), token)
@@ -147,7 +150,9 @@ def test_the_bits_of_a_sum_by_the_root(comm, code, dtype):
 
 
 def test_other_lengths_in_turns(comm, family):
-    """Of which some are too short for sections; numpy arrays, also in place."""
+    """Lengths alternate, and some are too short for sections; the arrays are NumPy's,
+    also in place.
+    """
     for numbers in [1, 2_049, 5, NUMBERS, 16_384]:
         gradients = per_example(numbers)
         mine = np.array(own(family, gradients))
@@ -158,7 +163,7 @@ def test_other_lengths_in_turns(comm, family):
 
 
 def test_ranks_that_come_at_random(comm, family):
-    """While others form the sum already, or when it is there."""
+    """Ranks come while others form the sum, or after that."""
     gradients = per_example(NUMBERS)
     mine = own(family, gradients)
     for number in range(30):
@@ -188,8 +193,8 @@ def test_a_late_rank_holds_nobody_up(comm, late, shape):
             return total
 
         may = {group.plan.root, *makers(group)} - {late}
-        # In a tree, those whose own sums are ready late form less, or nothing. On a loaded machine this may
-        # befall any rank.
+        # In a tree, ranks whose own sums are late form less, or nothing. On a loaded
+        # machine this may be any rank.
         for _ in range(1 if shape else MOST):
             assert_same_bits(comm, one_late(comm, group, late, 3, steps))
             by_rank = comm.allgather(formed(group))
@@ -215,7 +220,9 @@ def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
 
 @pytest.mark.skipif(SIZE < 4, reason="nobody else holds the blocks")
 def test_blocks(comm):
-    """Whoever comes for a block again has changed the vector that others may be reading."""
+    """A rank that calls for another block has changed the vector that others may be
+    reading.
+    """
     gradients = per_example(NUMBERS)
     with opened(comm, jaxcoded.Shared(replicas=min(2, SIZE - 1))) as group:
         for number in range(6):
@@ -237,7 +244,7 @@ def test_other_threads_get_their_turn(comm):
     with opened(comm, stragglers=0) as group:
 
         def seen_in(number):
-            """What another thread of the root sees of the round."""
+            """Return the states of the round that another thread of the root sees."""
             offered = f"offers {pieces} of round {number}"
             wait_until(lambda: offered in group._session.transport.status())
             seen, over = set(), threading.Event()
@@ -247,7 +254,7 @@ def test_other_threads_get_their_turn(comm):
                     here = re.findall(
                         r"here before (\d+)", group._session.transport.status()
                     )
-                    seen.add(tuple(here))  # none, before and after it
+                    seen.add(tuple(here))  # none before and after the round
 
             looking = threading.Thread(target=look)
             looking.start()
@@ -269,7 +276,7 @@ def test_other_threads_get_their_turn(comm):
 
 
 def test_groups_are_closed_while_others_still_fetch(comm):
-    """Also where the rank is the first to leave that has formed a section."""
+    """This also holds if the first rank to leave has formed a section."""
     gradients = per_example(NUMBERS)
     for number in range(10):
         with opened(comm, stragglers=1 if SIZE > 3 else 0) as group:

@@ -1,5 +1,6 @@
-"""Shared work: whoever computes which block, every sum is that of the whole batch, and the same bits
-on every rank."""
+"""Shared work: whichever rank computes a block, every sum is of the whole batch, with
+the same bits on every rank.
+"""
 
 import re
 import threading
@@ -30,13 +31,13 @@ VECTOR = per_example(WIDTH)
 
 @pytest.fixture(scope="module")
 def work(comm, transport):
-    """A group that shares its work, each block on up to three ranks."""
+    """A group with shared work, each block on up to three ranks."""
     with jaxcoded.CodedGroup(comm, WORK, transport=transport) as group:
         yield group
 
 
 class Naps:
-    """What this rank sleeps for in every block that it computes, in seconds."""
+    """The seconds that this rank sleeps in every block that it computes."""
 
     def __init__(self):
         self.next = lambda: 0.0
@@ -50,14 +51,16 @@ naps = Naps()
 
 
 def loss(params, batch):
-    """Squared error of a linear model, computed at leisure."""
+    """Return the squared error of a linear model, after a sleep."""
     y = batch["y"]
     y = jax.pure_callback(naps, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
     return (batch["x"] @ params["w"] + params["b"] - y) ** 2 / 2
 
 
 def by_hand(params, batch):
-    """The sum of losses and its gradient, and the sizes of what was added: float64."""
+    """Return the sum of losses and its gradient, and the sizes of the terms, in
+    float64.
+    """
     params, batch = jax.tree.map(lambda leaf: np.asarray(leaf, float), (params, batch))
     off = batch["x"] @ params["w"] + params["b"] - batch["y"]
     each = off[:, None] * batch["x"]
@@ -75,12 +78,14 @@ def problem(batch_size, seed=0, dtype="float64"):
 
 
 def held(batch, indices):
-    """This rank's examples, with which nobody else's sum could be right."""
+    """Return only this rank's examples, so that no other rank could compute the sum."""
     return jax.tree.map(lambda leaf: leaf[indices], batch)
 
 
 def assert_right(comm, actual, params, batch, rounding=1e-13, divisor=1):
-    """``(loss, gradient)`` is the sum of the whole batch, and the same bits everywhere."""
+    """Check that ``(loss, gradient)`` is the sum of the whole batch, with the same bits
+    on all ranks.
+    """
     expected, sizes = by_hand(params, batch)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e, size in zip(*map(jax.tree.leaves, (actual, expected, sizes))):
@@ -100,7 +105,9 @@ def stepped(group, **options):
 @pytest.mark.ranks(2, 4, 7)
 @pytest.mark.parametrize("batch_size, mean", [(1, False), (2, True), (37, True)])
 def test_exact(comm, work, batch_size, mean):
-    """Also of fewer examples than blocks, and of blocks that are not of one size."""
+    """Sums are exact also for fewer examples than blocks, and for blocks of different
+    sizes.
+    """
     params, batch = problem(batch_size)
     part = work.batch(batch_size)
     step = stepped(work, mean=mean, residual=True)
@@ -117,7 +124,7 @@ def test_exact(comm, work, batch_size, mean):
         ("float32", None, 64 * 2.0**-24),
         # rounded once by each rank, and once by the root
         ("float32", "bfloat16", 2.02 * 2.0**-8),
-        # in which losses and blocks are computed, too
+        # the precision of losses and blocks, too
         ("bfloat16", None, 8 * 2.0**-8),
     ],
     ids=["single", "narrow wire", "narrow"],
@@ -135,7 +142,7 @@ def test_dtypes(comm, work, dtype, wire, rounding):
 
 
 def test_aux_is_of_the_blocks_that_a_rank_has_computed(comm, work):
-    """And somebody has computed each."""
+    """Auxiliary data cover the rank's own blocks, and each block has been computed."""
 
     def with_aux(params, batch):
         return loss(params, batch), {"y": batch["y"], "one": 1}
@@ -174,7 +181,7 @@ def test_a_root_that_does_not_compute(comm, transport):
 
 
 def test_a_plain_sum_of_what_is_a_rank_s_own(comm, work):
-    """It takes every rank, as nobody does another's part."""
+    """A plain sum needs every rank, as no rank does another's part."""
     total = jax.jit(lambda v: coded_allreduce(v, work))(contribution(work, VECTOR))
     assert_sum(work, total, VECTOR)
     assert_same_bits(comm, total)
@@ -186,7 +193,9 @@ def test_a_plain_sum_of_what_is_a_rank_s_own(comm, work):
 @pytest.mark.ranks(2, 4, 7)
 @pytest.mark.parametrize("form", ["effect", "token"])
 def test_rounds_of_all_kinds_in_one_program(comm, work, form):
-    """Shared, plain and started ones in a ``scan``; the last one is finished after a shared one."""
+    """Shared, plain and started rounds alternate in a ``scan``; the last started one is
+    done after a shared one.
+    """
     params, batch = problem(BATCH)
     part = work.batch(BATCH)
     step = jaxcoded.coded_value_and_grad(loss, work)
@@ -236,7 +245,7 @@ def randomly(number):
 
 
 def one_far_slower(number):
-    """Another one in every round."""
+    """Return this rank's sleep: another rank is slow in every round."""
     slow = RANK == (SIZE - 1 - number) % SIZE
     return lambda: SLOWEST if slow else 0.0
 
@@ -247,14 +256,16 @@ def all_but_one(number):
 
 
 def one_block_far_slower(number):
-    """Of the last rank: the third that it computes, with others in its vector."""
+    """Return the last rank's sleep, long in its third block, after others are in its
+    vector.
+    """
     blocks = iter([0.0, 0.0, 4 * SLOWEST])
     return lambda: next(blocks, 0.0) if RANK == SIZE - 1 else 0.0
 
 
 @pytest.fixture(scope="module")
 def steps(work):
-    """Rounds of a batch of 23, whose computation naps."""
+    """Return rounds with a batch of 23, whose computation sleeps."""
     part = work.batch(23)
     step = stepped(work, mean=True)
     return lambda params, batch: finish(
@@ -286,7 +297,9 @@ def test_slow_ranks(comm, work, steps, asleep, slowness):
 @several
 @pytest.mark.parametrize("late", [SIZE - 1, 0])
 def test_a_rank_that_comes_late(comm, work, steps, late):
-    """By more than the others take for all; the next round is everybody's again."""
+    """The rank is later than the others take for the whole batch; the next round has
+    all ranks again.
+    """
     wait_for_all(comm)
     actual = []
     for number in range(3):
@@ -300,7 +313,9 @@ def test_a_rank_that_comes_late(comm, work, steps, late):
 
 @several
 def test_two_threads_that_compute(comm, transport):
-    """Both are refused, all ranks hear of it, and nobody waits for what is left of it."""
+    """Both threads get an error, as do all ranks, and no rank waits for the rest of the
+    round.
+    """
     group = jaxcoded.CodedGroup(comm, WORK, transport=transport)
     part = group.batch(BATCH)
     summed = jax.jit(
@@ -311,7 +326,7 @@ def test_two_threads_that_compute(comm, transport):
 
     def refused():
         try:
-            for _ in range(2):  # the others may have the round in which it happened
+            for _ in range(2):  # the others may still get the sum of that round
                 jax.block_until_ready(summed(1.0, part.of(jnp.ones(len(part.indices)))))
         except JaxRuntimeError as error:
             heard.append(str(error))
@@ -332,12 +347,12 @@ def test_two_threads_that_compute(comm, transport):
     assert len(heard) == 1 and "two threads called" in heard[0], heard
     begun = time.monotonic()
     group.close()
-    assert time.monotonic() - begun < 20 * SLOWNESS  # and not the 60 s of its timeout
+    assert time.monotonic() - begun < 20 * SLOWNESS  # not the 60 s of its timeout
 
 
 @pytest.mark.skipif(SIZE < 3, reason="the others hold what the late one owns")
 def test_a_rank_that_does_not_come_before_the_others_are_done(comm, work, steps):
-    """They do its blocks; it hears of the sum, and computes nothing."""
+    """The others compute its blocks; the rank gets the sum, and computes nothing."""
     late, params_and_batch = SIZE - 1, problem(23)
     wait_for_all(comm)
     if late == RANK:
@@ -380,7 +395,7 @@ def test_a_gradient_of_the_gradient(work):
 
 
 def test_losses_of_no_batch(work):
-    """There must be one for each example all the same."""
+    """A loss must still return one value for each example."""
     part = work.batch(1000)
     size = len(part.weights) // len(work.plan.placement.held(work.rank))
     step = jaxcoded.coded_value_and_grad(
@@ -422,7 +437,7 @@ def test_weights_of_another_placement(comm, work, transport):
         step(problem(12)[0], part.of(held(batch, part.indices)))
 
 
-# A part of the batch will do after a deadline.
+# A part of the batch suffices after a deadline.
 
 
 @pytest.fixture(scope="module")
@@ -496,13 +511,13 @@ PLAIN = "coded_allreduce of float64[5]"
 
 @pytest.fixture(scope="module")
 def calls(work):
-    """A shared round of a batch, and a plain one."""
+    """Return a shared round of a batch, and a plain one."""
     part = work.batch(BATCH)
     params, batch = problem(BATCH)
     step, own = stepped(work), contribution(work, VECTOR)
     add = jax.jit(lambda v: coded_allreduce(v, work))
     local = held(batch, part.indices)
-    finish(add(own))  # of mistakes before these tests it tells
+    finish(add(own))  # it reports mistakes before these tests
     return lambda: flat(step(params, part.of(local))), lambda: finish(add(own))
 
 
@@ -511,7 +526,7 @@ def flat(out):
 
 
 def assert_one_differs(comm, work, calls, first, odd, usual, unusual):
-    """An error on all ranks, and the group goes on."""
+    """Check that all ranks get an error, and that the group stays usable."""
     shared, plain = calls
     expected, sizes = map(flat, by_hand(*problem(BATCH)))
 
@@ -543,7 +558,7 @@ def test_one_does_not_share(comm, work, calls, odd):
 
 @several
 def test_a_mismatch_outside_jit(comm, work, calls):
-    """Nobody's next call is one after a mistake of its own."""
+    """Outside jit no rank's next call follows a mistake of its own."""
     part = work.batch(BATCH)
     params, batch = problem(BATCH)
     step = jaxcoded.coded_value_and_grad(loss, work, mean=False)

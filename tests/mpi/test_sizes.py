@@ -1,5 +1,6 @@
-"""Messages of many numbers and trees of many leaves. Where more than MPI's 2³¹ − 1 elements
-would be needed, the limit is lowered; `tests/test_large.py` has the real sizes."""
+"""Messages of many numbers and trees of many leaves. The tests lower MPI's limit of 2³¹
+− 1 elements; `tests/test_large.py` uses the real one.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
     [(None, 2000, False), ("bfloat16", 1000, False), (None, 1000, True)],
 )
 def test_many_leaves(group, wire_dtype, count, jitted):
-    """More than words or headers could list."""
+    """There are more leaves than descriptions or headers could list."""
     gradients = per_example(count, 2, dtype="float32")
     own = contribution(group, gradients)
     leaves = {f"{i}": own[i] for i in range(count)}

@@ -1,5 +1,6 @@
-"""Rounds on the memory of a GPU, of which `tests/cuda/driver.cpp` is a stand-in: the code that the
-handlers for XLA call, and the handlers themselves, without XLA."""
+"""Rounds on a GPU's memory, simulated by `tests/cuda/driver.cpp`: the code behind XLA's
+handlers, and the handlers, without XLA.
+"""
 
 import contextlib
 import itertools
@@ -38,7 +39,7 @@ RANK = MPI.COMM_WORLD.rank
 CHUNK = (4 << 20) // 4  # float32 numbers that are copied at a time
 DONE = 1
 LOST = int(SIZE > 2)  # stragglers
-CALL, NAME = "a test of staging", 1234567  # in words, and its fingerprint
+CALL, NAME = "a test of staging", 1234567  # its description and fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -87,13 +88,13 @@ def device_round(
     seconds=0.0,
     signature=CALL,
 ):
-    """One round on vectors that the stream computes for so many seconds: the results.
+    """Do a round on vectors that the stream computes for a while; return the results.
 
     Args:
-        own: this rank's vectors; of several parts, one after the other.
-        in_place: the result lies where the vector was, if it is as long.
-        skipped, erased: are arrays of the GPU, too.
-        apart: the parts but the last one go ahead.
+        own: this rank's vectors; several parts follow each other.
+        in_place: whether the result replaces a vector of the same length.
+        skipped, erased: arrays on the GPU, too.
+        apart: whether all parts but the last are sent ahead.
     """
     plan, rank = group.plan, group.rank
     parts = plan.parts_above[rank] if up else 1
@@ -153,15 +154,17 @@ def device_round(
     finally:
         for array in (*operands, *mine, flag, mask):
             if array is not None:
-                array.read()  # nothing is in use any more
+                array.read()  # no memory is in use any more
                 array.free()
 
 
-SCALE = per_example()  # of each example's gradient
+SCALE = per_example()  # the scale of each example's gradient
 
 
 def gradients(*sizes, dtypes=("float32",)):
-    """What every example's gradient is a multiple of: one vector for each size and dtype."""
+    """Return base vectors for each size and dtype; each example's gradient is a
+    multiple of them.
+    """
     rng = np.random.default_rng(5)
     return [
         rng.uniform(0.5, 1, size).astype(jnp.dtype(dtype))
@@ -171,7 +174,7 @@ def gradients(*sizes, dtypes=("float32",)):
 
 
 def vectors_of(group, tree):
-    """This rank's vectors."""
+    """Return this rank's vectors."""
     if group.plan.encoded:
         each = [(SCALE[:, None] * shape).astype(shape.dtype) for shape in tree]
         return [np.asarray(v).ravel() for v in contribution(group, each).vectors]
@@ -211,7 +214,7 @@ def test_sums(comm, gpu, stream, group, sizes, in_place):
 
 
 def formed(comm, group):
-    """Bytes of sums that ranks have formed in sections."""
+    """Return the bytes of sums that ranks have formed in sections."""
     return comm.allreduce(group.statistics()["formed_bytes"])
 
 
@@ -219,7 +222,7 @@ def formed(comm, group):
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
 @pytest.mark.parametrize("stragglers", sorted({0, LOST}))
 def test_sums_in_sections(comm, gpu, stream, stragglers, in_place):
-    """Others read what is on the host of a vector, and put a sum together there."""
+    """Others read the part of a vector that is on the host, and assemble the sum there."""
     wanted = jaxcoded.Options(sections_from=1)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(fanout=SIZE - 1, stragglers=stragglers), options=wanted
@@ -307,7 +310,7 @@ def test_a_call_that_breaks_off_between_its_parts(comm, gpu, stream):
 
 @redundant
 def test_skipped_ranks(comm, gpu, stream, group):
-    """What a rank that skips has is not looked at."""
+    """The vectors of a rank that skips are not read."""
     tree = gradients(2 * CHUNK)
     own = vectors_of(group, tree)
     skips = RANK == SIZE - 1
@@ -361,13 +364,13 @@ def test_one_way(comm, gpu, stream, group, size):
     for in_place in (False, True):
         (out,) = device_round(gpu, stream, group, [mine], up=False, in_place=in_place)
         np.testing.assert_array_equal(out, mine - RANK + group.plan.root)
-    number = np.arange(7) * (1 if root else 0)  # not summed, so of any dtype
+    number = np.arange(7) * (1 if root else 0)  # not summed, so any dtype works
     (out,) = device_round(gpu, stream, group, [number], up=False)
     np.testing.assert_array_equal(out, np.arange(7))
 
 
 def test_the_same_as_on_the_host(comm, gpu, stream):
-    """To the bit, where all messages are used."""
+    """Results match those on the host to the bit if all messages are used."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
         tree = gradients(2 * CHUNK + 5)
         own = vectors_of(group, tree)
@@ -386,10 +389,12 @@ def test_memory_is_used_again(comm, gpu, stream, group):
 
 
 def test_nothing_is_pinned_anew_where_lengths_take_turns(comm, gpu, stream):
-    """To pin takes longer than a round. `tests/engine/pool.cpp` takes many more turns."""
+    """Pinning takes longer than a round. `tests/engine/pool.cpp` alternates much more
+    often.
+    """
     lengths = [CHUNK, 1000, 3 * CHUNK, CHUNK // 2, CHUNK // 20, 10, 4 * CHUNK]
     pins = []
-    # where nobody can be late, and brings nothing
+    # without redundancy no rank can be late or empty-handed
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport="engine"
     ) as group:
@@ -414,7 +419,7 @@ def test_copies_without_a_round(gpu, stream):
 
 
 def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
-    """Each thread of the process has a group and a context of its own."""
+    """Each thread of the process has a separate group and context."""
     with (
         jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as one,
         jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as other,
@@ -445,8 +450,10 @@ def test_two_gpus_and_threads_without_a_context(comm, gpu, stream):
 
 @pytest.mark.parametrize("tokened", [False, True])
 def test_programs_for_a_gpu(group, tokened):
-    """They are made, also where there is none. Only a number that orders is aliased. Where XLA's own
-    type gives the order, a barrier keeps slices out of the call, with which XLA would abort."""
+    """Programs for a GPU can be built without one. Only a number that orders is
+    aliased. If XLA's token type gives the order, a barrier keeps slices out of the
+    call: XLA would abort with them.
+    """
 
     def step(x, token):
         if tokened:
@@ -567,7 +574,7 @@ def test_lag_handler_and_use_after_close(comm, gpu, stream):
         assert "use after close" in text
 
 
-# What the driver refuses.
+# Failures of the driver.
 
 REFUSED = [
     "cuMemHostRegister_v2",
@@ -582,8 +589,9 @@ who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
 
 
 def errors_of(comm, gpu, stream, group, tree, rounds=4):
-    """The errors of so many rounds, by round. A rank that happens to be late copies less,
-    and one whose last copy fails is heard of in the next round."""
+    """Return the errors of ``rounds`` rounds, by round. A late rank copies less, and a
+    failure of its last copy is reported in the next round.
+    """
     out = []
     for _ in range(rounds):
         text = ""
@@ -597,7 +605,7 @@ def errors_of(comm, gpu, stream, group, tree, rounds=4):
 
 
 def assert_said(comm, texts, who, words):
-    """Every rank has heard of it, in words that name the rank."""
+    """Check that every rank has the error, and that it names the rank."""
     everybody = comm.allgather(texts)
     assert all(any(words in text for text in each) for each in everybody), everybody
     named = [f"rank {who}: ", "the root: ", f"rank {who}: round"]
@@ -606,8 +614,10 @@ def assert_said(comm, texts, who, words):
 
 
 def refusals():
-    """Function, after how many calls, and who. Memory is registered once; a later call of another
-    function may not come, and is exhaustive, as is the other of the root and a leaf."""
+    """Return cases: the function, the number of calls before its failure, and the rank.
+    Memory is registered once. Later calls of other functions may not come, and are
+    exhaustive cases; so is one of root and leaf.
+    """
     for function, after, rank in itertools.product(REFUSED, [1, 3], {0, SIZE - 1}):
         if function == "cuMemHostRegister_v2" and after > 1:
             continue
@@ -626,17 +636,17 @@ def test_what_the_driver_refuses_fails_the_round(
         check(
             comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree
         )
-        fresh = function == "cuMemHostRegister_v2"  # else there is memory from before
+        fresh = function == "cuMemHostRegister_v2"  # otherwise it reuses memory
         if RANK == who:
             gpu.fail(function, after)
         if fresh:
-            tree = gradients((8 + who) * CHUNK)  # longer than any before
+            tree = gradients((8 + who) * CHUNK)  # longer than all before
         texts = errors_of(comm, gpu, stream, group, tree)
         happened = comm.bcast(any(function in text for text in texts), who)
         if happened:
             assert_said(comm, texts, who, function)
         else:
-            assert after == 3, texts  # it was not called so often
+            assert after == 3, texts  # the function was not called that often
         if RANK == who:
             gpu.renew()  # nothing fails any more
         wait_for_all(comm)
@@ -649,7 +659,9 @@ def test_what_the_driver_refuses_fails_the_round(
 @who
 @pytest.mark.parametrize("after", [1, 2, 4, 6])
 def test_a_gpu_that_is_lost(comm, gpu, stream, after, who):
-    """In the middle of a round: nobody hangs, and every rank hears of it."""
+    """The GPU is lost in the middle of a round: no rank hangs, and every rank gets an
+    error.
+    """
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
         tree = gradients(2 * CHUNK)
         if RANK == who:
@@ -658,7 +670,7 @@ def test_a_gpu_that_is_lost(comm, gpu, stream, after, who):
         assert_said(comm, texts, who, "CUDA_ERROR_ILLEGAL_ADDRESS")
         again = gpu.renew()
         tree = gradients(1000)
-        for _ in range(3):  # an error may be of the round after
+        for _ in range(3):  # the error may come a round later
             with contextlib.suppress(errors.CodedError):
                 device_round(gpu, again, group, vectors_of(group, tree))
             wait_for_all(comm)
@@ -679,13 +691,14 @@ def test_calls_that_do_not_fit(comm, gpu, stream):
 
 
 def of_blocks(size):
-    """Such that sums are exact."""
+    """Return the values of blocks, chosen so that sums are exact."""
     return (np.arange(size) % 1000 + 1).astype(np.float32)
 
 
 def shared_round(gpu, stream, group, size, pause=0.0):
-    """A round in which every rank adds what it is told to: the sum, and of which blocks this rank's
-    vector was in the end. Block ``b`` gives ``b + 1`` times `of_blocks`."""
+    """Do a round of shared work; return the sum, and the blocks in this rank's final
+    vector. Block ``b`` gives ``b + 1`` times `of_blocks`.
+    """
     said = {"signature": CALL, "group": group._session.index, "fingerprint": NAME}
     vector_, mine, first = np.zeros(size, np.float32), [], True
     while True:
@@ -721,7 +734,9 @@ def shared_round(gpu, stream, group, size, pause=0.0):
     ("size", "sections_from"), [(1, 0), (1000, 0), (2 * CHUNK + 77, 0), (CHUNK + 1, 1)]
 )
 def test_shared_work(comm, gpu, stream, size, sections_from):
-    """Whoever is late in the turn of a rank, others compute what it has not; each block counts once."""
+    """Each rank is late in turn: others compute the blocks that it has not, and each
+    block counts once.
+    """
     work = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
     wanted = jaxcoded.Options(sections_from=sections_from or None)
     with jaxcoded.CodedGroup(comm, work, options=wanted) as group:
@@ -740,7 +755,9 @@ def test_shared_work(comm, gpu, stream, size, sections_from):
 
 @several
 def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
-    """Only where the program waits, with nothing more to compute."""
+    """A lent vector is copied once, when the program waits with nothing more to
+    compute.
+    """
     size = 2 * CHUNK
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0, blocks=4)) as group:
         shared_round(gpu, stream, group, size)
@@ -753,7 +770,7 @@ def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
 @several
 @pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuEventRecord"])
 def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
-    """The error is that rank's; the others do its work."""
+    """The error belongs to that rank, and the others do its work."""
     size, last = 2 * CHUNK, SIZE - 1
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(blocks=2)) as group:
         shared_round(gpu, stream, group, size)
@@ -766,7 +783,7 @@ def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
             total, _ = shared_round(gpu, stream, group, size)
             blocks = 2 * SIZE
             assert total[0] == blocks * (blocks + 1) / 2
-        # whoever goes on after the error is in the same round as the others
+        # a rank that continues after the error is in the same round as the others
         assert set(comm.allgather(_engine.next_round(group._session.index))) == {3}
 
 

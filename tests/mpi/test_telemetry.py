@@ -1,4 +1,4 @@
-"""What ranks see of their rounds, and what follows from it."""
+"""The telemetry of ranks, and functions that use it."""
 
 import ctypes
 import os
@@ -36,7 +36,7 @@ def fresh(comm, transport):
 
 
 def leaf(group):
-    """The last leaf among the root's children, or below them."""
+    """Return the last leaf among the root's children, or below them."""
     return [r for r in range(group.size) if not group.plan.coded_children(r)][-1]
 
 
@@ -69,13 +69,13 @@ def test_who_was_late_and_by_how_much(comm, fresh):
         assert (seen.decided >= seen.started).all()
         assert (seen.used.sum(axis=1) <= len(seen.children)).all()
         assert all(by in {RANK, *seen.children} for by in seen.decided_by)
-        # who decided was in time
+        # the deciding rank was in time
         assert ((seen.lateness <= 0) | ~seen.used).all()
     else:
         assert np.isnan(seen.decided).all()
 
 
-NAP = 2e-3  # seconds, in a block
+NAP = 2e-3  # seconds in a block
 
 
 @engine_only
@@ -154,7 +154,9 @@ def test_links_count_what_comes(comm, fresh):
 @engine_only
 @redundant
 def test_sums_in_sections(comm, transport):
-    """All messages are used, and the root gets less than all of them: others have a part in the sum."""
+    """All messages are used, but the root receives only some: other ranks form parts of
+    the sum.
+    """
     rounds, gradients = 5, per_example(1 << 16)
     wanted = jaxcoded.Options(sections_from=1, piece_bytes=16 << 10)
     with jaxcoded.CodedGroup(
@@ -183,7 +185,7 @@ def test_sums_in_sections(comm, transport):
 @engine_only
 @redundant
 def test_speeds_and_replan(comm, fresh, tmp_path):
-    """A slow rank is found out, and gets less of the data, on all ranks."""
+    """All ranks detect a slow rank and give it less data."""
     group, slow = fresh, leaf(fresh)
     for _ in range(30):
         time.sleep((0.3 if RANK == slow else 0.03) * SLOWNESS)
@@ -191,7 +193,7 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
             np.asarray(contribution(group, VECTOR)), group, skip=group.lag() > 0
         )
     wait_for_all(comm)
-    time.sleep(1.1)  # step times are told once a second
+    time.sleep(1.1)  # ranks report step times once a second
     wait_for_all(comm)
     for _ in range(group.plan.tree.depth + 1):
         uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
@@ -204,7 +206,7 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
         assert SLOWEST <= seen.speeds[slow] < 0.6
         assert np.median(seen.speeds[workers]) > 0.6
         assert f"rank {slow} is slow" in seen.summary()
-    # what the others think does not count
+    # the others' estimates do not count
     other = group.replan(seen.speeds if RANK == group.plan.root else np.ones(SIZE))
     assert group.closed
     assert not other.closed
@@ -221,7 +223,7 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
     assert float(residual) < 1e-6
     with pytest.raises(jaxcoded.GroupClosed):
         uncounted.allreduce(VECTOR[0], group)
-    # what was seen can be kept
+    # the telemetry can be saved
     seen.save(tmp_path / "seen.npz")
     back = Telemetry.load(tmp_path / "seen.npz")
     assert back.summary() == seen.summary()
@@ -232,8 +234,9 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
 
 @redundant
 def test_replan_with_a_late_rank(comm, transport):
-    """A rank that is rounds behind replans when it gets there, and its old data never
-    meets the new codes."""
+    """A rank that is rounds behind replans when it reaches that call, and its old data
+    never enters the new codes.
+    """
     group = jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=1, fanout=3 if SIZE == 13 else None),
@@ -309,7 +312,9 @@ def test_replan_misuse(comm, transport):
 
 @several
 def test_replan_beside_another_call(comm, fresh):
-    """Fails on all ranks, and the group stays as it is."""
+    """A replan that meets another call fails on all ranks, and the group does not
+    change.
+    """
     mine = RANK == SIZE - 1
     with pytest.raises(
         (jaxcoded.GroupMismatch, jax.errors.JaxRuntimeError),
@@ -331,7 +336,7 @@ def test_replan_beside_another_call(comm, fresh):
 @engine_only
 @redundant
 def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
-    """Its data is of the plan before. All go on once all have the same plan."""
+    """Its data belong to the old plan. All continue once they have the same plan."""
     group, odd = fresh, leaf(fresh)
     speeds = np.where(np.arange(SIZE) == odd, 0.25, 1.0)
     if RANK == odd:
@@ -359,7 +364,7 @@ def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
         try:
             group = group.replan(speeds)
             break
-        except jaxcoded.GroupMismatch:  # of the sum before
+        except jaxcoded.GroupMismatch:  # for the sum before
             wait_for_all(comm)
     wait_for_all(comm)
     assert len(set(comm.allgather(group.plan.to_json()))) == 1
@@ -372,7 +377,9 @@ def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
 
 @engine_only
 def test_hook(comm, fresh):
-    """Sees every round once, on a thread of its own, and may raise or call the group."""
+    """A hook sees every round once, on a separate thread, and may raise or call the
+    group.
+    """
     seen, threads = [], set()
 
     def look(it):
@@ -397,7 +404,9 @@ def test_hook(comm, fresh):
 
 @engine_only
 def test_hooks_end(comm, transport):
-    """With the group, or where another one takes its place, and no thread is left."""
+    """Hooks end with the group, or when another hook replaces them, and no thread is
+    left.
+    """
 
     def threads():
         return sum(it.name == "jaxcoded rounds" for it in threading.enumerate())
@@ -424,7 +433,9 @@ def test_hooks_end(comm, transport):
 @engine_only
 @several
 def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
-    """Not even while Python's lock is held, which the engine must not wait for."""
+    """A hook delays no round, even while it holds Python's lock, for which the engine
+    must not wait.
+    """
     path = comm.bcast(str(tmp_path / "over"))
     x = jnp.ones(3)
     with jaxcoded.CodedGroup(
@@ -438,7 +449,7 @@ def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
         wait_for_all(comm)
         handles = [uncounted.coded_allreduce_start(x, group) for _ in range(3)]
         jax.block_until_ready(handles)
-        if holds:  # until somebody else has all results
+        if holds:  # until another rank has all results
             fifo = os.open(path, os.O_RDWR)
             assert ctypes.PyDLL(None).read(fifo, ctypes.create_string_buffer(1), 1) == 1
             os.close(fifo)
@@ -462,7 +473,7 @@ def test_without_the_engine(fresh):
 @redundant
 @pytest.mark.parametrize("kept", [1, 3])
 def test_few_rounds_are_remembered(comm, transport, kept):
-    """Children that are rounds ahead of a late parent take nobody's place."""
+    """Children that are rounds ahead of a late parent displace no other entries."""
     with jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=1, fanout=3 if SIZE == 13 else None),

@@ -32,7 +32,7 @@ layouts = pytest.mark.parametrize(
 
 
 class Whole:
-    """The loss, its gradient, and its Hessian along `DIRECTION`, in closed form."""
+    """The loss, its gradient and its Hessian along `DIRECTION`, in closed form."""
 
     def __init__(self, theta):
         angles = X @ theta
@@ -66,7 +66,9 @@ def gradient(loss, theta, token):
 
 
 def products(loss, theta, token):
-    """Of the Hessian and `DIRECTION`, forward over reverse and reverse over forward; the slope; and a token."""
+    """Return the products of the Hessian with `DIRECTION`, forward over reverse and
+    reverse over forward, the slope, and a token.
+    """
     along = lambda f: lambda *at: jax.jvp(f, at, (jnp.asarray(DIRECTION), at[1]))
 
     def slopes(theta, token):
@@ -81,7 +83,7 @@ def products(loss, theta, token):
 
 
 def scanned(loss):
-    """Twice, of which one counts."""
+    """Return a scan over two losses, of which only one counts."""
 
     def both(theta, token):
         def body(carry, k):
@@ -103,7 +105,7 @@ FORMS = {
 
 
 def together(f, batch, spec):
-    """(theta, batch, token) on all devices of this rank."""
+    """Return ``f`` of (theta, batch, token) on all devices of this rank."""
     specs = jax.tree.map(lambda leaf: spec if np.ndim(leaf) else SAME, batch)
     mesh = Mesh(np.array(jax.devices()), ("x",))
     return jax.jit(
@@ -145,7 +147,7 @@ def test_derivatives(comm, group, form, spec):
 @layouts
 @pytest.mark.parametrize("form", ["plain", "checkpoint", more("jit")])
 def test_one_order(group, form, spec):
-    """Each call of the engine needs what the one before it gives, in the program that XLA has made."""
+    """In XLA's compiled program each call of the engine depends on the previous one."""
     batch = read(group)
 
     def all_(loss, theta, token):
@@ -161,7 +163,9 @@ def test_one_order(group, form, spec):
 
 
 def calls_in_order(text):
-    """How many calls of the engine a program has, in which each depends on the one before it."""
+    """Return the number of the engine's calls in a program, and check that each depends
+    on the previous one.
+    """
     needs, calls = {}, []
     for line in text[text.index("ENTRY") :].splitlines():
         if not (found := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line)):
@@ -178,7 +182,9 @@ def calls_in_order(text):
 
 @layouts
 def test_descent_with_a_late_rank(comm, group, spec):
-    """It is behind in some rounds, forward or backward, and ends with the same bits."""
+    """The rank is late in some rounds, forward or backward, and ends with the same
+    bits.
+    """
     batch = read(group)
     step = together(of(gradient, group), batch, spec)
     theta, expected, token = jnp.asarray(THETA), THETA, jnp.float32(0)
@@ -193,7 +199,7 @@ def test_descent_with_a_late_rank(comm, group, spec):
 
 
 def test_outside_of_jit(group):
-    """On one device."""
+    """Derivatives outside of jit work on one device."""
     batch, whole = group.batch(X), Whole(THETA)
     loss = loss_of(group)
     value, grad, _ = gradient(
@@ -205,7 +211,7 @@ def test_outside_of_jit(group):
 
 @layouts
 def test_derivatives_from_outside(group, spec):
-    """Of a loss that is on all devices inside."""
+    """The loss uses all devices inside; its derivative is taken outside."""
     batch, loss = read(group), loss_of(group)
     inside = together(loss, batch, spec)
 
@@ -220,7 +226,9 @@ def test_derivatives_from_outside(group, spec):
 
 @layouts
 def test_beside_other_calls(group, spec):
-    """What is not differentiated hands on tokens of derivatives, and is called once: also under `jax.checkpoint`."""
+    """Calls that are not differentiated pass on the tokens of derivatives, and run
+    once, also under `jax.checkpoint`.
+    """
     batch, loss = read(group), loss_of(group)
     losses = jaxcoded.coded_value_and_grad(
         lambda theta, x: x @ theta, group, mean=False
@@ -250,7 +258,7 @@ def test_beside_other_calls(group, spec):
 @several
 @layouts
 def test_cotangents_that_differ(comm, transport, spec):
-    """What follows the sum is of each rank's own here: an error on all of them."""
+    """Each rank computes something different after the sum: all get an error."""
     mine = 1.0 + comm.rank
 
     def own(loss, theta, token):
@@ -270,7 +278,7 @@ def test_cotangents_that_differ(comm, transport, spec):
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 def test_no_token_for_the_derivative(group, dtype):
-    """An error that says what works, before anything is sent."""
+    """The error comes before anything is sent, and says what works."""
     batch, loss, token = group.batch(X), loss_of(group), jnp.zeros((), dtype)
     value = lambda theta, token: loss(theta, batch, token)[0]
     before = group.rounds
@@ -287,7 +295,7 @@ def test_no_token_for_the_derivative(group, dtype):
 
 
 def test_cotangents_in_a_batch(group):
-    """In one round."""
+    """Batched cotangents take one round."""
     batch = group.batch(X)
     total = coded_sum(lambda theta, x: x * jnp.sin(x @ theta)[:, None], group)
 

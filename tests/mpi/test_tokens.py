@@ -1,5 +1,6 @@
-"""Calls in the order of a token. The engine takes it in the place of JAX's effect; with mpi4jax
-it means nothing."""
+"""Calls in the order of a token. The engine uses the token instead of JAX's effect;
+mpi4jax ignores it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def own(group):
 
 
 def test_tokens(comm, group, own):
-    """Several calls in one program, and in a loop."""
+    """Tokens order several calls in a program and in a loop."""
 
     @jax.jit
     def program(x, token):
@@ -43,7 +44,7 @@ def test_tokens(comm, group, own):
         return [first, *(row for rows_ in rows for row in rows_)], token
 
     before = group.rounds
-    for value in (0, -7, 2**31 - 1):  # which means nothing
+    for value in (0, -7, 2**31 - 1):  # the value has no meaning
         totals, token = finish(program(own, jnp.int32(value)))
         assert (token.shape, token.dtype) == ((), np.int32)
         for total in totals:
@@ -55,7 +56,9 @@ def test_tokens(comm, group, own):
 
 @pytest.mark.parametrize("inside", [True, False], ids=["jit", "eager"])
 def test_every_collective_takes_a_token(comm, group, own, inside):
-    """And hands one on, so that all calls of a program are in one order."""
+    """Every collective takes a token and returns one, so that all calls of a program
+    have one order.
+    """
 
     def program(x, token):
         lag, _, token = group.lag(token=token)
@@ -115,7 +118,7 @@ def test_tokens_in_control_flow(comm, group, own):
 
 
 def test_tokens_outside_jit(group, own):
-    """Nothing is compiled again."""
+    """Calls with tokens outside jit compile nothing again."""
     with compilations() as compiled:
         total, _, token = coded_allreduce(own[:3], group, token=jnp.int32(5))
         assert compiled
@@ -123,11 +126,11 @@ def test_tokens_outside_jit(group, own):
         for k in range(3):
             total, _, token = coded_allreduce(k * own[:3], group, token=token)
             assert_sum(group, total, VECTOR[:, :3], k)
-        assert len(compiled) <= 1  # of the product
+        assert len(compiled) <= 1  # for the product
 
 
 def test_unused_and_equal_calls_with_a_token(group, own):
-    """The token that a call returned is enough to keep it."""
+    """A used token is enough to keep its call."""
 
     @jax.jit
     def wasteful(x, token):
@@ -166,7 +169,7 @@ def test_value_and_grad_with_a_token(comm, group):
 
 
 def test_optax_carries_a_token(comm, group):
-    """Also on from a state that was kept, whose token is an old one."""
+    """Training also continues from a saved state with an old token."""
     part = group.batch(10)
     grad = jnp.float64((part.weights * part.indices).sum())
     tx = optax.chain(

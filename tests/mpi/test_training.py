@@ -1,4 +1,6 @@
-"""Training: 50 coded steps against 50 steps of plain JAX on the whole batch, and the optax transformation."""
+"""Compare 50 coded training steps with 50 steps of plain JAX on the whole batch, and
+test the optax transformation.
+"""
 
 import functools
 
@@ -24,7 +26,7 @@ OPTIMIZERS = {
 
 
 def classifier(params, batch):
-    """Cross entropy of a small MLP with a scalar leaf, for each example."""
+    """Return the cross entropy of a small MLP with a scalar leaf, for each example."""
     x, label = batch
     hidden = jnp.tanh(x @ params["layers"][0])
     logits = params["scale"] * (hidden @ params["layers"][1])
@@ -32,7 +34,9 @@ def classifier(params, batch):
 
 
 def per_example_loss(params, batch):
-    """One network for each optimizer, all in one pytree: they do not touch each other."""
+    """Return the loss of one network per optimizer, all in one pytree and independent
+    of each other.
+    """
     return sum(classifier(network, batch) for network in params.values())
 
 
@@ -55,7 +59,7 @@ def make_params(dtype):
 
 
 def make_batches(dtype):
-    """A different batch of the same size for each step."""
+    """Return a different batch of the same size for each step."""
     random = np.random.default_rng(2)
     x = random.normal(size=(EXAMPLES, FEATURES)).astype(dtype)
     label = (x @ random.normal(size=(FEATURES, CLASSES))).argmax(axis=1)
@@ -96,7 +100,9 @@ def chain_step(group, tx):
 
 @functools.cache
 def reference(dtype):
-    """The parameters after plain training on the whole batches, in the same dtype."""
+    """Return the parameters after plain training on the whole batches, in the same
+    dtype.
+    """
     params = make_params(dtype)
     tx = make_optimizer(params)
 
@@ -116,7 +122,7 @@ def reference(dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("make_step", [coded_value_and_grad_step, chain_step])
 def test_fifty_steps(group, comm, make_step, dtype):
-    """With other ranks left out at each step, as many as the plan tolerates."""
+    """Each step leaves out other ranks, as many as the plan tolerates."""
     params = jax.device_put(make_params(dtype))
     step, tx = make_step(group, make_optimizer(params))
     state = tx.init(params)
@@ -133,7 +139,7 @@ def test_fifty_steps(group, comm, make_step, dtype):
         b"".join(leaf.tobytes() for leaf in jax.tree.leaves(params))
     )
     assert len(set(replicas)) == 1
-    if comm.rank == 0:  # for all, as they have the same bytes
+    if comm.rank == 0:  # for all ranks, as they have the same bytes
         assert_close(params, reference(dtype), dtype, group.plan.amplification)
     wait_for_all(comm)
 
@@ -166,7 +172,9 @@ def test_init_does_not_communicate(group):
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("around", [jax.jit, lambda f: f])
 def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
-    """Found where it is handed on as it is, before any rank begins a round for it."""
+    """The mistake is detected if the gradient is passed on unchanged, before any rank
+    begins a round for it.
+    """
     part = group.batch(10)
     loss_and_grad = jaxcoded.coded_value_and_grad(
         lambda w, x: (w["a"] - x) ** 2 + w["b"], group, mean=mean
@@ -184,13 +192,15 @@ def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
     ):
         around(lambda w, x: step(w, x, lambda grads: grads))(w, batch)
     wait_for_all(group.comm)
-    # another gradient, even of this one, is the caller's own affair
+    # a gradient computed from this one is the caller's responsibility
     local = around(lambda w, x: step(w, x, lambda g: jax.tree.map(jnp.negative, g)))
     jax.block_until_ready(local(w, batch))
 
 
 def erased_contribution(group, seed):
-    """This rank's contribution to ``Σ_j j`` over the examples: nonsense where it is left out."""
+    """Return this rank's contribution to ``Σ_j j`` over the examples: nonsense if it is
+    left out.
+    """
     erasures = random_erasures(group.plan, np.random.default_rng(seed))
     part = group.batch(10)
     own = 1e6 if erasures[group.rank] else (part.weights * part.indices).sum()
@@ -198,7 +208,7 @@ def erased_contribution(group, seed):
 
 
 def test_erasures_are_an_extra_argument(group):
-    """Which passes through a chain, next to others; what is masked stays local."""
+    """The argument passes through a chain, next to others; masked leaves stay local."""
     tx = optax.chain(
         optax.masked(
             jaxcoded.optax.sum_gradients(group), {"summed": True, "local": False}
@@ -219,7 +229,9 @@ def test_erasures_are_an_extra_argument(group):
 
 
 def test_gradient_accumulation(group):
-    """One round in two steps, inside a ``cond``, with a learning rate that is set between the rounds."""
+    """Two steps take one round, inside a ``cond``, and the learning rate changes
+    between the rounds.
+    """
     tx = optax.inject_hyperparams(
         lambda learning_rate: optax.chain(
             jaxcoded.optax.sum_gradients(group, divisor=10), optax.sgd(learning_rate)

@@ -1,4 +1,6 @@
-"""`coded_value_and_grad` against sums over the whole batch that are worked out by hand in float64."""
+"""Compare `coded_value_and_grad` with sums over the whole batch, computed by hand in
+float64.
+"""
 
 import dataclasses
 import gc
@@ -18,7 +20,7 @@ from jaxcoded.collectives.counting import checked_count, rounding
 
 
 def loss(params, batch):
-    """Squared error of a linear model."""
+    """Return the squared error of a linear model."""
     return (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2 / 2
 
 
@@ -38,7 +40,7 @@ def share(batch, indices):
 
 
 def left_out(group, batch, seed):
-    """Erasures, and this rank's share of the batch: nonsense where it is left out."""
+    """Return erasures, and this rank's share of the batch: nonsense if it is left out."""
     erasures = random_erasures(group.plan, np.random.default_rng(seed))
     nonsense = {"x": batch["x"], "y": batch["y"] + 1e3}
     return erasures, nonsense if erasures[group.rank] else batch
@@ -51,7 +53,7 @@ def assert_equal(actual, expected, rtol=1e-9):
 
 
 class Counter:
-    """Counts how often a loss is computed, while the program runs."""
+    """A counter of how often a loss is computed while the program runs."""
 
     def __init__(self, loss):
         self.loss, self.count = loss, 0
@@ -69,15 +71,18 @@ class Counter:
 
 
 def times(group, needed):
-    """How often a loss may be computed. A rank that the others did without may come too
-    late."""
+    """Return how often a loss may be computed. A rank that is not needed may come too
+    late.
+    """
     return {needed, 0} if group._session.transport.can_lag else {needed}
 
 
 @pytest.mark.ranks(2, 4, exhaustive=(7,))
 @pytest.mark.parametrize("batch_size, mean", [(1, False), (5, True), (30, True)])
 def test_exact(group, batch_size, mean):
-    """Also of fewer examples than workers, and with no work where there are none."""
+    """Results are exact also for fewer examples than workers; a rank without examples
+    does no work.
+    """
     params, batch = problem(batch_size)
     part = group.batch(batch_size)
     counted = Counter(loss)
@@ -112,20 +117,24 @@ def test_aux_is_local(group):
 
 
 def sliced_plans(size):
-    """Plans with slices of all kinds that fit: two or three slices, nested ones, and ranks with different numbers."""
+    """Return plans with all kinds of slices that fit: two or three, nested ones, and
+    different numbers per rank.
+    """
     if size > 3:
         yield jaxcoded.make_plan(size, jaxcoded.Coded(slices=2, root_computes=True))
     if size > 4:
         yield jaxcoded.make_plan(size, jaxcoded.Coded(slices=3))
     if size == 7:
-        # 1 has three children, 2 and 3 have none
+        # rank 1 has three children, 2 and 3 have none
         parents = (-1, 0, 0, 0, 1, 1, 1)
         yield jaxcoded.make_plan(7, jaxcoded.Coded(slices=2, parents=parents))
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_slices(comm, transport, number):
-    """Every chunk of examples is computed once, and none that holds nothing; the auxiliary data are stacked."""
+    """Every nonempty chunk of examples is computed once; the auxiliary data are
+    stacked.
+    """
     plan = dict(enumerate(sliced_plans(comm.size))).get(number)
     if plan is None:
         pytest.skip("no such plan for so few ranks")
@@ -133,7 +142,7 @@ def test_slices(comm, transport, number):
     def with_aux(params, batch):
         return loss(params, batch), batch["y"]
 
-    params, batch = problem(37)  # so that there are chunks with padding
+    params, batch = problem(37)  # so that some chunks have padding
     counted = Counter(with_aux)
     with jaxcoded.CodedGroup(comm, plan, transport=transport) as group:
         part = group.batch(37)
@@ -151,7 +160,7 @@ def test_slices(comm, transport, number):
 
 
 def test_dtypes_are_kept(group):
-    """Also where JAX promotes nothing by itself."""
+    """Dtypes are kept also without JAX's promotion."""
     params = {
         "wide": np.ones(3, np.float64),
         "single": np.ones(3, np.float32),
@@ -183,7 +192,7 @@ def test_dtypes_are_kept(group):
 
 @once
 def test_random_keys_in_the_batch(group):
-    """A key that belongs to its example draws the same wherever the example is computed."""
+    """A key in an example gives the same draws wherever the example is computed."""
     x = np.random.default_rng(0).normal(size=(11, 4))
     keys = jax.random.split(jax.random.key(0), 11)
     draw = jax.jit(jax.vmap(jax.random.uniform))
@@ -197,7 +206,9 @@ def test_random_keys_in_the_batch(group):
 
 
 def test_calls_outside_jit_compile_once_and_keep_little(group):
-    """Of batches of equal shapes, also a smaller last one, and of parameters with other values."""
+    """Batches of equal shapes, also smaller last ones, and parameters with other values
+    compile once.
+    """
 
     def sums():
         def losses(w, x):
@@ -219,7 +230,7 @@ def test_calls_outside_jit_compile_once_and_keep_little(group):
         total = sum(float(loss) for loss, _ in losses[3 * epoch : 3 * epoch + 3])
         np.testing.assert_allclose(total, ((np.arange(10.0) - epoch) ** 2).sum())
     jaxcoded.effects_barrier()
-    for _ in range(16):  # so many of the last ones are kept
+    for _ in range(16):  # the last ones are kept
         jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group)
     gc.collect()
     assert kept() is None
@@ -227,7 +238,9 @@ def test_calls_outside_jit_compile_once_and_keep_little(group):
 
 @pytest.mark.parametrize("scalar", [False, True])
 def test_calls_outside_jit_use_what_losses_close_over_as_it_is_now(group, scalar):
-    """As other functions of JAX do; in `jit` it is frozen."""
+    """Calls outside `jit` see the current values, as in other functions of JAX; `jit`
+    freezes them.
+    """
 
     class Model:
         scale = 1.0
@@ -264,7 +277,9 @@ def test_calls_outside_jit_use_what_losses_close_over_as_it_is_now(group, scalar
 
 @pytest.mark.ranks(2, 4, exhaustive=(7,))
 def test_scan_over_batches(group):
-    """Rounds of several batches in one compiled program, with donated parameters and an ensemble by vmap."""
+    """One compiled program runs rounds of several batches, with donated parameters and
+    an ensemble by vmap.
+    """
     params, _ = problem(1)
     batches = [problem(8, seed)[1] for seed in range(3)]
     part = group.batch(8)
@@ -297,7 +312,7 @@ def ordered_by_tokens(step):
 
 
 def of_an_ensemble(step):
-    """By vmap: the count has one more axis."""
+    """Return the step of an ensemble by vmap: the count has one more axis."""
 
     def members(params, batch):
         stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), params)
@@ -310,8 +325,9 @@ def of_an_ensemble(step):
 @pytest.mark.parametrize("compiled", [one_at_a_time, ordered_by_tokens, of_an_ensemble])
 @pytest.mark.parametrize("odd", ["all", "one"])
 def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
-    """Weights whose values have changed: an error on all ranks, or NaN without the
-    engine; or the exact mean where the code has done without them."""
+    """Changed weights are an error on all ranks, or NaN without the engine; if the code
+    does not need them, the mean is exact.
+    """
     params, batch = problem(12)
     part = group.batch(12)
     batch_here = share(batch, part.indices)
@@ -352,12 +368,12 @@ def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
 @once
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_count_may_be_off_by_its_rounding(transport, dtype):
-    """The mean is by the number itself."""
+    """The mean divides by the exact count."""
     plan = jaxcoded.make_plan(13, jaxcoded.Coded(fanout=3))
     for number in (1, 12, 10_000_000):
         examples = number, rounding(plan, dtype)
         one = plan.amplification * float(jnp.finfo(dtype).eps)
-        # one for each addition on the way: of two layers, each of three children
+        # one for each addition on the way: two layers of three children each
         for off in (0.0, 8 * one, -8 * one):
             count = jnp.asarray(number * (1 + off), dtype)
             assert checked_count(count, examples) == number
@@ -368,7 +384,7 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
 
 @pytest.mark.skipif(SIZE < 4, reason="too few for a straggler and two slices")
 def test_a_count_beside_large_numbers_of_other_slices(comm, transport):
-    """They are not added to it in the messages: it is exact."""
+    """Messages do not add large numbers to the count: it is exact."""
     with jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(code="random_generator", slices=2),
@@ -381,7 +397,7 @@ def test_a_count_beside_large_numbers_of_other_slices(comm, transport):
         np.testing.assert_allclose(got, 1e9 * x.mean(0), rtol=1e-3, atol=1e5)
 
 
-# Wrong use. Each rank says it before it communicates.
+# Wrong use. Each rank raises the error before it communicates.
 
 
 def raises(message, loss, group, batch, error=ValueError, **options):
@@ -447,7 +463,7 @@ def test_parameters_without_a_gradient(group, leaf, said):
 
 @once
 def test_a_partitioned_model(group):
-    """What cannot be differentiated is put back in the loss."""
+    """The loss puts leaves without a derivative back."""
     params, batch = problem(6)
     part = group.batch(6)
     rest = {"power": 2, "outer": jnp.negative}
@@ -478,7 +494,7 @@ def test_auxiliary_data_that_has_aux_does_not_fit(group, has_aux):
 
 @once
 def test_data_of_a_wrong_length(group):
-    """An error of `of`, and of the call if the batch was changed by hand."""
+    """`of` raises the error, or the call if the batch was changed by hand."""
     _, data = problem(100)
     part = group.batch(6)
     for wrong, name, shape in (
@@ -516,7 +532,7 @@ def test_weights_of_a_wrong_shape_with_slices(comm, transport):
 @once
 @pytest.mark.parametrize("wrong", ["arrays", "weights", "none", "no data"])
 def test_what_is_no_batch(group, wrong):
-    """The error has the call that makes one."""
+    """The error shows the call that makes a batch."""
     part, data = group.batch(12), problem(12)[1]
     batch = {"arrays": data, "weights": part.weights, "none": None, "no data": part}
     message = (
@@ -542,7 +558,7 @@ def test_a_batch_of_another_rank_or_plan(comm, group, transport):
 
 
 def test_weights_of_before_a_replan(comm, transport):
-    """Before it they fit, after it no more; those of an equal plan still do."""
+    """Weights fit until the replan and not after it; those of an equal plan still do."""
     params, batch = problem(12)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport
@@ -554,7 +570,7 @@ def test_weights_of_before_a_replan(comm, transport):
             step(params, part.of(share(batch, part.indices))), by_hand(params, batch)
         )
         group = group.replan(np.arange(1.0, comm.size + 1))
-        if comm.size > 2:  # one worker has all of it at any speed
+        if comm.size > 2:  # a single worker has the whole batch at any speed
             old = part.of(share(batch, part.indices))
             raises("plan before a replan", loss, group, old)
         part = group.batch(12)
@@ -566,7 +582,7 @@ def test_weights_of_before_a_replan(comm, transport):
 
 @once
 def test_weights_with_fewer_digits(group):
-    """A tree of inputs is cast to bfloat16 as a whole."""
+    """Casting a whole tree of inputs to bfloat16 also casts its weights."""
     _, batch = problem(12)
     part = group.batch(12)
     batch = part.of(share(batch, part.indices))
@@ -576,7 +592,7 @@ def test_weights_with_fewer_digits(group):
 
 @once
 def test_weights_compute_like_an_array(group):
-    """In numpy and JAX, as they come and as arguments, moved and donated."""
+    """Weights work in NumPy and JAX, directly and as arguments, moved and donated."""
     part = group.batch(6)
     array = np.asarray(part.weights)
     assert isinstance(array, np.ndarray)
@@ -609,7 +625,7 @@ def test_weights_compute_like_an_array(group):
 
 @once
 def test_made_anew_in_each_step(group):
-    """The same losses compile once."""
+    """A function made in each step from the same losses compiles once."""
 
     def losses(w, x):
         return (x - w) ** 2

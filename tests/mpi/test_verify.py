@@ -1,4 +1,4 @@
-"""Groups that verify their sums: a rank whose memory is at fault is named, and left out."""
+"""Groups that verify their sums name and leave out a rank with faulty memory."""
 
 import logging
 import re
@@ -42,7 +42,7 @@ def opened(comm, action, wait=True, **options):
 
 
 def flipped(vector, element=7, bit=29):
-    """The vector with another exponent at one element."""
+    """Return the vector with one exponent bit flipped."""
     out = np.array(vector)
     out.view(np.uint32)[element] ^= np.uint32(1 << bit)
     assert np.isfinite(out).all()
@@ -50,7 +50,7 @@ def flipped(vector, element=7, bit=29):
 
 
 def logged(caplog, some=False):
-    """What is in the log; once there is ``some``, as a thread of its own writes it."""
+    """Return the log; with ``some`` wait for an entry, as a separate thread writes it."""
     jaxcoded.effects_barrier()
 
     def messages():
@@ -80,7 +80,7 @@ def test_a_rank_that_flips_a_bit_of_its_gradient(comm, caplog, action):
             assert_same_bits(comm, total)
             if action == "drop":
                 assert_sum(group, total, VECTOR)
-        # all are in step again
+        # all ranks are in step again
         assert_sum(group, reduce(own), VECTOR)
         compared = group.statistics()["compared_rounds"]
     texts = texts if action == "raise" else logged(caplog, some=RANK == 0)
@@ -103,7 +103,7 @@ def test_with_one_more_than_needed_several_may_be_wrong(comm):
 
 
 def test_training_without_a_rank_that_computes_nan(comm, caplog):
-    """The gradient, the loss and the count are those of the whole batch."""
+    """Gradient, loss and count are those of the whole batch."""
     caplog.set_level(logging.WARNING, "jaxcoded")
 
     def losses(params, batch):
@@ -136,7 +136,7 @@ def sharing(comm, **options):
 
 
 def step_of(group, rows, losses):
-    """The gradient of a mean loss over the batch, and the arguments for it."""
+    """Return the gradient function of a mean loss over the batch, and its arguments."""
     part = group.batch(len(rows))
     step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
     return lambda: step(
@@ -181,7 +181,7 @@ def test_shared_work_of_honest_ranks(comm, caplog, check, rounds, dtype):
 
 @pytest.mark.parametrize("action", ["warn", "drop", "raise"])
 def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, action):
-    """It is named, with one of those that have computed its block too."""
+    """The log names the rank, and one of those that also computed its block."""
     caplog.set_level(logging.WARNING, "jaxcoded")
     rows = VECTOR.astype(np.float32)
 
@@ -197,7 +197,7 @@ def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, action):
     with sharing(comm, check=jaxcoded.Check(action)) as group:
         step = step_of(group, rows, losses)
         texts = []
-        for number in range(1000):  # of late ranks nothing is compared
+        for number in range(1000):  # blocks of late ranks are not compared
             try:
                 jax.block_until_ready(step())
             except JaxRuntimeError as error:
@@ -220,7 +220,7 @@ def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, action):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e34])
 def test_shared_work_of_numbers_of_any_size(comm, scale):
-    """Honest ones are no alarm, and others are found."""
+    """Correct numbers of any size raise no alarm, and wrong ones are detected."""
     rows = np.full((48, 1000), scale, np.float32)
 
     def losses(params, batch):
@@ -246,7 +246,7 @@ def test_shared_work_of_a_rank_that_computes_nan(comm):
         step = step_of(group, VECTOR.astype(np.float32), losses)
         words = f"what rank {LIAR} has computed has NaN or infinities"
         with pytest.raises(JaxRuntimeError, match=words):
-            for _ in range(1000):  # others may have computed all that it has
+            for _ in range(1000):  # others may have computed all its blocks
                 jax.block_until_ready(step())
 
 
@@ -259,7 +259,7 @@ def test_blocks_on_the_host_cannot_be_verified(comm):
 
 
 def test_without_waiting_whoever_has_come_is_compared(comm):
-    """The right sum in any case, and with a stopped rank no wait."""
+    """The sum is right in any case, and a stopped rank delays no round."""
     with opened(comm, "raise", wait=False, code="cyclic_repetition") as group:
         own = contribution(group, VECTOR)
         for _ in range(20):

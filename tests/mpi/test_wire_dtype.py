@@ -1,4 +1,4 @@
-"""Float32 arrays that travel in 16 bits: what is rounded and what is not, on both transports."""
+"""Float32 arrays sent in 16 bits: which values are rounded, on both transports."""
 
 import contextlib
 
@@ -41,7 +41,9 @@ GRADIENTS = {
 
 
 def assert_rounded(group, wire, actual, gradients, factor=1.0):
-    """Within the bound of the wire dtype, and not nearer than it can be."""
+    """Check that the error is within the wire dtype's bound, and not smaller than
+    rounding allows.
+    """
     size = np.abs(gradients.astype(np.float64)).sum(0)
     error = np.abs(np.asarray(actual, np.float64) - factor * exact(gradients))
     assert actual.dtype == np.float32
@@ -59,7 +61,7 @@ def test_what_is_rounded(comm, group, wire, mean):
     assert_same_bits(comm, total)
     matrix = total.pop("matrix")
     assert_rounded(group, wire, matrix, GRADIENTS["matrix"], factor)
-    if mean is None:  # the root, too, has what went down
+    if mean is None:  # the root, too, has the rounded result
         assert np.array_equal(matrix, matrix.astype(wire).astype(np.float32))
     rest = {name: g for name, g in GRADIENTS.items() if name != "matrix"}
     assert_sum(group, total, rest, factor)
@@ -67,7 +69,7 @@ def test_what_is_rounded(comm, group, wire, mean):
 
 @pytest.mark.parametrize(("dtype", "wire"), [("float16", None), ("float32", "float16")])
 def test_the_smallest_halves(comm, group, dtype, wire):
-    """Below 6·10⁻⁵ float16 keeps steps of 6·10⁻⁸, also on XLA's threads."""
+    """Below 6·10⁻⁵ float16 has steps of 6·10⁻⁸, also on XLA's threads."""
     gradients = (1.5e-6 + 5e-7 * per_example(500)).astype(dtype)
     call = jax.jit(lambda x: coded_allreduce(x, group, wire_dtype=wire))
     total = call(contribution(group, gradients))
@@ -128,7 +130,8 @@ def loss(params, x):
 @pytest.mark.parametrize("code", ["auto", "auto, slices", "progressive"])
 def test_value_and_grad(comm, transport, code):
     """Loss, count, numbers and the residual's probe keep their digits; arrays are
-    rounded, but come near."""
+    rounded within the bound.
+    """
     code, *more = code.split(", ")
     wire, fanout = "bfloat16", 3 if comm.size == 13 else None
     with jaxcoded.CodedGroup(
@@ -156,7 +159,7 @@ def test_value_and_grad(comm, transport, code):
 
 
 def test_transformations(group):
-    """One more axis is one round; the transpose passes cotangents as they are."""
+    """A batch axis takes one round; the transpose passes cotangents unchanged."""
     gradients, wire = GRADIENTS["matrix"][:, :3], "bfloat16"
     own = jnp.asarray(contribution(group, gradients))
     call = lambda x: coded_allreduce(x, group, wire_dtype=wire, transposes=True)
@@ -187,7 +190,7 @@ def test_optax(group):
 @wires
 @engine_only
 def test_numpy(comm, group, wire):
-    """Some ranks with a compiled function, some without; in place and not."""
+    """Some ranks use a compiled function and some do not; in place or not."""
     gradients = GRADIENTS["matrix"]
     own = contribution(group, gradients)
     kept = own.copy()
@@ -234,7 +237,7 @@ def test_traffic_is_halved(comm, group, wire):
 @wires
 @engine_only
 def test_in_sections(comm, transport, wire):
-    """To the bit as by the root, where all messages are used."""
+    """Sections give the root's bits if all messages are used."""
     gradients = {
         "rounded": per_example(30_000, dtype="float32"),
         "wide": per_example(7),
@@ -307,10 +310,10 @@ def test_ranks_must_agree_with_mpi4jax(group):
 
 @engine_only
 def test_float16_overflows(group):
-    """As sharp-bits says; bfloat16 has the exponents of float32."""
+    """Float16 overflows, as sharp-bits says; bfloat16 has the exponents of float32."""
     part = group.batch(1)
     own = np.full(3, 1e5 * part.weights.sum(), np.float32)
-    # infinite, or infinities that are subtracted, depending on who is summed
+    # infinite or, for some sets of ranks, a difference of infinities
     assert not np.any(np.isfinite(coded_allreduce(own, group, wire_dtype="float16")))
     total = coded_allreduce(own, group, wire_dtype="bfloat16")
     np.testing.assert_allclose(total, 1e5, rtol=0.01 * group.plan.amplification)
@@ -364,7 +367,7 @@ def test_rounding_is_checked_for_the_wire_dtype(comm, transport):
         encoded = lambda wire: kernels.encode(
             zeros, np.zeros(shape), multiple=multiple, wire_dtype=wire
         )
-        coded_allreduce(encoded(None), group)  # in float32, not a word
+        coded_allreduce(encoded(None), group)  # float32 does not warn
         with contextlib.ExitStack() as stack:
             if narrow > 0.125:
                 words = "messages in bfloat16 with the plan's amplification"

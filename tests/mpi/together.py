@@ -1,4 +1,4 @@
-"""What the ranks of a test do together: wait, be late, call different things."""
+"""Joint actions of a test's ranks: wait, be late, call different things."""
 
 import contextlib
 import os
@@ -16,15 +16,15 @@ from jaxcoded.transport.agreement import differences
 
 SLOWNESS = float(
     os.environ.get("JAXCODED_SLOWNESS", "1")
-)  # of the machine, see launch.py
+)  # slowness of the machine, see launch.py
 
-# A leaf, and among 13 ranks one with children.
+# A leaf, and among 13 ranks a rank with children.
 late_ranks = pytest.mark.parametrize("late", [SIZE - 1] if SIZE < 13 else [12, 1])
 
 
 @contextlib.contextmanager
 def lowered():
-    """A list that gets an item for each program that JAX makes meanwhile."""
+    """Return a list that gets an item for each program that JAX lowers meanwhile."""
     programs = []
 
     def listen(event, seconds, **_):
@@ -39,7 +39,7 @@ def lowered():
 
 
 def wait_for_all(comm):
-    """Leaves the cores to those that still have work to do, where an MPI call would spin."""
+    """Wait for all ranks without occupying a core, as an MPI call would."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.005)
@@ -53,8 +53,9 @@ def wait_until(condition, seconds=20):
 
 
 def one_late(comm, group, late, rounds, steps):
-    """``steps()`` of so many rounds on all ranks. The late rank makes none of its calls
-    before the others have made all of theirs, and nobody calls while it does."""
+    """Run ``steps()`` of ``rounds`` rounds on all ranks. The late rank begins its calls
+    after the others have made all of theirs, and they make none while it does.
+    """
     wait_for_all(comm)
     if comm.rank != late:
         out = finish(steps())
@@ -68,7 +69,7 @@ def one_late(comm, group, late, rounds, steps):
 
 
 def finish(out):
-    """The result, once all of its effects have taken place."""
+    """Return the result, once all of its effects have taken place."""
     jax.block_until_ready(out)
     jax.effects_barrier()
     return out
@@ -76,7 +77,7 @@ def finish(out):
 
 @contextlib.contextmanager
 def compilations():
-    """The compilations inside, as a list that grows."""
+    """Return a growing list of the compilations inside."""
     compiled = []
 
     def listen(event, duration, **_):
@@ -90,12 +91,13 @@ def compilations():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-# Calls that do not fit, where ranks may be late.
+# Calls that do not match, if ranks may be late.
 
 
 def told(text, odd, usual, unusual):
-    """Whether an error says what the odd rank called, and what another one, and first of all in
-    what they differ."""
+    """Return whether an error states the calls of the odd rank and of another one, and
+    first their difference.
+    """
     found = re.search(
         r"GroupMismatch: (.*) at rank (\d+), (.*) at rank (\d+): "
         r"ranks called different things in the same round; "
@@ -120,15 +122,15 @@ def told(text, odd, usual, unusual):
 
 
 def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
-    """Three calls, of which the first differs on one rank: an error on every rank in the
-    first or the second, never a wrong sum, and the third is right.
+    """Make three calls, the first different on one rank. Check that every rank gets an
+    error in the first or second call, and no wrong sum, and that the third is right.
 
     Args:
         calls: three functions.
-        odd: that rank.
-        usual, unusual: how the words of the first call end at the others, and at that
-            rank.
-        check: of what a call returned.
+        odd: the rank whose first call differs.
+        usual, unusual: how the description of the first call ends on the others, and on
+            that rank.
+        check: checks a call's result.
     """
     erred = []
     for number, call in enumerate(calls):
@@ -140,7 +142,7 @@ def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
             jaxcoded.effects_barrier()
         else:
             check(total)
-        # ranks that wait for nobody could be rounds ahead of the odd one
+        # ranks that do not wait could be rounds ahead of the odd one
         wait_for_all(comm)
         time.sleep(0.05)
     assert erred in ([0], [1], [0, 1])
