@@ -72,7 +72,7 @@ def test_no_false_alarm(ranks, variables):
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_who_has_a_terminal_starts_one_process(terminal, monkeypatch):
+def test_a_user_at_a_terminal_starts_one_process(terminal, monkeypatch):
     monkeypatch.setattr("os.isatty", lambda _: terminal)
     assert bool(alone.words(1, {"SLURM_STEP_NUM_TASKS": "2"})) != terminal
 

@@ -46,7 +46,7 @@ def test_schedules_on_several_hosts():
     assert [it.seed for it in played] == [104]
 
 
-def test_what_a_finding_says():
+def test_the_text_of_a_finding():
     schedule = chaos.schedule(162, 8)
     assert "--replay 162 --ranks 8 --hosts 3" in str(
         chaos.Finding("wrong", schedule, job=([161, 162], 9, 3))

@@ -32,7 +32,7 @@ def test_the_tests_are_there():
         assert {test for its, test in named if its == file} <= there
 
 
-def test_every_line_names_a_test_or_says_that_it_is_none():
+def test_every_claim_names_a_test_or_says_that_it_has_none():
     lines = [line for line in PAGE.splitlines() if "| `jaxcoded." in line]
     assert len(lines) > 25
     for line in lines:

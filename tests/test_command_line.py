@@ -226,7 +226,7 @@ def test_progress_is_for_terminals():
         tell(0.5)
 
 
-def test_ranks_in_words():
+def test_texts_of_ranks():
     assert _format.ranks([0]) == "rank 0"
     assert _format.ranks([4, 0, 2, 1]) == "ranks 0-2, 4"
     assert _format.ranks([5, 4]) == "ranks 4-5"
@@ -273,7 +273,7 @@ def test_simulated_steps(capsys):
     assert dead["this plan"]["p99"] == pytest.approx(0.7 / 3, abs=3e-3)
 
 
-def test_an_approximate_parent_goes_on_with_any(capsys):
+def test_an_approximate_parent_continues_with_any(capsys):
     """An approximate parent continues with any two of six children, even copies with
     half of the batch each.
     """
@@ -296,7 +296,7 @@ def test_uncoded_is_the_same_tree(capsys):
     assert json.loads(capsys.readouterr().out)["steps"]["this plan"] == four
 
 
-def test_simulation_in_words_and_a_picture(capsys, tmp_path):
+def test_simulation_as_text_and_a_picture(capsys, tmp_path):
     path = tmp_path / "steps.png"
     asked = ["simulate", *JOB, "--model=killed(round=3)", "--rounds=9"]
     assert main([*asked, "--strategy=Shared(replicas=2)", f"--picture={path}"]) == 0
@@ -388,7 +388,7 @@ def test_no_measurement(change, tmp_path, capsys):
         ),
     ],
 )
-def test_what_was_asked_is_said(options, links, late, capsys, monkeypatch):
+def test_the_output_repeats_the_request(options, links, late, capsys, monkeypatch):
     """The output repeats the request: a payload in bytes that was meant in MB shows."""
     monkeypatch.setenv("COLUMNS", "200")
     asked = ["simulate", "-n3", "--payload=4", "--compute=0.7", "--rounds=1", *options]
@@ -400,7 +400,7 @@ def test_what_was_asked_is_said(options, links, late, capsys, monkeypatch):
     assert first.startswith(f"{job}; links: {links}; stragglers: {late}")
 
 
-def test_a_plan_for_what_was_measured(tmp_path, capsys, monkeypatch):
+def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
     path = tmp_path / "seen"
     SEEN.save(path)
     monkeypatch.setenv("COLUMNS", "200")

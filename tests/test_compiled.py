@@ -53,7 +53,7 @@ def test_one_compiles_and_the_others_wait(programs):
     assert programs.get("a") == b"program"
 
 
-def test_nobody_waits_for_a_program_that_is_not_stored(programs):
+def test_no_process_waits_for_a_program_that_is_not_stored(programs):
     assert programs.get("a") is None
     thread, out = elsewhere(lambda: programs.get("a"))
     assert programs.get("b") is None

@@ -132,7 +132,7 @@ def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811
     assert "/none does not run" in capsys.readouterr().out
 
 
-def test_what_ranks_have_found():
+def test_findings_of_ranks():
     usual = [RANK | {"rank": rank} for rank in range(3)]
     assert set(states(doctor._of_ranks(3, usual)).values()) == {GOOD}
     alone = list(doctor._of_ranks(3, usual[:1]))

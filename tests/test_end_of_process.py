@@ -43,7 +43,7 @@ except jax.errors.JaxRuntimeError:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["uncaught", "translated", "of what follows", "caught"])
-def test_an_error_is_said_once(way):
+def test_an_error_is_reported_once(way):
     job = subprocess.run(
         [sys.executable, "-c", PROGRAM, way],
         env=limited(60),

@@ -127,7 +127,7 @@ def succeed(job, ranks):
 # Late ranks.
 
 
-def test_stopped_processes_hold_nobody_up(tmp_path):
+def test_stopped_processes_delay_no_rank(tmp_path):
     # a leaf, an inner rank, and one of each under different parents
     job = run(
         tmp_path,
@@ -253,7 +253,7 @@ def test_ranks_that_wait_in_a_step_say_for_whom(tmp_path):
         ("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", {}, 0, ""),
     ],
 )
-def test_whose_the_signal_is(before, environment, status, said):
+def test_the_owner_of_the_signal(before, environment, status, said):
     program = f"""
 import os, signal, time
 {before}
@@ -278,7 +278,7 @@ group.close()
     assert ("jaxcoded: " in job.stderr) == said.startswith("jaxcoded: ")
 
 
-def test_an_answer_that_nobody_reads():
+def test_an_answer_into_a_full_pipe():
     """Standard error is a full pipe. The engine continues, and ends."""
     program = """
 import fcntl, os, signal, time
@@ -335,7 +335,7 @@ def test_daemon_threads_in_the_engine_at_the_end(tmp_path):
 # Errors.
 
 
-def test_a_caught_error_disturbs_nobody(tmp_path):
+def test_a_caught_error_disturbs_no_rank(tmp_path):
     job = run(tmp_path, 5, "errors.py", "caught", "4,1")
     succeed(job, 5)
 
@@ -354,7 +354,7 @@ def test_an_uncaught_error_ends_the_job(tmp_path, victim):
         *(more(*it) for it in (("uncaught", 1), ("uncaught", 4), ("in-flight", 1))),
     ],
 )
-def test_an_uncaught_error_without_mpi4py_disturbs_nobody(tmp_path, way, victim):
+def test_an_uncaught_error_without_mpi4py_disturbs_no_rank(tmp_path, way, victim):
     job = run(tmp_path, 5, "errors.py", way, str(victim), python=BARE)
     assert job.status not in (0, 124)
     assert f"injected into rank {victim}" in job.stderr
@@ -368,7 +368,7 @@ def test_an_uncaught_error_of_the_root_ends_the_job(tmp_path):
     assert "but rank 0 failed: RuntimeError: injected into rank 0" in job.stderr
 
 
-def test_a_root_that_exits_with_an_error_says_so(tmp_path):
+def test_a_root_that_exits_with_an_error_reports_it(tmp_path):
     job = run(tmp_path, 5, "leaving.py", "exit-1", "0")
     assert job.status not in (0, 124)
     assert "but rank 0 failed: SystemExit: 1" in job.stderr
@@ -409,7 +409,7 @@ def test_too_little_memory_fails_a_round_on_all_ranks(
 # MPI, and ranks that do not receive.
 
 
-def test_a_message_that_mpi_does_not_take_is_not_lost(tmp_path):
+def test_a_message_that_mpi_refuses_is_not_lost(tmp_path):
     out = tmp_path / "librefusing.so"
     compiler = pathlib.Path(sys.executable).with_name("mpicc")
     if not compiler.exists():
@@ -425,7 +425,7 @@ def test_a_message_that_mpi_does_not_take_is_not_lost(tmp_path):
     assert sum(report["refused"] for report in job.reports.values()) > 40
 
 
-def test_who_waits_for_nothing_looks_seldom(tmp_path):
+def test_an_idle_rank_polls_rarely(tmp_path):
     """An idle rank polls rarely, although a stopped rank does not receive its message."""
     job = run(tmp_path, 5, "polling.py")
     assert job.status == 0, job.stderr[-8000:]
@@ -439,7 +439,7 @@ def test_who_waits_for_nothing_looks_seldom(tmp_path):
 @pytest.mark.parametrize(
     "arguments", [("20000", "1", "3"), *map(more, [("200", "1", "3"), ("20000", "2")])]
 )
-def test_who_is_stopped_in_a_block_holds_nobody_up(tmp_path, arguments):
+def test_a_rank_stopped_in_a_block_delays_no_other(tmp_path, arguments):
     job = run(tmp_path, 4, "sharing.py", "stopped", *arguments)
     succeed(job, 4)
     assert job.of_all("steps") == 36
@@ -450,9 +450,7 @@ def test_who_is_stopped_in_a_block_holds_nobody_up(tmp_path, arguments):
 
 
 @pytest.mark.parametrize("arguments", [("200", "1", "3"), more(("20000", "2"))])
-def test_others_compute_the_blocks_of_who_is_killed(
-    tmp_path, arguments, fault_tolerant
-):
+def test_others_compute_the_blocks_of_killed_ranks(tmp_path, arguments, fault_tolerant):
     victims = list(map(int, arguments[1:]))
     job = run(
         tmp_path,
@@ -470,7 +468,7 @@ def test_others_compute_the_blocks_of_who_is_killed(
 
 
 @pytest.mark.parametrize("way", ["jit", more("host")])
-def test_others_go_on_with_what_they_hold(tmp_path, way):
+def test_others_continue_with_the_blocks_that_they_hold(tmp_path, way):
     """More ranks are stopped than hold a block; the blocks that only they hold are
     missing meanwhile.
     """
@@ -514,7 +512,7 @@ def test_an_exception_in_a_block_is_caught(tmp_path, victim):
 
 
 @pytest.mark.parametrize("way", ["uncaught", *map(more, ["closes", "exits", "ends"])])
-def test_a_rank_leaves_those_it_shares_work_with(tmp_path, way):
+def test_a_rank_leaves_a_group_with_shared_work(tmp_path, way):
     job = run(tmp_path, 4, "sharing.py", way, "200", "3", python=BARE)
     assert (job.status not in (0, 124)) == (way == "uncaught"), job.stderr[-8000:]
     assert ("injected into rank 3" in job.stderr) == (way in ("uncaught", "closes"))
@@ -529,7 +527,7 @@ def test_a_rank_leaves_those_it_shares_work_with(tmp_path, way):
     ("way", "words"),
     [("closes", "rank 0 closed the group"), more("uncaught", "rank 0 failed: Jax")],
 )
-def test_a_root_leaves_those_it_shares_work_with(tmp_path, way, words):
+def test_a_root_leaves_a_group_with_shared_work(tmp_path, way, words):
     """The others end their step without the root, and get an error in the next."""
     job = run(tmp_path, 4, "sharing.py", way, "200", "0", python=BARE)
     assert job.status not in (0, 124)
@@ -708,7 +706,7 @@ def trained(job, without, *sizes):
         ("shared", ["3,6", "1"], [5, 4]),
     ],
 )
-def test_ranks_that_live_go_on_without_the_dead(
+def test_live_ranks_continue_without_the_dead(
     tmp_path, fault_tolerant, way, victims, sizes
 ):
     job = recover(tmp_path, fault_tolerant, way, *victims)
@@ -718,7 +716,7 @@ def test_ranks_that_live_go_on_without_the_dead(
     assert "is dead, as MPI reports" in heard
 
 
-def test_as_many_die_as_the_plan_can_do_without(tmp_path, fault_tolerant):
+def test_as_many_ranks_die_as_the_plan_tolerates(tmp_path, fault_tolerant):
     """Three ranks die in one round, below two parents, and one more later: the group is
     not recovered.
     """
@@ -744,7 +742,7 @@ def test_as_many_die_as_the_plan_can_do_without(tmp_path, fault_tolerant):
         ("stopped", "CodedError: ranks [6] live, but have not called recovered"),
     ],
 )
-def test_what_keeps_ranks_from_going_on_is_an_error_and_no_end(
+def test_ranks_that_cannot_continue_get_an_error_and_live(
     tmp_path, fault_tolerant, way, words
 ):
     job = recover(tmp_path, fault_tolerant, way, "3")
@@ -755,7 +753,7 @@ def test_what_keeps_ranks_from_going_on_is_an_error_and_no_end(
         assert said.startswith(words)
 
 
-def test_more_dead_than_a_parent_can_do_without(tmp_path, fault_tolerant):
+def test_more_dead_than_a_parent_tolerates(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "beyond", "1,2")
     trained(job, {1, 2}, 5)
     (said,) = job.of_all("said")
@@ -782,9 +780,7 @@ BEYOND = [str(int(most) + 1) for most in AT_MOST]
         more("before", BEYOND),
     ],
 )
-def test_the_death_of_a_rank_that_nobody_can_do_without(
-    tmp_path, fault_tolerant, when, sizes
-):
+def test_the_death_of_a_needed_rank(tmp_path, fault_tolerant, when, sizes):
     places = 4
     ranks = places * len(sizes)
     job = run(
@@ -818,7 +814,7 @@ def test_the_death_of_a_rank_that_nobody_can_do_without(
         ("behind", ["0"], [6]),
     ],
 )
-def test_ranks_that_live_go_on_without_the_root(
+def test_live_ranks_continue_without_the_root(
     tmp_path, fault_tolerant, way, victims, sizes
 ):
     for attempt in range(4):
@@ -933,7 +929,7 @@ def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
 
 
 @pytest.mark.parametrize("told", ["2,3", *map(more, ("", "1", "2", "1,2,3,4"))])
-def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told):
+def test_the_root_dies_while_it_names_the_survivors(tmp_path, fault_tolerant, told):
     job = run(
         tmp_path, 6, "roll.py", "regroup", told, options=fault_tolerant, limit=LIMIT
     )
@@ -944,7 +940,9 @@ def test_the_root_dies_while_it_says_who_is_left(tmp_path, fault_tolerant, told)
 
 
 @pytest.mark.parametrize("told", ["1,2", more(""), more("3")])
-def test_the_root_dies_while_it_says_that_all_are_there(tmp_path, fault_tolerant, told):
+def test_the_root_dies_while_it_reports_that_all_are_alive(
+    tmp_path, fault_tolerant, told
+):
     """Ranks with and without the message meet nevertheless."""
     job = run(tmp_path, 5, "roll.py", "stay", told, options=fault_tolerant, limit=LIMIT)
     assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
@@ -964,7 +962,7 @@ def test_the_root_dies_while_it_says_that_all_are_there(tmp_path, fault_tolerant
         ("in vain", 5, [], 0),
     ],
 )
-def test_ranks_that_live_meet_at_last(tmp_path, way, size, gone, status):
+def test_live_ranks_meet_at_last(tmp_path, way, size, gone, status):
     """Live ranks meet, however often some have given up before."""
     start = as_readme_does(5, LIMIT)
     job = run(tmp_path, 5, "meeting.py", way, limit=LIMIT, start=start)
@@ -980,7 +978,7 @@ def test_ranks_that_live_meet_at_last(tmp_path, way, size, gone, status):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("way", ["successor", "asked for"])
-def test_a_new_root_dies_before_it_has_handed_its_state_on(tmp_path, way):
+def test_a_new_root_dies_before_it_hands_its_state_on(tmp_path, way):
     """The group then uses the state of the other ranks that have done the most rounds."""
     start = as_readme_does(5, LIMIT)
     job = run(tmp_path, 5, "meeting.py", way, limit=LIMIT, start=start)
@@ -1030,7 +1028,7 @@ def test_a_job_that_is_started_again_has_all_ranks(tmp_path):
     assert max(report["error"] for report in job.reports.values()) < 1e-12
 
 
-def test_a_job_that_lacks_ranks_ends_to_be_started_again(tmp_path):
+def test_a_job_that_lacks_ranks_ends_with_an_error_for_a_restart(tmp_path):
     """With `--ft` the job would end with status 0."""
     start = as_readme_does(4, SMALL_LIMIT)
     job = run(tmp_path, 4, "restarting.py", "2", "whole", start=start)
@@ -1112,7 +1110,7 @@ def failed(job):
         ("differs 2", "ranks called extended with different arguments", 0),
     ],
 )
-def test_ranks_that_fail_to_join_leave_the_group_as_it_is(tmp_path, way, words, status):
+def test_ranks_that_fail_to_join_do_not_change_the_group(tmp_path, way, words, status):
     job = extend(tmp_path, 3, 4, "code", way, "join 1", status=status)
     assert words in failed(job)
     assert "Exception: MPI_ERR" not in job.stderr  # the error of the other rank
@@ -1507,7 +1505,7 @@ group.close()
     ("stops", "started", "pause"),
     [more(False, 0, 0.01), (True, 0, 0.01), more(False, 200, 0.03)],
 )
-def test_a_rank_that_calls_recovered_alone_kills_nobody(
+def test_a_rank_that_calls_recovered_alone_kills_no_other(
     tmp_path, stops, started, pause
 ):
     """The others work, and continue without it, also if its parent, which would inform
@@ -1523,7 +1521,7 @@ def test_a_rank_that_calls_recovered_alone_kills_nobody(
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_calls_something_else_than_recovered(tmp_path, fault_tolerant):
+def test_a_rank_that_calls_something_other_than_recovered(tmp_path, fault_tolerant):
     """It waits for the others, which give it up and continue."""
     job = recover(tmp_path, fault_tolerant, "apart", "3")
     assert set(job.reports) == {0, 1, 2, 4, 5, 6}

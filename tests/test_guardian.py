@@ -189,7 +189,7 @@ def left(place, name, age=1000.0):
     return folder
 
 
-def test_what_jobs_have_left_goes_with_the_next_one(tmp_path, monkeypatch, marked):
+def test_the_next_job_deletes_what_jobs_have_left(tmp_path, monkeypatch, marked):
     """The next job deletes files of jobs whose guardians were killed, too. Files stay
     while a process may use them, or if they belong to no job.
     """

@@ -91,7 +91,7 @@ def faulty(hosts, directory, program, *arguments):
     return reports, [received(host) - start for host, start in zip(hosts, before)]
 
 
-def test_stopped_processes_hold_nobody_up(hosts, tmp_path):
+def test_stopped_processes_delay_no_rank(hosts, tmp_path):
     # a leaf, an inner rank, and one of each under different parents; messages sent with
     # their announcement, and messages fetched in pieces
     rounds, widths = 30, (300, 5000, 50_000)
@@ -310,7 +310,7 @@ def users_job(hosts, directory, each, *words, **environment):
     )
 
 
-def test_run_says_how_ranks_of_all_hosts_ended(hosts, tmp_path):
+def test_run_reports_how_ranks_of_all_hosts_ended(hosts, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n"

@@ -98,7 +98,7 @@ A = np.array([[0, 1, 2], [1, 0, 1], [2, -1, 0]], float)
 
 
 @pytest.mark.parametrize("missing", range(3))
-def test_what_is_missing_may_hold_anything(missing):
+def test_missing_messages_may_hold_anything(missing):
     gradients = {"w": draw(3, 4), "b": draw(3, seed=1, dtype="float32")}
     messages = jax.vmap(lambda row: encode(gradients, row))(B)
     broken = jax.tree.map(lambda leaf: leaf.at[missing].set(jnp.nan), messages)

@@ -73,7 +73,7 @@ def test_nothing_is_blamed_where_mpi_starts_or_starts_with_none(starts, monkeypa
         ),
     ],
 )
-def test_those_that_are_wrong_are_named(wrong, found, unset, starts, monkeypatch):
+def test_wrong_variables_are_named(wrong, found, unset, starts, monkeypatch):
     given = {"OMPI_MCA_pml": "ucx", "UCX_TLS": "rc", "OPAL_PREFIX": "/o"}
     given |= {"PBS_JOBID": "3", "PBS_NODEFILE": "/none", "HOME": "/x"}
     for name, value in given.items():

@@ -137,7 +137,7 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
         ),
     ],
 )
-def test_what_is_said(program, said):
+def test_errors_and_warnings_of_one_process(program, said):
     imports = (
         "import jax, jax.numpy as jnp, jaxcoded, numpy as np\nfrom mpi4py import MPI\n"
     )
@@ -153,7 +153,7 @@ def test_what_is_said(program, said):
     assert job.returncode in (0, 1)
 
 
-def test_a_state_is_told_by_its_names():
+def test_a_state_is_described_by_its_names():
     """A state is described by its names, not by the addresses of its functions."""
     program = """
 import dataclasses, functools, jax, numpy as np

@@ -82,7 +82,7 @@ def test_one_of_several_is_the_first(child):
     assert said == ["True\n", "False\n"] * 2
 
 
-def test_who_can_be_reached():
+def test_processes_that_can_be_reached():
     own = Process.own()
     assert own.pid == os.getpid()
     assert own.reachable(own._replace(pid=1, started=0))

@@ -24,7 +24,7 @@ def written(path, rounds=ROUNDS):
     return path
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_a_written_record_is_read_back(tmp_path):
     assert read(written(tmp_path / "record"), PLAN) == ROUNDS
 
 

@@ -162,7 +162,7 @@ def test_savings_with_the_files_of_children():
     assert not saved.inferred.any()
 
 
-def test_a_child_whose_file_goes_on_has_not_stopped():
+def test_a_child_whose_file_continues_has_not_stopped():
     """Its last work took long, but it ended."""
     own = of_child(
         3,

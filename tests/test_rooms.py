@@ -63,7 +63,7 @@ def test_the_library_imports_no_tool():
     assert done.stdout.split() == []
 
 
-def test_what_is_in_no_room_knows_none():
+def test_modules_outside_of_rooms_import_none():
     for path in PACKAGE.glob("*.py"):
         if path.stem not in ("__init__", "__main__"):
             assert {room(module) for module in imports(path)} == {None}, path

@@ -371,7 +371,7 @@ def test_mpirun_for_work_on_the_project_needs_no_package():
     assert re.search("MPI|HYDRA", job.stdout)
 
 
-def test_whoever_reads_late_gets_all():
+def test_a_late_reader_gets_all():
     program = (
         "job._GRACE = 0.1\n"
         "command = [sys.executable, '-c', 'for i in range(4000): print(i, 100 * chr(120))']\n"
@@ -452,7 +452,7 @@ def test_the_mpirun_of_another_mpi_is_an_error(fake):
     assert "but mpi4py uses" in said.stderr
 
 
-def test_what_each_mpirun_is_told(fake):
+def test_the_arguments_of_each_mpirun(fake):
     def options(version, **more):
         return launcher.found(str(fake(version))).options(2, **more)
 
@@ -709,7 +709,7 @@ def test_hosts_with_a_place_for_every_rank(hosts):
 @pytest.mark.parametrize(
     "wrong", ["a:b", ":2", "-x:2", "-oProxyCommand=x", "", "a b", "a:", "a:-1", "a:1:2"]
 )
-def test_what_is_no_host(program, wrong, capsys):
+def test_invalid_hosts(program, wrong, capsys):
     for hosts in (f"{wrong}", f"a:2,{wrong},b"):
         assert main(["run", "-n", "2", f"--hosts={hosts}", str(program(""))]) == 2
         err = capsys.readouterr().err
@@ -739,7 +739,7 @@ def ended(heard, number, program, **variables):
 
 
 @pytest.mark.parametrize("hosts", [(), None, ["127.0.0.1", "no such host"]])
-def test_ends_in_words(hosts, monkeypatch):
+def test_texts_of_ranks_ends(hosts, monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "127.0.0.1")
     with ends.listening(7, hosts) as heard:
         for number, (program, status) in enumerate(
@@ -807,7 +807,7 @@ def test_ends_of_ranks_that_have_joined():
     lasting.communicate(timeout=60 * slowness())
 
 
-def test_a_job_of_which_no_rank_came_to_its_end_has_failed():
+def test_a_job_in_which_no_rank_ended_properly_has_failed():
     """The job has failed whatever the launcher reports, such as one that has lost its
     daemons.
     """
@@ -880,7 +880,7 @@ def test_others_are_not_believed():
         assert not heard.told
 
 
-def test_a_rank_dies_with_what_has_started_it(tmp_path):
+def test_a_rank_dies_with_its_starter(tmp_path):
     """SIGKILL, which launchers use at the end, of the wrapper ends the rank. SIGTERM,
     which reaches the whole group, ends neither.
     """

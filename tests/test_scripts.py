@@ -128,7 +128,7 @@ def test_evaluation_without_a_killed_rank():
     assert said[0] == said[1]
 
 
-def test_training_that_goes_on_without_the_dead():
+def test_training_that_continues_without_the_dead():
     """A worker, the root, and the new root right after its start die: the losses are
     those of a run without faults.
     """

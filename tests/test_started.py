@@ -68,7 +68,7 @@ def looks(it, seconds):
         time.sleep(0.01)
 
 
-def test_who_becomes_another_program_has_not_ended(start, one):
+def test_a_process_that_becomes_another_program_has_not_ended(start, one):
     job = start(one)
     other = start(one + "two", "ends")
     it = started.Started(one)
@@ -78,7 +78,7 @@ def test_who_becomes_another_program_has_not_ended(start, one):
     assert job.poll() is None and {each.pid for each in it._seen} == {job.pid}
 
 
-def test_who_ends_is_missed(start, one):
+def test_ended_processes_are_noticed(start, one):
     it = started.Started(one)
     start(one)
     job = start(one, "ends")

@@ -77,7 +77,7 @@ def test_speeds():
     assert nothing.speeds.tolist() == [1.0] * 4
 
 
-def test_only_who_is_measured_is_slow():
+def test_only_measured_ranks_are_slow():
     """A root without data, and ranks that never sent anything, count as the median."""
     most_slow = seen(step_times=[0.01, 0.1, 0.4, NAN], silent=[0.0] * 4)
     np.testing.assert_allclose(most_slow.speeds, [0.625, 1.0, 0.25, 0.625])

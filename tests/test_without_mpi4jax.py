@@ -31,12 +31,12 @@ def run(program):
     return done.stdout
 
 
-def test_the_engine_does_without_it():
+def test_the_engine_does_not_need_it():
     words = run(f"runpy.run_path({str(SMOKE)!r}, run_name='__main__')")
     assert words.endswith("engine: passed\n")
 
 
-def test_the_transport_and_its_lack_are_named():
+def test_errors_name_the_missing_transport():
     words = run(OTHER)
     assert words.startswith('transport="mpi4jax" cannot be used: mpi4jax is not inst')
     assert "pip install mpi4jax" in words

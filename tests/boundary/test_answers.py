@@ -46,7 +46,7 @@ class Ranks:
 
 @fuzzed
 @given(st.lists(st.tuples(documents, sizes), min_size=1, max_size=3))
-def test_what_ranks_say(said):
+def test_answers_of_ranks(said):
     """The result holds this rank's answer, or the error names the unreadable rank."""
     found = outcome(agreement.gathered, Ranks(said), SAID, errors=(CodedError,))
     if found is not None:
@@ -117,7 +117,7 @@ def test_what_a_job_prints(printed, status):
 @given(changed(FOUND) | values)
 @example([])
 @example([{}, {}])
-def test_what_doctor_hears(everything):
+def test_doctor_reads_findings(everything):
     """Findings that are not a list of objects count as a bad finding."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asking, "answered", lambda *_, **__: everything)
@@ -128,7 +128,7 @@ def test_what_doctor_hears(everything):
     assert right or any(each.state == BAD for each in found)
 
 
-def test_what_doctor_hears_of_another_jaxcoded():
+def test_doctor_reads_findings_of_another_jaxcoded():
     everything = [{"rank": 0, "host": "a"}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(asking, "answered", lambda *_, **__: everything)
@@ -176,7 +176,7 @@ callers = st.one_of(
 @fuzzed
 @given(st.lists(callers, max_size=4))
 @example([b"x" * 10_000, f"{TOKEN} 1 -9 ends\n".encode()])
-def test_what_is_heard_of_ranks_ends(said):
+def test_reports_of_ranks_ends(said):
     """Only callers with the token can report a rank's end, and all callers are read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("secrets.token_hex", lambda _: TOKEN)

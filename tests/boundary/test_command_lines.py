@@ -195,7 +195,7 @@ def test_the_address_of_this_host(hosts):
 )
 @example(b"mpirun \xff 1.0")
 @example(b"9" * 5000 + b".1")
-def test_what_an_mpirun_says_of_itself(version):
+def test_the_version_text_of_mpirun(version):
     with nothing_started(version):
         found = launcher.found("mpirun")
     assert 0 <= found.major < 2**31 and found.path == "mpirun"

@@ -60,7 +60,7 @@ def connect(address, patience):
 @example("a:1", None, 0)
 @example("a..b:2:3", None, 0)
 @example("a:99999:3", None, 0)
-def test_who_is_told_of_a_ranks_end(told, number, code):
+def test_reports_of_a_ranks_end_to_any_address(told, number, code):
     """The job continues with any address."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("socket.create_connection", connect)

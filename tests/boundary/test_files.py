@@ -153,7 +153,7 @@ def test_telemetry(tmp_path_factory, data):
         np.testing.assert_array_equal(getattr(again, name), getattr(telemetry, name))
 
 
-def test_telemetry_that_is_pressed(tmp_path):
+def test_compressed_telemetry(tmp_path):
     """A compressed file could expand beyond any memory."""
     path = tmp_path / "seen.npz"
     np.savez_compressed(path, **SEEN)

@@ -73,7 +73,7 @@ def heard(channel):
 
 
 @messages
-def test_what_is_said_is_heard(message):
+def test_sent_messages_arrive(message):
     comm = MPI.COMM_SELF.Dup()
     channel = Channel(comm, TAG, (type(message),))
     channel.say(0, message)
@@ -101,7 +101,7 @@ def sound(message):
 
 
 @messages
-def test_what_may_be_said(message):
+def test_messages_are_valid_or_an_error(message):
     """Reading gives a valid object, or an error that names the sender."""
 
     @fuzzed
@@ -123,7 +123,7 @@ def test_what_may_be_said(message):
 
 @messages
 @pytest.mark.parametrize("data", [*ODD, b"{}", b"3", b'["Call", {}]'])
-def test_whose_words_cannot_be_read(message, data):
+def test_errors_name_the_sender_of_unreadable_messages(message, data):
     words = (
         "what number 0 says of ranks that join cannot be read: .*do all run the same"
     )
@@ -134,7 +134,7 @@ def test_whose_words_cannot_be_read(message, data):
         heard(channel)
 
 
-def test_what_is_too_long_is_not_received():
+def test_a_message_that_is_too_long_is_not_received():
     words = f"number 0 says .* cannot be read: {LONGEST + 1} bytes, not 0 to {LONGEST}"
     with a_channel(b"0" * (LONGEST + 1), Ready) as channel:
         for _ in range(2):
@@ -152,12 +152,12 @@ def test_what_is_too_long_is_not_received():
         ({"more": 1}, "Invitation has the fields"),
     ],
 )
-def test_what_is_no_invitation(changes, words):
+def test_invalid_invitations(changes, words):
     with pytest.raises(ValueError, match=words):
         read(Invitation, plain(dataclasses.asdict(INVITATION)) | changes).check()
 
 
-def test_others_than_were_invited():
+def test_other_ranks_than_invited():
     with pytest.raises(CodedError, match="2 ranks were to join 3, but there are 1"):
         INVITATION.own(MPI.COMM_SELF)
 
@@ -211,7 +211,7 @@ answers = (
 
 @fuzzed
 @given(st.lists(answers, min_size=1, max_size=3))
-def test_what_the_starter_is_answered(answers):
+def test_answers_to_the_starter(answers):
     """Processes start only if all ranks ask for the same; otherwise each rank that
     answered is told the reason.
     """

@@ -52,7 +52,7 @@ written = st.lists(PARTS, max_size=20)
 
 @fuzzed
 @given(written)
-def test_whatever_ranks_print(parts):
+def test_any_output_of_ranks(parts):
     page, rows = Page(), []
     for part in parts:
         rows += page.write(part)
@@ -67,7 +67,7 @@ def test_whatever_ranks_print(parts):
 
 @fuzzed
 @given(written)
-def test_whatever_mpirun_hands_on(parts):
+def test_any_output_passed_on_by_mpirun(parts):
     for line in b"".join(parts).splitlines(keepends=True):
         found = [*lines.pieces(line)]
         assert all(-1 <= source.rank < 10**9 for source, _ in found)

@@ -88,7 +88,7 @@ def test_json_that_is_not():
             Plan.from_json(wrong)
 
 
-def test_a_code_that_fits_into_no_memory():
+def test_a_code_larger_than_memory():
     for size, strategy, words in (
         (50_001, Coded(fanout=50_000), "take a smaller fan-out"),
         (2001, Coded(code="progressive", fanout=2000, stragglers=1999), "fan-out"),

@@ -44,7 +44,7 @@ def test_everything_happens(schedules):
     assert any(it.step > phase.steps for phase in phases for it in phase.faults)
 
 
-def test_who_lives_and_who_dies(schedules):
+def test_which_ranks_live_and_die(schedules):
     for it in schedules:
         living = set(range(it.ranks))
         for i, phase in enumerate(it.phases):
@@ -83,7 +83,7 @@ def test_parents_are_late_for_messages_of_the_dead(schedules):
     assert widths <= set(NEAR) and len(widths) > len(NEAR) / 2
 
 
-def test_who_joins(schedules):
+def test_which_ranks_join(schedules):
     joining = [phase for it in schedules for phase in it.phases if phase.joining]
     assert {bool(phase.lost) for phase in joining} == {True, False}
     assert {phase.lost[0] in phase.joining for phase in joining if phase.lost} == {
@@ -115,7 +115,7 @@ def test_who_joins(schedules):
     assert any(phase.root_dies for phase, _ in after)
 
 
-def test_nobody_joins_on_several_hosts():
+def test_no_rank_joins_on_several_hosts():
     assert not any(schedule(seed, 9, hosts=True).joining for seed in SEEDS)
 
 
@@ -144,7 +144,7 @@ def test_flipped_bits_go_into_a_sum():
     assert of_step_3 == [(6, "skip"), (7, "skip")]
 
 
-def test_what_a_schedule_says_that_must_come(schedules):
+def test_what_a_schedule_demands(schedules):
     for it in filter(lambda it: it.exact, schedules):
         for phase in it.phases:
             plan = it.plan(len(phase.living))
@@ -189,7 +189,7 @@ def test_what_is_tolerated(arguments):
     assert not tolerates(plan, list(range(1, 7)))
 
 
-def test_what_shared_work_can_do_without():
+def test_what_shared_work_tolerates():
     plan = jaxcoded.make_plan(6, jaxcoded.Shared(replicas=2, blocks=4))
     for missing in itertools.combinations(range(1, 6), 2):
         assert tolerates(plan, list(missing))

@@ -101,11 +101,11 @@ def answers(code, rng):
     )
 
 
-def test_a_leaf_waits_for_nobody():
+def test_a_leaf_does_not_wait():
     assert _engine.Decoder().decode([], []) == []
 
 
-def test_any_that_may_be_missing_with_copies_and_without():
+def test_any_tolerated_set_with_and_without_copies():
     """Six children send three different messages, two copies of each: any three
     messages suffice.
     """
@@ -195,7 +195,7 @@ def test_the_first_messages_that_suffice(seed):
         codes.progressive(4, 2),
     ],
 )
-def test_every_set_of_first_parts_is_to_both_what_it_is_to_the_other(code):
+def test_both_decoders_agree_on_every_set_of_first_parts(code):
     """Both decoders agree on every set, also on decodable ones that would amplify too
     much.
     """
@@ -215,7 +215,7 @@ def test_every_set_of_first_parts_is_to_both_what_it_is_to_the_other(code):
     assert (refused > 0) == (code.name == "adaptive")
 
 
-def test_what_would_lose_all_digits_waits_for_the_next_message():
+def test_a_set_that_would_lose_all_digits_waits_for_the_next_message():
     """These sets would amplify 22,000 and 8 times as much as the code."""
     code = codes.adaptive(4, 2, seed=2)
     for counts in ([0, 6, 1, 5], [5, 5, 1, 1]):
@@ -234,7 +234,7 @@ def test_what_would_lose_all_digits_waits_for_the_next_message():
 
 
 @pytest.mark.parametrize("text", ILL_CONDITIONED)
-def test_what_numpy_decodes_is_enough(text):
+def test_sets_that_numpy_decodes_suffice(text):
     """If two children send nearly the same, the two decoders round very differently."""
     code = codes.named(text, 3, 1, 2)
     decoder = decoder_of(code)
@@ -244,7 +244,7 @@ def test_what_numpy_decodes_is_enough(text):
         assert decoder.decode(here, [child in here for child in range(code.n)]), missing
 
 
-def test_few_questions():
+def test_few_questions_to_the_code():
     """The decoder asks once about the arrived messages, and rarely about where they
     began to suffice. It asks no question twice, and none before enough messages hold
     each part of the sum.

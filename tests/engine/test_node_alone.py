@@ -68,7 +68,7 @@ TREES = {"star": [-1, 0, 0, 0], "tree": [-1, 0, 0, 1, 1, 2, 2], "chain": [-1, 0,
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_rank_that_failed_alone_is_in_no_sum_until_it_resyncs(tree):
+def test_a_rank_that_failed_alone_enters_no_sum_until_it_resyncs(tree):
     world, others = failed_alone(TREES[tree])
     world.recovers = False
     world.sweep_all()
@@ -82,7 +82,7 @@ def test_a_rank_that_failed_alone_is_in_no_sum_until_it_resyncs(tree):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_a_rank_that_failed_alone_goes_on_where_the_root_is(tree):
+def test_a_rank_that_failed_alone_continues_in_the_roots_round(tree):
     """No later snapshot can come, as the root waits for this rank."""
     world, others = failed_alone(TREES[tree])
     world.open = 6
@@ -95,7 +95,7 @@ def test_a_rank_that_failed_alone_goes_on_where_the_root_is(tree):
     assert outcomes(world, 0) == dict.fromkeys(range(1, 7), DONE)
 
 
-def test_what_is_kept_of_a_state_that_others_do_not_have_is_not_handed_on():
+def test_a_snapshot_of_a_state_that_others_lack_is_not_handed_on():
     """Rank 1 keeps a snapshot after the round that failed on it alone, and rank 3 asks
     for it.
     """
@@ -109,7 +109,7 @@ def test_what_is_kept_of_a_state_that_others_do_not_have_is_not_handed_on():
     world.check_state(3, node.state_round())
 
 
-def test_what_is_wrong_in_a_later_round_does_not_end_the_one_that_the_root_is_in():
+def test_a_failure_in_a_later_round_does_not_end_the_roots_round():
     """Rank 1 is a round ahead of the root, and has too little memory in that round."""
     world = World(
         make_plan(3, Coded(stragglers=0)),
@@ -141,7 +141,7 @@ def test_what_is_wrong_in_a_later_round_does_not_end_the_one_that_the_root_is_in
 @many
 @example(603301975)
 @given(st.integers(0, 2**32 - 1))
-def test_who_fails_alone_never_spoils_a_sum(seed):
+def test_a_rank_that_fails_alone_never_spoils_a_sum(seed):
     """Any ranks stop and continue, also the root."""
     rng = random.Random(seed)
     plan = random_plan(rng, least=2, most=9)

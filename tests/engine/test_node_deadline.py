@@ -220,19 +220,19 @@ def stop_and_go(world, rng, rounds=ROUNDS):
 
 @many
 @given(st.integers(0, 2**32 - 1))
-def test_what_has_come_is_used_and_the_residual_tells(seed):
+def test_the_sum_uses_the_arrived_messages_and_the_residual_describes_it(seed):
     what_has_come(seed, 9)
 
 
 @pytest.mark.parametrize("seed", [2372552955, 3938892192])
-def test_an_inner_parent_had_more_than_it_has_in_the_end(seed):
+def test_an_inner_parent_announced_more_children_than_it_has_at_the_end(seed):
     """Numbers that it announced earlier are better than the residual says; once they
     are part of the residual.
     """
     what_has_come(seed, 9)
 
 
-def test_a_section_is_not_formed_again_from_what_came_within_offers():
+def test_a_section_is_not_formed_again_from_messages_within_offers():
     """Such messages have no address, but the engine once read one in this schedule."""
     what_has_come(3880313583, 3)
 
@@ -320,7 +320,7 @@ def test_a_root_that_does_not_call(seed):
     assert all(world.ends[plan.root][number].error == said[number] for number in said)
 
 
-def test_a_root_that_does_not_call_keeps_what_it_has_to_hear():
+def test_messages_for_a_root_that_does_not_call_are_kept():
     """No other rank can send it more rounds than its history holds."""
     world = World(
         make_plan(3, Coded(stragglers=0)),
@@ -404,7 +404,7 @@ def test_a_root_that_does_not_call_to_the_end(action):
 
 
 @pytest.mark.parametrize("action", ["wait", "approximate"])
-def test_a_root_that_does_not_call_is_waited_for(action):
+def test_ranks_wait_for_a_root_that_does_not_call(action):
     plan = make_plan(4, Coded(stragglers=1))
     script = [Call((("float32", 4),), seed) for seed in range(2)]
     world = random_world(

@@ -190,7 +190,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
     assert text.endswith("do all ranks run the same jaxcoded?")
 
 
-def test_an_alert_of_a_round_that_nobody_lives_to_see():
+def test_an_alert_of_a_round_that_no_group_reaches():
     """The messages after it still count."""
     plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
     script = [Call((("float32", 9),), seed) for seed in range(9)]
@@ -216,7 +216,7 @@ def test_an_alert_of_a_round_that_nobody_lives_to_see():
         assert late and all(text.startswith("GroupMismatch: ") for text in late), failed
 
 
-def test_a_parent_that_asks_does_not_put_off_who_waits_for_it():
+def test_a_parent_that_asks_does_not_delay_a_waiting_child():
     """The parent asks why a child does not call. The child waits for a result whose
     announcement was lost.
     """
@@ -438,7 +438,7 @@ def star_of_hosts(sections_from):
 
 
 @pytest.mark.parametrize("forger", [1, 0])
-def test_only_who_forms_a_section_says_so(forger):
+def test_only_the_maker_of_a_section_announces_it(forger):
     """Another rank's claim is an error; the root's claim counts, as it may relay one."""
     world = star_of_hosts(1)
     seen = []

@@ -74,7 +74,7 @@ def test_all_leave(seed):
     )
 
 
-def test_who_leaves_before_the_others_is_named():
+def test_a_rank_that_leaves_before_the_others_is_named():
     """Usually its program has done fewer steps than the others'."""
     plan = make_plan(4, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
@@ -93,7 +93,7 @@ def test_who_leaves_before_the_others_is_named():
 
 
 @pytest.mark.parametrize("failing", [3, 6])
-def test_who_leaves_after_a_failure_is_named_with_it(failing):
+def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
     """Its parent's log names it, and so does the error of a call that too few ranks
     make.
     """
@@ -117,7 +117,7 @@ def test_who_leaves_after_a_failure_is_named_with_it(failing):
 @pytest.mark.slow
 @many
 @given(seeds)
-def test_who_is_needed_stays(seed):
+def test_needed_ranks_stay(seed):
     """No rank ends before all ranks below it have ended, however late they are."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3, stragglers=(1, 2)), 5
@@ -270,7 +270,7 @@ def test_give_up():
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_nobody_waits_for_a_dead_leaf(early):
+def test_no_rank_waits_for_a_dead_leaf(early):
     """Its death is known before its parent leaves, or afterwards."""
     script = [Call((("float32", 30),), seed) for seed in range(3)]
     world = World(make_plan(7, Coded(fanout=2)), script, random.Random(0))
@@ -292,7 +292,7 @@ def test_nobody_waits_for_a_dead_leaf(early):
 @pytest.mark.slow
 @many
 @given(seeds)
-def test_nobody_waits_for_ever(seed):
+def test_no_rank_waits_for_ever(seed):
     """Any rank may leave at any moment: all calls end, with the sum or with the reason."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 2), 6

@@ -129,7 +129,7 @@ def test_a_call_without_memory_whose_round_is_not_decided_fails_it_everywhere():
         assert all(world.ends[rank][r].outcome == DONE for r in range(3, 7))
 
 
-def test_a_late_rank_without_memory_to_relay_fails_nobody_elses_round():
+def test_a_late_rank_without_memory_to_relay_fails_no_other_round():
     """Its own round was decided long ago, and it lacks the last part of its message."""
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
@@ -212,7 +212,7 @@ def test_a_rank_without_memory_for_a_part_of_its_message(decided):
         assert all(ends[number].outcome == DONE for number in range(3, 7))
 
 
-def test_a_root_without_memory_does_not_take_back_what_others_have():
+def test_a_root_without_memory_does_not_revoke_the_others_sum():
     """Others have computed all blocks while the root's program computes one."""
     rng = random.Random(1)
     world = sharing_world(
@@ -235,7 +235,7 @@ def test_a_root_without_memory_does_not_take_back_what_others_have():
     world.assert_done()
 
 
-def test_a_root_that_loses_what_others_have_fails_the_next_round():
+def test_a_root_that_loses_the_others_result_fails_the_next_round():
     """Its call got no memory for the result, and cannot get the result any more."""
     world = sharing_world(
         random.Random(1),
@@ -267,7 +267,7 @@ def test_a_root_that_loses_what_others_have_fails_the_next_round():
 @many
 @example(887926241)
 @given(st.integers(0, 2**32 - 1))
-def test_whoever_is_short_of_memory_spoils_no_sum(seed):
+def test_ranks_short_of_memory_spoil_no_sum(seed):
     """Any ranks lack memory now and then; some are late or stopped."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, least=2, most=9), 12
@@ -369,7 +369,7 @@ def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
 
 
 @pytest.mark.parametrize("hosts", [[0] * 4, list(range(4))])
-def test_a_rank_without_memory_for_its_section_hears_that_the_round_has_failed(hosts):
+def test_a_rank_without_memory_for_its_section_learns_that_the_round_failed(hosts):
     """The report of the failure comes after the order to form the section."""
     world = World(
         make_plan(4, Coded(fanout=3, stragglers=0)),
@@ -392,7 +392,7 @@ def test_a_rank_without_memory_for_its_section_hears_that_the_round_has_failed(h
 
 @many
 @given(st.integers(0, 2**32 - 1))
-def test_no_inbox_is_blocked_by_what_there_is_no_memory_for(seed):
+def test_too_little_memory_blocks_no_inbox(seed):
     """From some moment on one rank of a star always has too little memory for vectors,
     while sums are formed in sections, some of them sent within messages.
     """

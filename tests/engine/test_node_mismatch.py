@@ -50,7 +50,7 @@ def failures(world, rank):
     return {r: e for r, e in world.ends[rank].items() if e.outcome != DONE}
 
 
-def test_of_long_calls_the_ends_are_said():
+def test_errors_show_the_ends_of_long_calls():
     plan = make_plan(2, Coded(stragglers=0))
     segments = tuple(("float32", count) for count in range(40))
     world = random_world(plan, 1, random.Random(0), script=[Call(segments, 1)])
@@ -187,7 +187,7 @@ def test_one_rank_is_a_round_ahead(odd):
 @pytest.mark.slow
 @many
 @given(seeds)
-def test_a_refusal_beside_a_mismatch(seed):
+def test_a_refusal_and_a_mismatch_in_one_round(seed):
     """A round that fails for another reason still reports that its calls did not match."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
@@ -227,7 +227,7 @@ def test_pieces_do_not_hide_an_error():
 
 @pytest.mark.parametrize("sections_from", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_what_takes_the_place_of_a_call_is_not_given_its_sum(seed, sections_from):
+def test_a_call_that_replaces_another_does_not_get_its_sum(seed, sections_from):
     """The last part of its message never comes while its family forms the sum. Another
     call of the same length follows.
     """

@@ -142,7 +142,7 @@ def test_nonsense_about_shared_work(seed):
     play(world, rng)
 
 
-def test_a_text_that_is_none():
+def test_invalid_text():
     """It arrives nevertheless, as far as Python and XLA can convert it."""
     script = [simulation.Call((("float32", 4),), 0)]
     world = simulation.World(

@@ -84,7 +84,7 @@ def test_sums_that_fit_are_the_same(seed):
 @pytest.mark.slow
 @many
 @given(seeds)
-def test_nobody_is_left_behind(seed):
+def test_no_rank_is_left_behind(seed):
     """Sums need all ranks, even if the code tolerates missing ones."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
@@ -101,7 +101,7 @@ def test_nobody_is_left_behind(seed):
 
 @many
 @given(seeds)
-def test_who_has_nothing_to_contribute_is_left_out(seed):
+def test_ranks_without_a_contribution_are_left_out(seed):
     rng = random.Random(seed)
     plan = make_plan(rng.choice([7, 13]), Coded(fanout=3, stragglers=1))
     world = random_world(plan, 0, rng, script=sound_script(plan, rng, 2), debug=True)
@@ -214,7 +214,7 @@ def test_small_numbers_are_compared(code, children, stragglers, found, kind):
 
 
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
-def test_what_is_rounding_alone_is_no_mistake(code):
+def test_rounding_alone_is_no_mistake(code):
     """Rounding is no mistake, compared with all numbers of the message, or of an
     earlier round.
     """
@@ -356,7 +356,7 @@ def test_nan_is_named():
     assert "what rank 3 has sent to rank 0 has NaN" in world.ends[4][1].error
 
 
-def test_without_it_a_wrong_message_is_not_found():
+def test_without_comparison_a_wrong_message_is_not_detected():
     """The messages of all children are wrong, and so is the sum."""
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     children = plan.coded_children(plan.root)
@@ -366,7 +366,7 @@ def test_without_it_a_wrong_message_is_not_found():
         world.settle()
 
 
-def test_a_child_that_has_closed_is_not_waited_for():
+def test_no_parent_waits_for_a_closed_child():
     """Its calls will not come, and the others get an error."""
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     segments = (("float32", 9),)

@@ -78,7 +78,7 @@ def test_pieces_that_come_together(length):
 @pytest.mark.slow
 @many
 @given(seeds)
-def test_stragglers_hold_up_nobody(seed):
+def test_stragglers_delay_no_rank(seed):
     """From some moment on, as many ranks as every parent tolerates do nothing."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3), rng.randint(1, 6)
@@ -350,7 +350,7 @@ def test_too_many_die(seed):
 
 @many
 @given(seeds)
-def test_whoever_dies_at_any_moment(seed):
+def test_any_ranks_die_at_any_moment(seed):
     """Ranks die at any moment, also between an offer and its fetch. Rounds end on all
     live ranks: with the exact sum or, if too many are dead, with an error that names
     some of them.
@@ -429,7 +429,7 @@ def test_calls_of_all_kinds(seed):
             assert (end.outcome, end.error) == expected, (rank, round, call.kind)
 
 
-def test_erased_children_are_not_asked_for_anything():
+def test_erased_children_get_no_requests():
     plan = make_plan(7, Coded(parents=[-1, 0, 0, 0, 1, 1, 1]))
     for erased in (1, 2, 3, 5):
         call = Call((("float32", 100),), 0, erased=frozenset({erased}))
@@ -439,7 +439,7 @@ def test_erased_children_are_not_asked_for_anything():
         assert not any(s == erased and w == MESSAGE for _, s, w, *_ in world.fetched)
 
 
-def test_a_piece_goes_up_while_the_next_is_on_its_way():
+def test_a_piece_is_sent_up_while_the_next_arrives():
     plan = make_plan(4, Coded(parents=[-1, 0, 1, 1]))
     call = Call((("float32", 64),), 0)
     limits = {"piece_bytes": 32}  # announced_bytes exceeds the message
@@ -526,7 +526,7 @@ def test_a_rank_that_stops_after_a_long_wait_is_passed_over():
     world.assert_done({0, 3, 5, 6})
 
 
-def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
+def test_ranks_fetch_from_their_parent_again_once_it_continues():
     """Ranks below a stopped parent get a result from the root. Once the parent
     continues, they fetch from it again, and never from the root, whose port has other
     work.
@@ -559,7 +559,7 @@ def test_who_was_asked_for_want_of_a_parent_is_left_alone_once_that_speaks():
     assert from_root() <= {1, 2}  # until the parent has sent something
 
 
-def test_a_parent_that_is_stopped_again_holds_up_nobody_for_longer():
+def test_a_parent_that_is_stopped_again_delays_no_rank_for_longer():
     """The time of an answer from a rank that was stopped meanwhile does not count."""
     plan = make_plan(7, Coded(fanout=2, stragglers=1))
     script = [Call((("float32", 4),), number) for number in range(40)]

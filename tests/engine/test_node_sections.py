@@ -280,7 +280,7 @@ def test_a_leaf_that_is_stopped_while_it_forms(seed):
 
 
 @pytest.mark.parametrize("rounds_before", [0, 1, 4])
-def test_nobody_waits_for_latecomers_as_long_as_the_root_was_stopped(rounds_before):
+def test_patience_for_late_ranks_excludes_the_roots_stop(rounds_before):
     """The root is stopped for an hour while a sum is formed. In the next round rank 12
     is late, and the code tolerates that.
     """
@@ -315,7 +315,7 @@ def test_nobody_waits_for_latecomers_as_long_as_the_root_was_stopped(rounds_befo
     world.assert_done()
 
 
-def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_long():
+def test_long_rounds_do_not_extend_the_wait_for_a_stopped_maker():
     plan = make_plan(7, Coded(fanout=6, stragglers=1))
     rounds = 6
     world = World(
@@ -352,7 +352,7 @@ def test_who_stops_while_it_forms_is_not_waited_for_longer_where_rounds_take_lon
 
 @pytest.mark.parametrize("inline", [(0,), (64,), (0, 256)])
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
+def test_no_rank_waits_for_a_sibling_that_forms_nothing(seed, inline):
     """A rank that got the result elsewhere reports that, and its siblings do not wait
     for it.
     """
@@ -384,7 +384,7 @@ def test_nobody_is_waited_for_who_forms_nothing(seed, inline):
     ],
     ids=["star", "tree"],
 )
-def test_nothing_piles_up_before_a_rank_that_no_sum_can_do_without(plan, stopped):
+def test_no_queue_grows_before_a_rank_that_every_sum_needs(plan, stopped):
     """The rank is stopped once others must also form its part. They do not restart that
     part without end.
     """
@@ -414,7 +414,7 @@ def test_nothing_piles_up_before_a_rank_that_no_sum_can_do_without(plan, stopped
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_who_leaves_keeps_nobody_waiting_for_its_part_of_a_copy(seed):
+def test_no_rank_waits_for_the_section_of_a_rank_that_left(seed):
     plan = make_plan(13, Coded(fanout=3, stragglers=seed % 2))
     rounds = 3
     world = World(

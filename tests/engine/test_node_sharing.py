@@ -408,7 +408,7 @@ def test_every_block_once(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 @example(seed=188)
-def test_nothing_goes_on_while_programs_stay_away(seed):
+def test_nothing_happens_while_programs_stay_away(seed):
     """Programs stay away in the middle of a round: no block moves back and forth
     between ranks, and no rank keeps waking up.
     """
@@ -508,7 +508,7 @@ def test_replayed_without_a_rank_that_computed(seed):
 
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
-def test_whoever_is_stopped_for_good(seed):
+def test_any_ranks_are_stopped_for_good(seed):
     """From any moment on, ranks are stopped whose blocks others hold; later they come
     back.
     """
@@ -529,7 +529,7 @@ def test_whoever_is_stopped_for_good(seed):
 
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
-def test_whoever_dies(seed):
+def test_any_ranks_die(seed):
     """Ranks whose blocks others hold die, one after the other, with or without a
     report.
     """
@@ -551,7 +551,7 @@ def test_whoever_dies(seed):
 
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
-def test_whoever_raises_between_two_blocks(seed):
+def test_any_rank_raises_between_two_blocks(seed):
     """Others compute its blocks, and it continues in the next round."""
     rng = random.Random(seed)
     its = world(rng)
@@ -572,7 +572,7 @@ def test_whoever_raises_between_two_blocks(seed):
 
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32))
-def test_whoever_is_stopped_while_blocks_are_computed(seed):
+def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
     """Programs own the vectors: the sum excludes those of ranks that are given up, and
     does not wait for them.
     """
@@ -672,7 +672,7 @@ def test_what_follows_blocks_is_their_sum():
         assert "after group.blocks the sum" in its.ends[rank][2].error
 
 
-def test_nobody_is_late():
+def test_no_rank_is_late():
     """Every rank computes its own blocks, and no others."""
     plan = make_plan(4, Shared(replicas=2, blocks=3))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
@@ -724,7 +724,7 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
 
 
 @pytest.mark.parametrize("deadline", [0.0, 1.0], ids=["none", "passes"])
-def test_the_root_sleeps_while_its_program_computes_what_others_have_done(deadline):
+def test_the_root_sleeps_while_its_program_repeats_a_finished_block(deadline):
     plan = make_plan(3, Shared(replicas=2, blocks=4))
     its = World(
         plan,
@@ -746,7 +746,7 @@ def test_the_root_sleeps_while_its_program_computes_what_others_have_done(deadli
     its.assert_done()
 
 
-def test_who_was_late_forms_a_section():
+def test_a_late_rank_forms_a_section():
     """The round is over, and programs continue to use the memory of their vectors."""
     plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {"piece_bytes": 16, "announced_bytes": 16, "sections_from": 1}
@@ -803,7 +803,7 @@ def test_a_rank_that_computes_something_else(seed):
         (False, "CodedError", "all ranks are to make the same calls before they close"),
     ],
 )
-def test_blocks_that_nobody_holds(killed, kind, remedy):
+def test_blocks_that_no_live_rank_holds(killed, kind, remedy):
     """All remaining ranks get an error with a message."""
     plan = make_plan(4, Shared(blocks=2, root_computes=False))
     its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
@@ -890,7 +890,7 @@ def assert_failed_once(its, words):
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("field", [GENERATION, ADDED, ANSWERED])
-def test_what_a_rank_cannot_have_said_of_its_blocks(field, before):
+def test_impossible_reports_about_blocks(field, before):
     """The message comes before or after the root's call."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
@@ -969,7 +969,7 @@ def test_blocks_that_a_rank_does_not_hold(block):
     assert_failed_once(its, "rank 2 cannot read a message of rank 0, kind 14 of round")
 
 
-def test_what_is_decided_is_not_failed_by_what_is_said_later():
+def test_later_messages_do_not_fail_a_decided_round():
     """The root's program has not returned yet, and others are done."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]

@@ -90,7 +90,7 @@ def assert_goes_on(world):
         assert [ends[r].outcome for r in range(3, 7)] == [DONE] * 4
 
 
-def test_who_has_gone_on_is_not_there():
+def test_a_rank_in_the_next_round_is_absent():
     """It has failed the round alone, and would lack its blocks once the root decided
     the round.
     """
@@ -105,7 +105,7 @@ def test_who_has_gone_on_is_not_there():
     assert_goes_on(world)
 
 
-def test_what_was_computed_before_a_snapshot_is_not_summed_as_nothing():
+def test_blocks_lost_by_a_snapshot_are_not_summed_as_zero():
     """All have reported that they are present. The root decides the round of blocks,
     and they return to it without blocks.
     """
@@ -157,7 +157,7 @@ def test_blocks_of_programs_that_stay_away_are_waited_for_by_name():
     world.assert_done()
 
 
-def test_blocks_of_programs_that_stay_away_are_missed_at_the_deadline():
+def test_blocks_of_programs_that_stay_away_are_missing_at_the_deadline():
     world = shared(4, "raise")
     world.open = 1
     world.idle = {1, 2}
@@ -171,7 +171,7 @@ def test_blocks_of_programs_that_stay_away_are_missed_at_the_deadline():
         assert (ends[2].outcome, ends[3].outcome) == (DONE, DONE)
 
 
-def test_blocks_of_ranks_that_have_failed_alone_are_missed_at_the_deadline():
+def test_blocks_of_ranks_that_failed_alone_are_missing_at_the_deadline():
     world = shared(3, "raise")
     world.open = 1
     world.frozen = {0}
@@ -214,7 +214,7 @@ def drawn(rng, size, rounds):
 
 @many
 @given(st.integers(0, 2**32 - 1))
-def test_who_fails_alone_never_spoils_shared_work(seed):
+def test_a_rank_that_fails_alone_never_spoils_shared_work(seed):
     """Any ranks stop and continue, also the root, and programs stay away."""
     rng = random.Random(seed)
     rounds = 8

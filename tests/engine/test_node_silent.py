@@ -42,7 +42,7 @@ def pass_time(world, until):
 
 
 @pytest.mark.parametrize("sections_from", [0, 1])
-def test_who_is_stopped_behind_its_offer_is_named(sections_from):
+def test_a_rank_stopped_after_its_offer_is_named(sections_from):
     """The sum needs its message, which cannot be fetched."""
     plan = make_plan(4, Coded(stragglers=0))
     world = World(
@@ -89,7 +89,7 @@ def decided(world, number):
     return lambda: world.nodes[0].next_round() > number
 
 
-def test_nobody_waits_again_for_children_that_do_not_answer(approximate):
+def test_no_rank_waits_again_for_silent_children(approximate):
     world = approximate
     code = world.plan.codings[0].code
     assert code.classes[0] == code.classes[1] != code.classes[2]
@@ -108,7 +108,7 @@ def test_nobody_waits_again_for_children_that_do_not_answer(approximate):
     assert residual(world, 5) < 1e-9
 
 
-def test_children_that_compute_are_waited_for_in_every_round(approximate):
+def test_every_round_waits_for_children_that_compute(approximate):
     """The group waits for children that compute, whose engines answer."""
     world = approximate
     for number in (2, 3):
@@ -119,7 +119,7 @@ def test_children_that_compute_are_waited_for_in_every_round(approximate):
         world.settle()
 
 
-def test_children_that_are_known_to_be_dead_are_not_waited_for(approximate):
+def test_no_rank_waits_for_children_reported_dead(approximate):
     world = approximate
     world.frozen.update({1, 2})
     for rank in (1, 2):
@@ -157,7 +157,7 @@ def test_without_a_root_rounds_fail_at_the_deadline(action, frozen):
             assert end.error.endswith("not answer")
 
 
-def test_whoever_waits_for_the_root_is_told():
+def test_ranks_that_wait_for_the_root_get_a_report():
     world = world_of(SEVEN, "wait")
     world.frozen.add(0)
     world.open = 2
@@ -214,7 +214,7 @@ def test_a_root_that_comes_back(knows):
 # Ends.
 
 
-def test_what_a_process_offered_cannot_be_had_after_its_end():
+def test_the_offer_of_an_ended_process_is_lost():
     """If the message was requested and is needed, the round fails."""
     far = {"hosts": list(range(4))}
     world = world_of(make_plan(4, Coded(stragglers=0)), "wait", **far)
@@ -232,7 +232,7 @@ def test_what_a_process_offered_cannot_be_had_after_its_end():
         assert world.ends[rank][2].error.endswith("but rank 1 closed the group")
 
 
-def test_a_root_that_has_failed_says_why():
+def test_a_failed_root_reports_why():
     world = world_of(SEVEN, "wait")
     world.leaving.add(0)
     world.nodes[0].leave("ValueError: no such file")
@@ -243,7 +243,7 @@ def test_a_root_that_has_failed_says_why():
         assert ends[2].error.endswith("but rank 0 failed: ValueError: no such file")
 
 
-def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
+def test_a_root_that_failed_with_a_call_in_flight_reports_why():
     """It says why also if another rank's departure ends the call."""
     world = world_of(make_plan(4, Coded(stragglers=0)), "wait")
     world.idle |= {1, 2, 3}
@@ -266,7 +266,7 @@ def test_a_root_that_has_failed_with_a_call_in_flight_says_why():
 
 
 @pytest.mark.parametrize("watches", [False, True])
-def test_an_idle_rank_hears_of_rounds_past_a_frozen_parent_where_it_watches(watches):
+def test_a_watching_idle_rank_learns_of_rounds_past_a_frozen_parent(watches):
     world = world_of(SEVEN, "raise")
     world.frozen.add(1)
     world.idle.add(3)

@@ -74,7 +74,7 @@ def test_a_snapshot_brings_a_late_rank_back(late, far, size):
 @pytest.mark.slow
 @many
 @given(seeds)
-def test_while_the_others_go_on(seed):
+def test_while_the_others_continue(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, 3, stragglers=(1, 2))
     rounds = 40
@@ -123,7 +123,7 @@ def below(plan, ranks):
 
 
 @pytest.mark.parametrize("far", [False, True])
-def test_nobody_has_a_snapshot(far):
+def test_no_rank_has_a_snapshot(far):
     world = thirteen(40, hosts=list(range(13)) if far else None)
     world.open = 3
     world.settle()

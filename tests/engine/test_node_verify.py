@@ -157,7 +157,7 @@ def test_honest_rounds_pass(seed):
 
 @many
 @given(seeds)
-def test_nobody_waits_for_who_is_late(seed):
+def test_no_rank_waits_for_late_ones(seed):
     """With ``verify_wait`` nodes wait only until the deadline."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
@@ -506,7 +506,7 @@ def test_a_liar_anywhere_is_found(seed):
 
 
 @pytest.mark.parametrize("then", ["it comes", "the deadline", "it is dead"])
-def test_a_message_that_takes_long_is_waited_for(then):
+def test_a_parent_waits_for_a_slow_message(then):
     """The parent waits for it while its rank lives and there is time, even if others
     suffice.
     """
@@ -565,7 +565,7 @@ class NotFinite(Lie):
 
 
 @pytest.mark.parametrize("nan", [False, True])
-def test_who_is_wrong_again_and_again_is_named_once(nan):
+def test_a_repeatedly_wrong_rank_is_named_once(nan):
     """The log names it once, until its messages match again."""
     plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 8),)
@@ -644,7 +644,7 @@ class Shaken(World):
 
 
 @pytest.mark.parametrize("verify", POLICIES)
-def test_what_changed_on_its_way_is_fetched_once_more(verify):
+def test_a_piece_changed_on_its_way_is_fetched_again(verify):
     plan = make_plan(4, Coded(fanout=3, stragglers=1, code="cyclic_repetition"))
     call = Call((("float32", 9),), 1)
     options = {"verify": verify, "verify_wait": True}

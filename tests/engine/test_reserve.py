@@ -12,7 +12,7 @@ HERE = pathlib.Path(__file__).parent
 SOURCES = HERE.parent.parent / "jaxcoded" / "transport" / "cpp"
 
 
-def test_whichever_thread_has_put_it_aside(tmp_path):
+def test_memory_reserved_by_any_thread(tmp_path):
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -67,7 +67,7 @@ def test_every_piece_is_formed_once_and_the_busiest_port_is_counted(family, piec
 
 
 @given(families(), st.integers(1, 5))
-def test_it_is_near_the_best_there_is(family, pieces):
+def test_the_division_is_near_the_best(family, pieces):
     makers, choices, ports = family
     makers, choices = makers[:4], choices[:2]
     ways = list(itertools.product(range(len(makers)), range(len(choices))))
@@ -93,7 +93,7 @@ def test_all_ports_are_as_busy_where_all_are_there(workers, copies):
     assert even - 1 / copies / 8 < busiest < 1.03 * even
 
 
-def test_who_has_no_copy_that_is_there_forms_less():
+def test_a_rank_without_a_present_copy_forms_less():
     makers, choices = repeated(12, 2, late=[11])
     shares, busiest = engine.section_shares(makers, choices, 13, 78)
     formed = dict.fromkeys(makers, 0)

@@ -12,7 +12,7 @@ from test_node_memory import measurable
 HERE = pathlib.Path(__file__).parent
 
 
-def test_what_a_failed_allocation_leaves_half_done(tmp_path):
+def test_a_failed_allocation_leaves_no_damage(tmp_path):
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         pytest.skip("there is no C compiler")

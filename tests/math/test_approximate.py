@@ -86,7 +86,7 @@ def test_the_residual_is_the_distance_and_the_least_one(name):
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)
-def test_a_parent_goes_on_with_any_n_minus_s(name):
+def test_a_parent_continues_with_any_n_minus_s(name):
     code = APPROXIMATE[name]
     assert code.approximate and code.stragglers == 4
     for answered in every_set(code.n):
@@ -103,7 +103,7 @@ def test_all_answer(name):
 
 
 @pytest.mark.parametrize("name", APPROXIMATE)
-def test_nobody_answers(name):
+def test_no_child_answers(name):
     code = APPROXIMATE[name]
     nothing = code.decode(np.zeros(code.n, bool))
     assert not nothing.coefficients.any()

@@ -48,7 +48,7 @@ def test_every_piece_of_the_set_has_as_many_holders_as_needed(case):
 
 @bounded
 @given(parents())
-def test_nobody_gets_more_than_its_capacity_and_nothing_is_wasted(case):
+def test_no_child_exceeds_its_capacity_and_nothing_is_wasted(case):
     capacities, stragglers, slices, _ = case
     coding = coding_of(*case, 0)
     given_ = {
@@ -84,7 +84,7 @@ def test_partitions_add_up_and_runs_of_them_miss_less_than_one(case, examples):
         ([1] * 3, 0, 2, "random_generator"),
     ],
 )
-def test_auto_takes_repetition_where_it_fits(capacities, s, m, name):
+def test_auto_takes_repetition_if_it_fits(capacities, s, m, name):
     assert (
         coding_of(tuple(map(Fraction, capacities)), s, m, "auto", 0).code.name == name
     )
@@ -113,7 +113,7 @@ def test_repetition_asked_for_stays_within_every_capacity(kind, capacities):
 
 @bounded
 @given(parents())
-def test_a_code_is_the_same_whenever_it_is_made(case):
+def test_making_a_code_twice_gives_equal_codes(case):
     coding_of.cache_clear()
     again = coding_of(*case, 0)
     coding_of.cache_clear()

@@ -234,7 +234,7 @@ def test_draws_that_cannot_be_decoded_in_float64_are_an_error(epsilon):
     assert len(calls) == 64
 
 
-def test_draws_go_on_until_one_can_be_decoded(monkeypatch):
+def test_draws_continue_until_one_can_be_decoded(monkeypatch):
     """Draws continue beyond their time limit until one can be decoded."""
     monkeypatch.setattr(_redraw, "draws", lambda *_: 2)
     given = [np.zeros((2, 2))] * 4 + [np.ones((2, 2))] * 10

@@ -145,6 +145,6 @@ def test_a_batch_of_an_epoch_is_the_same_set():
         ([[1], [1, 2], [3]], TypeError, "one number for each example"),
     ],
 )
-def test_costs_that_are_none(costs, error, said):
+def test_invalid_costs(costs, error, said):
     with pytest.raises(error, match=said):
         Epoch(PLANS["uncoded"], 0, 3, 3, costs=costs)

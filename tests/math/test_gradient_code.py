@@ -82,7 +82,7 @@ def test_surplus_answers_of_one_group_do_not_stand_in_for_another(seed):
         assert code.decodable(answered) == solvable(B, answered)
 
 
-def test_an_idle_child_stands_in_for_nobody():
+def test_an_idle_child_replaces_no_other():
     B = np.array([[0, 0], [-1.16299016, -0.18708582], [-0.3394646, -0.22767632]])[
         :, None, :
     ]
@@ -158,7 +158,7 @@ def test_every_partition_needs_stragglers_plus_slices_holders(data):
             assert error(code.decode(answered).coefficients, B) < 1e-6
 
 
-def test_a_tolerance_that_the_code_has_not():
+def test_a_tolerance_beyond_the_code():
     with pytest.raises(
         ValueError, match="cannot be decoded from every 2 of its 4 children"
     ):

@@ -41,7 +41,7 @@ def test_one_rank_alone():
     st.integers(1, 10**6),
     st.data(),
 )
-def test_what_ranks_add_to_their_counts(ranks, stragglers, slices, batch_size, data):
+def test_marks_added_to_counts(ranks, stragglers, slices, batch_size, data):
     """With equal keys the additions cancel in the sum, whichever ranks are left out."""
     try:
         plan = make_plan(

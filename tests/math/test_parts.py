@@ -149,7 +149,7 @@ def test_no_set_of_parts_amplifies_beyond_kappa(code, s, sets):
 
 @pytest.mark.slow
 @each_set
-def test_what_is_promised_suffices(code, s, sets):
+def test_promised_sets_suffice(code, s, sets):
     found = {answered.tobytes() for answered in sets(code) if code.sufficient(answered)}
     for answered in promised(code, s):
         assert answered.tobytes() in found
@@ -456,7 +456,7 @@ LOSE_ZEROS = {
 }
 
 
-def test_what_becomes_of_zeros_is_known_of_all_codes():
+def test_every_code_states_what_it_does_with_zeros():
     texts = [*KEEP_ZEROS, *LOSE_ZEROS]
     assert {text.partition("(")[0] for text in texts} == set(codes.NAMES)
 

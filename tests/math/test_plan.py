@@ -288,7 +288,7 @@ def test_every_process_makes_the_same_plan():
 
 @bounded
 @given(st.data())
-def test_sets_that_the_root_can_do_without(data):
+def test_sets_that_the_root_tolerates_missing(data):
     """Compare with all ways to leave out parents in addition to the erased ranks."""
     size = data.draw(st.integers(3, 9))
     parents = [-1, *(data.draw(st.integers(0, rank - 1)) for rank in range(1, size))]
@@ -538,7 +538,7 @@ def test_text_that_is_no_plan(text, message):
         Plan.from_json(text)
 
 
-def test_shared_work_in_words():
+def test_the_text_of_shared_work():
     """One replica is singular, and without replicas the text promises nothing."""
     none, one, two = (
         make_plan(4, Shared(replicas=replicas, blocks=3)).describe()

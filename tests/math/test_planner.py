@@ -121,7 +121,7 @@ def test_within_a_tenth_of_the_exhaustive_best(cluster):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4, *map(more, [3, 13, 40])])
 @pytest.mark.parametrize("gigabits", [1, 100])
-def test_nobody_straggles(ranks, gigabits):
+def test_no_rank_straggles(ranks, gigabits):
     ranking = search.best_plans(ranks, 4e6, 0.1 * ranks, Network.of(gigabits))
     assert not ranking.best.candidate.coded
     assert not ranking.best_tree.candidate.coded
@@ -337,7 +337,7 @@ def test_a_faster_code_that_loses_digits():
 
 
 @pytest.mark.slow
-def test_a_faster_code_that_is_not_looked_for():
+def test_a_faster_code_that_is_not_evaluated():
     """Fractional repetition does not exist for 65 workers, and kappa is unknown."""
     ranking = search.best_plans(66, 4e4, 10.0, stragglers="fixed(factor=10)")
     left_out = ranking.left_out
@@ -350,7 +350,7 @@ def test_a_faster_code_that_is_not_looked_for():
     ("ranks", "candidate"),
     [(13, code_tree(12, 1, 2)), (13, code_tree(12, 0, 4)), (12, code_tree(11, 1))],
 )
-def test_what_exceeds_a_bound_without_being_drawn(ranks, candidate):
+def test_bounds_of_codes_that_are_not_drawn(ranks, candidate):
     layout = candidate.layout(ranks)
     amplification = candidate.plan(ranks).amplification
     assert not exceeds(layout, candidate, 1.001 * amplification)

@@ -51,7 +51,7 @@ def test_sums_are_exact(comm, transport):
 
 
 @once
-def test_nobody_straggles(comm, transport):
+def test_no_rank_straggles(comm, transport):
     """All ranks sleep equally long, much longer than the machine's own delays."""
     with jaxcoded.CodedGroup.auto(
         comm, payload=1e4, work=asleep(0.2), transport=transport
@@ -226,7 +226,7 @@ def test_pieces_of_no_size(comm, transport, piece):
 )
 # the plan may have no surplus to compare
 @pytest.mark.filterwarnings("ignore:check=.* does not see all:RuntimeWarning")
-def test_sections_are_counted_on_where_the_group_has_them(
+def test_the_planner_counts_on_sections_if_the_group_has_them(
     comm, transport, monkeypatch, options, expected
 ):
     """The hosts decide (``None``), but never with compared messages or without the

@@ -109,7 +109,7 @@ def test_sum_of_a_scalar_loss_with_auxiliary_data(group):
 
 
 @once
-def test_what_data_may_be(group, tmp_path):
+def test_kinds_of_data(group, tmp_path):
     """The library reads only the batch's indices of each leaf."""
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(EXAMPLES, 3))
     mapped[:] = np.arange(3 * EXAMPLES).reshape(-1, 3)

@@ -126,7 +126,7 @@ def test_under_jit(comm, group):
         same_on_all(comm, mean)
 
 
-def test_beside_other_sums(comm):
+def test_together_with_other_sums(comm):
     """Other sums may come before the first blocks. Later ones would be ambiguous."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
@@ -245,7 +245,7 @@ def test_within_a_loop(comm, inner):
         assert any("let the first one end" in text for text in texts)
 
 
-def test_what_comes_between(comm, group):
+def test_calls_between_blocks_and_their_sum(comm, group):
     """The sum must follow its blocks directly."""
     added_up(group)
     with pytest.raises((CodedError, jax.errors.JaxRuntimeError), match="group.blocks"):

@@ -93,7 +93,7 @@ def test_another_jax(comm, transport, monkeypatch):
         assert "jax 9." in words[0] and "install the same JAX" in words[0]
 
 
-def test_what_ranks_say(comm):
+def test_answers_of_ranks(comm):
     """Each rank sends a different text, of any kind and length."""
     mine = {"rank": RANK, "text": "ä\ud800" * 1000 * RANK, "numbers": [2**64 - 1, 0.1]}
     said = agreement.gathered(comm, mine)
@@ -111,7 +111,7 @@ def test_what_ranks_say(comm):
         (b"0" * (agreement.LONGEST + 1), "more than 16777216"),
     ],
 )
-def test_what_cannot_be_read(comm, monkeypatch, data, words):
+def test_unreadable_texts(comm, monkeypatch, data, words):
     """Every rank names the sender, and nothing is unpickled."""
     if RANK == LAST:
         wrong = np.frombuffer(bytearray(data), np.uint8)
@@ -124,7 +124,7 @@ def test_what_cannot_be_read(comm, monkeypatch, data, words):
     assert agreement.told(comm, RANK) == 0
 
 
-def test_what_has_not_come_is_not_read():
+def test_missing_data_is_not_read():
     """After the death of a rank Open MPI 5.0 may return from a collective without an
     error and without data.
     """

@@ -201,7 +201,7 @@ def test_descent_with_a_late_rank(strategy, comm):
 
 
 @every_strategy
-def test_what_is_used_from_around_it(strategy):
+def test_values_from_outside_the_function(strategy):
     """Values from outside count as parameters if they are differentiated; integers and
     constants do not.
     """
@@ -260,7 +260,7 @@ def test_pytrees_and_epochs(strategy, comm):
 
 
 @every_strategy
-def test_sums_of_its_own(strategy):
+def test_a_function_that_sums_its_examples(strategy):
     """With ``weighted`` a function sums its examples itself."""
     batch = strategy.batch(A)
     weighted = lambda theta, x, weights: weights @ values(theta, x)
@@ -282,7 +282,7 @@ def test_narrow_messages(strategy):
 
 
 @every_strategy
-def test_counts_beside_values(strategy):
+def test_counts_and_values_in_one_sum(strategy):
     """Integers have no derivative, and no round for one."""
     if strategy.plan.amplification != 1 or strategy.plan.encoded:
         pytest.skip("its code would round integers")
@@ -427,7 +427,7 @@ def test_tokens(group):
 
 
 @once
-def test_what_is_no_batch(group):
+def test_batches_of_a_wrong_kind(group):
     with pytest.raises(TypeError, match=r"group\.batch"):
         coded_sum(values, group)(THETA, A)
 

@@ -60,7 +60,7 @@ def test_mixed_pytree(comm, group, mean):
     assert_same_bits(comm, total)
 
 
-def test_nothing_to_sum_is_a_round_all_the_same(group):
+def test_an_empty_sum_is_still_a_round(group):
     before = group.rounds
     assert coded_allreduce({"a": None, "b": ()}, group) == {"a": None, "b": ()}
     assert coded_allreduce(np.zeros((2, 0), np.float32), group).shape == (2, 0)

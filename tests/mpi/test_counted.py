@@ -242,7 +242,7 @@ def test_weights_that_were_changed_after_a_sum(comm, transport, call):
 
 @engine_only
 @pytest.mark.parametrize("strategy", ["uncoded", "shared"])
-def test_what_just_adds_up_needs_no_weights(comm, transport, strategy):
+def test_plain_sums_need_no_weights(comm, transport, strategy):
     with jaxcoded.CodedGroup(comm, STRATEGIES[strategy], transport=transport) as group:
         total = finish(coded_allreduce(np.ones(3), group))
         np.testing.assert_allclose(total, SIZE)

@@ -101,7 +101,7 @@ def test_raise(comm, deadline):
 
 
 @several
-def test_what_is_compiled_before_the_first_round_is_not_late(comm):
+def test_compilation_before_the_first_round_is_not_lateness(comm):
     """Ranks compile for longer than the deadline, and then meet."""
     with opened(comm, SECONDS, "raise") as group:
         late = too_late(group)
@@ -120,7 +120,7 @@ def test_what_is_compiled_before_the_first_round_is_not_late(comm):
 
 
 @several
-def test_no_deadline_is_met_by_those_it_can_do_without(comm):
+def test_no_deadline_expires_for_tolerated_ranks(comm):
     with opened(comm, SECONDS, "raise") as group:
         late = too_late(group)[-1]
         x = np.asarray(contribution(group, VECTOR))

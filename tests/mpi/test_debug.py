@@ -171,7 +171,7 @@ def expanded(params, batch):
 @pytest.mark.parametrize("loss", [squares, expanded])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("wire", [None, "bfloat16"])
-def test_a_fit_without_error_passes(comm, loss, mean, wire):
+def test_a_perfect_fit_passes(comm, loss, mean, wire):
     """At the end gradient and loss consist of rounding alone, on any scale."""
     data = None
     if comm.rank == 0:
@@ -337,7 +337,7 @@ def test_small_gradients_are_compared(comm, code, targets, mean, options):
         jaxcoded.effects_barrier()
 
 
-def test_a_gradient_beside_a_loss_of_ones_own(comm):
+def test_a_gradient_next_to_a_custom_loss(comm):
     """The library does not know which numbers of a tree are losses."""
     s = 1 if SIZE == 4 else 2
     with opened(comm, code="cyclic_repetition", stragglers=s) as group:
@@ -364,7 +364,7 @@ def test_a_plain_shard_does_not_pass_with_copies(comm, digits):
             jaxcoded.effects_barrier()
 
 
-def test_without_it_a_shard_passes(comm, digits):
+def test_without_the_check_a_shard_passes(comm, digits):
     """Without the check the result is another sum, by the algebra."""
     s = 1 if SIZE == 4 else 2
     gone = (np.arange(SIZE) > 0) & (np.arange(SIZE) <= s)
@@ -409,7 +409,7 @@ def test_ranks_left_out_are_not_compared(comm):
 # How to enable the check.
 
 
-def test_where_it_cannot_be(comm):
+def test_unsupported_groups(comm):
     for options, words in [
         ({"transport": "mpi4jax"}, "needs the engine"),
         ({"stragglers": 0}, "has nothing to compare: what the children of rank 0 send"),

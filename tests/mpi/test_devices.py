@@ -146,7 +146,7 @@ def halved(own):
     return mapped(lambda x: 2 * x, jax.devices())(spread / 2)
 
 
-def test_a_collective_in_a_jit_of_its_own(group, own):
+def test_a_collective_in_a_separate_jit(group, own):
     local = halved(own)
     assert len(local.devices()) == jax.device_count()
     reduce = jax.jit(lambda x: uncounted.coded_allreduce(x, group))
@@ -542,7 +542,7 @@ def test_started_rounds(comm, group, late):
 
 @pytest.mark.ranks(4, exhaustive=(2, 7))
 @engine_only
-def test_beside_collectives_among_the_devices(comm, group):
+def test_together_with_collectives_among_the_devices(comm, group):
     """Independent sums end, in whichever order XLA begins them."""
     number = jax.device_count()
     around = [(i, (i + 1) % number) for i in range(number)]

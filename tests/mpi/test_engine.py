@@ -175,7 +175,7 @@ def test_two_groups_in_loops(comm, group, transport, own):
         )
 
 
-def test_errors_of_the_engine_are_what_they_are(group, monkeypatch):
+def test_errors_of_the_engine_keep_their_classes(group, monkeypatch):
     """All errors keep their classes, not only that of a closed group."""
 
     def fails(index):
@@ -390,7 +390,7 @@ def test_close_names_those_that_do_not_come(comm, transport):
     ("timeout", "why"),
     [(0.0, "were not there after 0 s"), (60.0, "a rank below has given them up")],
 )
-def test_close_says_whether_it_has_waited(comm, transport, monkeypatch, timeout, why):
+def test_close_logs_whether_it_waited(comm, transport, monkeypatch, timeout, why):
     group = jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0), transport=transport)
     close = group._session.transport.close
     monkeypatch.setattr(
@@ -457,7 +457,7 @@ def test_numpy_arrays_of_ranks_left_out(comm, group, own):
 
 @several
 @pytest.mark.parametrize("strategy", [jaxcoded.Coded(stragglers=0), jaxcoded.Shared()])
-def test_a_rank_without_which_there_is_no_sum_skips(comm, transport, strategy):
+def test_a_rank_that_every_sum_needs_skips(comm, transport, strategy):
     """The error names the rank on every rank, also without a deadline."""
     with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         own = np.asarray(contribution(group, VECTOR))
@@ -505,7 +505,7 @@ MEMORY = np.ones(5)
         (np.ones(4), {"erasures": [0] * SIZE}, ValueError, "erasures must be bool"),
     ],
 )
-def test_what_numpy_arrays_may_not_be(group, own, array, options, error, message):
+def test_invalid_numpy_arrays(group, own, array, options, error, message):
     with pytest.raises(error, match=message):
         uncounted.allreduce(array, group, **options)
     assert_sum(group, uncounted.allreduce(np.asarray(own), group), VECTOR)
@@ -899,7 +899,7 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
         assert re.search(words, caplog.text), caplog.text
 
 
-def test_memory_while_nobody_is_late(comm, transport):
+def test_memory_without_late_ranks(comm, transport):
     """A rank keeps the memory of a round or two."""
     with jaxcoded.CodedGroup(
         comm,
@@ -1077,7 +1077,7 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
 
 
 @several
-def test_messages_that_nobody_can_have_meant(comm, transport):
+def test_impossible_messages(comm, transport):
     """Impossible messages fail a round, and later messages are read."""
     nothing = np.zeros(7, np.uint8)
     with jaxcoded.CodedGroup(

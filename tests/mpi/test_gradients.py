@@ -313,7 +313,7 @@ def test_reverse_mode_through_coded_value_and_grad(group):
         jax.grad(lambda w: whole(w, part.of(A[part.indices, 0, 0]))[0])(1.0)
 
 
-def test_a_sum_beside_the_loss(group, close):
+def test_a_metric_next_to_the_loss(group, close):
     """A metric has no cotangent."""
     part = group.batch(BATCH)
 

@@ -101,7 +101,7 @@ def test_taken_in_a_batch(own, make):
     np.testing.assert_allclose(gradient(own, more=make), GRADIENT, rtol=1e-9)
 
 
-def test_what_is_swapped_is_computed_with(own):
+def test_replaced_leaves_are_used(own):
     batch = own.batch({"x": X.astype(">f8")})
     _, out = gradient_of(losses, own)(np.ones(3, ">f8"), batch)
     np.testing.assert_allclose(out, GRADIENT, rtol=1e-9)

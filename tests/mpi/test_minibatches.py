@@ -78,7 +78,7 @@ def test_two_epochs(comm, transport, how):
 @several
 @engine_only
 @pytest.mark.parametrize("how", ["coded", "shared"] if SIZE > 2 else [])
-def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
+def test_a_slow_loader_skips_decided_batches(comm, transport, how):
     """The last rank begins once the others have finished, and reads nothing."""
     with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
@@ -107,7 +107,7 @@ def test_a_slow_loader_leaves_out_what_is_decided(comm, transport, how):
 
 @several
 @engine_only
-def test_an_epoch_goes_on_in_another_group(comm, transport):
+def test_an_epoch_continues_in_another_group(comm, transport):
     """A new plan divides the same batches."""
     with jaxcoded.CodedGroup(comm, GROUPS["coded"]) as group:
         w = expected = START

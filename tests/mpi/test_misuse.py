@@ -139,7 +139,7 @@ def test_where_calls_differ(calls, said):
     assert agreement.differences(calls) == said
 
 
-def test_of_what_is_long_the_difference_is_said():
+def test_errors_show_the_difference_of_long_calls():
     one = f"a=1, parents={list(range(500))}, z=3"
     other = one.replace(" 250,", " 249,")
     said = agreement.in_words([one, other], "they differ")
@@ -204,7 +204,7 @@ def test_mismatch_at_a_parent(comm, group, own, odd):
 
 
 @several
-def test_who_waits_long_for_others_to_make_a_group(comm, monkeypatch):
+def test_a_long_wait_for_others_to_make_a_group(comm, monkeypatch):
     """The rank logs that it waits, and gets the group when the others come."""
     last, logger, said = SIZE - 1, logging.getLogger("jaxcoded"), []
 
@@ -259,7 +259,7 @@ def test_a_mismatch_in_the_last_round(comm, transport, caplog):
         pytest.fail(caplog.text)
 
 
-def test_an_error_on_all_ranks_is_nobodys_mismatch(group):
+def test_an_error_on_all_ranks_is_no_mismatch(group):
     with pytest.raises(TypeError):
         coded_allreduce("x", group)
     assert_sum(group, coded_allreduce(contribution(group, VECTOR), group), VECTOR)
@@ -725,7 +725,9 @@ class Library:
 @pytest.mark.parametrize(
     "name", ["MPIX_Query_cuda_support", "MPIX_GPU_query_support", None]
 )
-def test_what_mpi_says_of_device_pointers(transport, monkeypatch, name, answer):
+def test_how_mpi_reports_support_for_device_pointers(
+    transport, monkeypatch, name, answer
+):
     monkeypatch.setattr(cuda_aware.ctypes, "CDLL", lambda path: Library(answer, name))
     assert cuda_aware.supported() is bool(answer and name)
 
@@ -768,6 +770,6 @@ def test_a_forked_process_cannot_use_a_group(group):
 
 @once
 @pytest.mark.parametrize("nothing", ["", 0, False])
-def test_what_is_no_strategy(comm, nothing, transport):
+def test_strategies_of_a_wrong_kind(comm, nothing, transport):
     with pytest.raises(TypeError, match="strategy must be"):
         jaxcoded.CodedGroup(comm, nothing, transport=transport)

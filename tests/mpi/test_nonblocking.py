@@ -648,7 +648,7 @@ def test_never_done(comm, transport):
 
 
 @once
-def test_what_is_no_handle(group, own):
+def test_handles_of_a_wrong_kind(group, own):
     with pytest.raises(TypeError, match=r"handle must be what .* got a Result"):
         coded_allreduce_done(coded_allreduce_start(own, group, token=jnp.int32(0)))
     handle, *_ = coded_allreduce_start(own, group, token=jnp.int32(0))
@@ -678,7 +678,7 @@ def test_nothing_starts_where_a_bucket_is_wrong(group, own):
 
 @once
 @pytest.mark.parametrize("wrong", [0, 1.5, True])
-def test_what_buckets_may_not_be(group, own, wrong):
+def test_invalid_buckets(group, own, wrong):
     with pytest.raises(ValueError, match=f"bucket_bytes must be .* got {wrong}"):
         coded_allreduce_start(own, group, bucket_bytes=wrong)
     assert_errs_together(group, own)

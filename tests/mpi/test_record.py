@@ -174,7 +174,7 @@ def test_a_rank_that_computed_is_missing(comm, transport, of_owners):
         ({"record": "/dev/full"}, "No space left on device"),
     ],
 )
-def test_what_cannot_be(comm, transport, arguments, words):
+def test_invalid_arguments(comm, transport, arguments, words):
     arguments = {"strategy": WORK} | arguments
     with pytest.raises((CodedError, ValueError, TypeError), match=re.escape(words)):
         jaxcoded.CodedGroup(comm, transport=transport, **arguments)

@@ -254,7 +254,7 @@ def test_what_a_slow_rank_has_finished_counts(comm, transport):
 
 @engine_only
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
-def test_a_call_that_breaks_off_between_its_parts(comm, transport):
+def test_a_call_that_fails_between_its_parts(comm, transport):
     """The rank counts as missing in the round that it began, and gets the result when
     it tries again.
     """

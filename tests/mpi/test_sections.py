@@ -181,7 +181,7 @@ def test_ranks_that_come_at_random(comm, family):
     [{}] + [{"fanout": SIZE // 4}] * (SIZE == 13) + [{"fanout": 2}] * (SIZE == 7),
     ids=str,
 )
-def test_a_late_rank_holds_nobody_up(comm, late, shape):
+def test_a_late_rank_delays_no_other(comm, late, shape):
     with opened(comm, stragglers=1, **shape) as group:
         gradients = per_example(NUMBERS)
         mine = own(group, gradients)

@@ -180,7 +180,7 @@ def test_a_root_that_does_not_compute(comm, transport):
             assert_right(comm, actual, params, batch, divisor=17)
 
 
-def test_a_plain_sum_of_what_is_a_rank_s_own(comm, work):
+def test_a_plain_sum_needs_every_rank(comm, work):
     """A plain sum needs every rank, as no rank does another's part."""
     total = jax.jit(lambda v: coded_allreduce(v, work))(contribution(work, VECTOR))
     assert_sum(work, total, VECTOR)
@@ -476,7 +476,7 @@ def test_nothing_is_missing_of_blocks_on_the_host(comm, approximate, tokened):
         assert (out.token is not None) == tokened
 
 
-def test_the_residual_of_what_is_of_no_blocks(comm, transport):
+def test_the_residual_of_a_sum_without_blocks(comm, transport):
     options = jaxcoded.Options(deadline=600, on_deadline="approximate")
     with jaxcoded.CodedGroup(comm, WORK, transport=transport, options=options) as group:
         with pytest.raises(

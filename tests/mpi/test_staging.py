@@ -241,7 +241,7 @@ def test_dtypes(comm, gpu, stream, group):
     check(comm, group, out, tree)
 
 
-def test_the_stream_is_waited_for(comm, gpu, stream, group):
+def test_the_round_waits_for_the_stream(comm, gpu, stream, group):
     tree = gradients(1000, 2 * CHUNK)
     out = device_round(gpu, stream, group, vectors_of(group, tree), seconds=0.05)
     check(comm, group, out, tree)
@@ -283,7 +283,7 @@ def test_parts(comm, gpu, stream, apart, flagged):
 
 
 @redundant
-def test_a_call_that_breaks_off_between_its_parts(comm, gpu, stream):
+def test_a_call_that_fails_between_its_parts(comm, gpu, stream):
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(fanout=3, code="progressive")
     ) as group:
@@ -388,7 +388,7 @@ def test_memory_is_used_again(comm, gpu, stream, group):
     assert len(totals) <= 2
 
 
-def test_nothing_is_pinned_anew_where_lengths_take_turns(comm, gpu, stream):
+def test_nothing_is_pinned_again_if_lengths_alternate(comm, gpu, stream):
     """Pinning takes longer than a round. `tests/engine/pool.cpp` alternates much more
     often.
     """
@@ -628,7 +628,7 @@ def refusals():
 
 @not_alone
 @pytest.mark.parametrize(("function", "after", "who"), list(refusals()))
-def test_what_the_driver_refuses_fails_the_round(
+def test_a_failure_of_the_driver_fails_the_round(
     comm, gpu, stream, function, after, who
 ):
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:

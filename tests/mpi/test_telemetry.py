@@ -42,7 +42,7 @@ def leaf(group):
 
 @engine_only
 @redundant
-def test_who_was_late_and_by_how_much(comm, fresh):
+def test_which_ranks_were_late_and_by_how_much(comm, fresh):
     group, late = fresh, leaf(fresh)
     parent = group.plan.parents[late]
     x = np.asarray(contribution(group, VECTOR))
@@ -81,7 +81,7 @@ NAP = 2e-3  # seconds in a block
 @engine_only
 @several
 @pytest.mark.parametrize("in_jit", [True, False])
-def test_who_computed_which_blocks(comm, transport, in_jit):
+def test_which_rank_computed_which_blocks(comm, transport, in_jit):
     steps, batch = 4, 24
     x = np.arange(float(batch))
 
@@ -311,7 +311,7 @@ def test_replan_misuse(comm, transport):
 
 
 @several
-def test_replan_beside_another_call(comm, fresh):
+def test_replan_meets_another_call(comm, fresh):
     """A replan that meets another call fails on all ranks, and the group does not
     change.
     """
@@ -335,7 +335,7 @@ def test_replan_beside_another_call(comm, fresh):
 
 @engine_only
 @redundant
-def test_who_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
+def test_a_rank_that_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
     """Its data belong to the old plan. All continue once they have the same plan."""
     group, odd = fresh, leaf(fresh)
     speeds = np.where(np.arange(SIZE) == odd, 0.25, 1.0)

@@ -225,7 +225,7 @@ def test_derivatives_from_outside(group, spec):
 
 
 @layouts
-def test_beside_other_calls(group, spec):
+def test_together_with_other_calls(group, spec):
     """Calls that are not differentiated pass on the tokens of derivatives, and run
     once, also under `jax.checkpoint`.
     """

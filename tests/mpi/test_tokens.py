@@ -199,7 +199,7 @@ def test_optax_carries_a_token(comm, group):
         (np.bool_(False), r"bool\[\]"),
     ],
 )
-def test_what_is_no_token(group, own, token, got):
+def test_tokens_of_a_wrong_kind(group, own, token, got):
     message = rf"token must be an int32 number .*, got {got}"
     for collective in (coded_allreduce, coded_reduce, tree_bcast):
         with pytest.raises(TypeError, match=message):

@@ -237,7 +237,7 @@ def test_calls_outside_jit_compile_once_and_keep_little(group):
 
 
 @pytest.mark.parametrize("scalar", [False, True])
-def test_calls_outside_jit_use_what_losses_close_over_as_it_is_now(group, scalar):
+def test_calls_outside_jit_use_the_current_values_of_closures(group, scalar):
     """Calls outside `jit` see the current values, as in other functions of JAX; `jit`
     freezes them.
     """
@@ -324,7 +324,7 @@ def of_an_ensemble(step):
 
 @pytest.mark.parametrize("compiled", [one_at_a_time, ordered_by_tokens, of_an_ensemble])
 @pytest.mark.parametrize("odd", ["all", "one"])
-def test_a_mean_of_what_does_not_add_up(comm, group, transport, compiled, odd):
+def test_a_mean_with_changed_weights(comm, group, transport, compiled, odd):
     """Changed weights are an error on all ranks, or NaN without the engine; if the code
     does not need them, the mean is exact.
     """
@@ -383,7 +383,7 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
 
 
 @pytest.mark.skipif(SIZE < 4, reason="too few for a straggler and two slices")
-def test_a_count_beside_large_numbers_of_other_slices(comm, transport):
+def test_a_count_with_large_numbers_in_other_slices(comm, transport):
     """Messages do not add large numbers to the count: it is exact."""
     with jaxcoded.CodedGroup(
         comm,
@@ -531,7 +531,7 @@ def test_weights_of_a_wrong_shape_with_slices(comm, transport):
 
 @once
 @pytest.mark.parametrize("wrong", ["arrays", "weights", "none", "no data"])
-def test_what_is_no_batch(group, wrong):
+def test_batches_of_a_wrong_kind(group, wrong):
     """The error shows the call that makes a batch."""
     part, data = group.batch(12), problem(12)[1]
     batch = {"arrays": data, "weights": part.weights, "none": None, "no data": part}
@@ -624,7 +624,7 @@ def test_weights_compute_like_an_array(group):
 
 
 @once
-def test_made_anew_in_each_step(group):
+def test_a_function_made_in_each_step_compiles_once(group):
     """A function made in each step from the same losses compiles once."""
 
     def losses(w, x):

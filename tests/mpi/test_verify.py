@@ -258,7 +258,7 @@ def test_blocks_on_the_host_cannot_be_verified(comm):
         group.blocks(12)
 
 
-def test_without_waiting_whoever_has_come_is_compared(comm):
+def test_without_waiting_the_ranks_that_have_come_are_compared(comm):
     """The sum is right in any case, and a stopped rank delays no round."""
     with opened(comm, "raise", wait=False, code="cyclic_repetition") as group:
         own = contribution(group, VECTOR)
@@ -300,7 +300,7 @@ def test_without_waiting_whoever_has_come_is_compared(comm):
         ),
     ],
 )
-def test_where_it_cannot_be(comm, options, words):
+def test_unsupported_groups(comm, options, words):
     with pytest.raises(ValueError, match=words):
         opened(comm, **({"action": "warn"} | options))
 

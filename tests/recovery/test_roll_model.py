@@ -310,7 +310,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     apart=False,
     interrupts={0: 9.0},
 )
-def test_all_that_live_meet(
+def test_all_live_ranks_meet(
     seed, size, deaths, stops, failed, put_out, apart, interrupts, monkeypatch
 ):
     """Ranks come, give up, stop and die at any time. ``failed``: a round has failed on

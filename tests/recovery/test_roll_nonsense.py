@@ -61,7 +61,7 @@ def words(random, size, tag):
     failed=st.booleans(),
     put_out=st.booleans(),
 )
-def test_nonsense_is_an_error_in_words(
+def test_nonsense_is_an_error_with_a_message(
     seed, size, sender, dies, failed, put_out, monkeypatch
 ):
     random = np.random.default_rng(seed)

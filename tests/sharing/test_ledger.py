@@ -34,7 +34,7 @@ def world(seconds, replicas=3, **options):
     )
 
 
-def test_nobody_is_late():
+def test_no_rank_is_late():
     """Each member computes its own blocks, and the parent gives no orders."""
     its = world([BLOCK] * WORKERS)
     step = its.run()
@@ -108,7 +108,7 @@ def test_equal_costs_change_nothing():
     assert found[0] == found[1]
 
 
-def test_who_has_not_called_is_told_to_hold():
+def test_a_rank_that_has_not_called_must_hold():
     """Others compute its blocks. The rank asks before it begins once, and then need not
     again.
     """
@@ -125,7 +125,7 @@ def test_who_has_not_called_is_told_to_hold():
     assert its.orders == dict.fromkeys(its.orders, 0)
 
 
-def test_who_begins_before_it_hears_that_it_should_not():
+def test_a_rank_begins_before_the_order_to_hold_arrives():
     """The rank is dropped, and others compute the blocks that it has begun."""
     ledger = Ledger([[0, 1], [1, 0], [1, 0]], 2, 0.02)
     first, second = Share(claimed=[0]), Share(claimed=[1, 2])
@@ -143,7 +143,7 @@ def test_who_begins_before_it_hears_that_it_should_not():
     assert ledger.version(1) == (1, 0)
 
 
-def test_who_alone_can_compute_a_free_block_is_not_given_up():
+def test_the_only_holder_of_a_free_block_is_not_given_up():
     """With blocks on the host no rank could compute it then, although none is dead."""
     ledger = Ledger([[0, 1], [1, 2], [1, 2], [2, 1]], 3, 0.02)
     ledger.begin(0.0)
@@ -176,7 +176,7 @@ def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
         assert step <= 1.12 * ideal(seconds)
 
 
-def test_who_stops_is_taken_over_and_comes_back():
+def test_others_take_over_the_blocks_of_a_stopped_rank_until_it_comes_back():
     its = world([BLOCK] * WORKERS)
     step = its.run(faults=[(0.05, "stop", 3)])
     assert its.orders["drop"] == 1
@@ -188,7 +188,7 @@ def test_who_stops_is_taken_over_and_comes_back():
     assert its.orders["drop"] == 0
 
 
-def test_who_dies_while_it_is_fetched_is_computed_anew():
+def test_blocks_of_a_rank_that_dies_during_a_fetch_are_computed_again():
     its = world([BLOCK] * WORKERS)
     whole = BLOCK * BLOCKS + 2.5 * steady()  # with steps of the first member only
     step = its.run(faults=[(whole, "die", 11)])
@@ -196,7 +196,7 @@ def test_who_dies_while_it_is_fetched_is_computed_anew():
     assert its.computed == WORKERS * BLOCKS + BLOCKS
 
 
-def test_closed_while_only_those_hold_blocks_who_are_stopped():
+def test_closed_while_only_stopped_members_hold_blocks():
     its = world([BLOCK] * WORKERS)
     stopped = {2, 3, 4, 5, 6}
     closes = 0.4
@@ -232,7 +232,7 @@ def test_closed_while_one_takes_much_longer():
     assert its.orders["drop"] == 1
 
 
-def test_a_block_that_nobody_holds():
+def test_a_block_that_no_member_holds():
     its = World([[0], [1, 0], [1]], 2, [BLOCK] * 2, latency=steady)
     with pytest.raises(AssertionError, match="nothing more can happen"):
         its.run(faults=[(0.005, "die", 1), (0.006, "found_dead", 1)])
@@ -325,7 +325,7 @@ def randomly_slow(rng, fastest):
 
 @settings(deadline=None, max_examples=200)
 @given(seed=st.integers(0, 2**32), members=st.integers(2, 7))
-def test_what_was_divided_once_is_divided_so_again(seed, members):
+def test_a_replay_divides_the_work_as_before(seed, members):
     """A replay under a schedule with stopped members gives each vector the same blocks
     in the same order. No member computes other blocks.
     """
@@ -371,7 +371,7 @@ def test_what_was_divided_once_is_divided_so_again(seed, members):
     ]
 
 
-def test_what_only_the_dead_may_compute():
+def test_blocks_that_only_a_dead_rank_may_compute():
     """Others hold the block, but had not computed it in the recorded round."""
     ledger = Ledger([[1, 0], [2]], 0.02)
     ledger.begin(0.0)

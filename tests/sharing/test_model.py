@@ -95,7 +95,7 @@ def test_with_a_deadline_and_without_a_rule_some_schedule_is_wrong(rule):
         explore(Model(ONE, 2, 2, rules, approximates=True), recalls=0)
 
 
-def test_who_is_chosen_dies_before_its_vector_is_fetched():
+def test_a_chosen_rank_dies_before_its_vector_is_fetched():
     """All ranks are done; the other rank computes the dead rank's blocks again."""
     model = Model(TWO, 2)
     granted = ["parent grants 0 to 0", "0 hears", "parent grants 1 to 1", "1 hears"]

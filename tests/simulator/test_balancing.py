@@ -37,7 +37,7 @@ def test_steady_speeds_are_balanced_after_one_step(layout):
     np.testing.assert_allclose(balanced, [8.0] + [fair] * 5)
 
 
-def test_who_was_slow_in_the_step_before_gets_less():
+def test_a_rank_slow_in_the_last_step_gets_less():
     """Two ranks are slow in turn: each division fits the step before, and takes longer
     than an equal one.
     """
@@ -59,6 +59,6 @@ def test_a_root_without_data_stays_without():
 
 
 @pytest.mark.parametrize("strategy", [jaxcoded.Shared(), jaxcoded.Coded()])
-def test_what_waits_for_nobody_is_not_balanced(strategy):
+def test_a_strategy_with_stragglers_is_not_balanced(strategy):
     with pytest.raises(ValueError, match="needs a layout that waits for all ranks"):
         seconds(Layout.of(jaxcoded.make_plan(4, strategy)), [SLOWNESS], balanced=True)

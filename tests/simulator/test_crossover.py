@@ -23,7 +23,7 @@ def seconds(layout, network, payload, least):
     latency=st.sampled_from([1e-5, 1e-4, 1e-3]),
 )
 @settings(max_examples=40)
-def test_they_pay_from_there_on_and_not_before(ranks, s, gigabits, latency):
+def test_sections_pay_above_the_crossover_and_not_below(ranks, s, gigabits, latency):
     layout = Layout.balanced(ranks, ranks - 1, min(s, ranks - 2))
     network = Network.of(gigabits, latency=latency)
     least = sections_pay_from(layout, network)
@@ -38,7 +38,7 @@ def test_they_pay_from_there_on_and_not_before(ranks, s, gigabits, latency):
             assert gain <= 1
 
 
-def test_latency_puts_it_off():
+def test_latency_moves_the_crossover_up():
     star = Layout.balanced(13, 12, 1)
     latencies = (1e-5, 1e-4, 1e-3, 1e-2)
     found = [sections_pay_from(star, Network.of(10, latency=it)) for it in latencies]

@@ -274,7 +274,7 @@ def test_load_of_multiplexed_by_counting_chunks():
 
 
 @pytest.mark.parametrize("n", [3, 7])
-def test_nobody_is_late(n):
+def test_no_rank_is_late(n):
     """SR-SGC repeats nothing, and takes as long as gradient coding. Every task of M-SGC is computed in
     some round, of which there are ``delay`` more than jobs."""
     jobs, each, work = 5, 0.25, 4.0
@@ -315,7 +315,7 @@ def test_the_rule_of_waiting_in_closed_form():
             np.testing.assert_allclose(job.ends, np.cumsum(seconds))
 
 
-def test_who_waits_for_any_n_minus_s_is_a_star():
+def test_waiting_for_any_n_minus_s_is_a_star():
     """With mu = 0 and one job at a time, rounds match the simulator's with the same
     delays.
     """

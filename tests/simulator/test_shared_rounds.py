@@ -82,7 +82,7 @@ def test_each_block_is_computed_once(
 
 
 @pytest.mark.parametrize("replicas", [0, 1, 3, 11])
-def test_nobody_is_late(replicas):
+def test_no_rank_is_late(replicas):
     shape = layout(13, replicas, 12)
     assert steps(shape) == pytest.approx(BATCH / 12)
     everybody = layout(13, replicas, 12, root_computes=True)

@@ -155,7 +155,7 @@ def test_balanced_layout_is_that_of_the_plan(size, fanout, s, m):
 
 
 @pytest.mark.parametrize("late", [12, 1])
-def test_who_is_late_every_time_costs_nothing(late):
+def test_a_rank_that_is_always_late_costs_nothing(late):
     """The late rank is a leaf or has children, and leaves out most of its work."""
     slow = stragglers.FixedSlow(ranks=(late,), factor=10.5)
     layout, network = Layout.balanced(13, 3, 1), Network(**FREE, **BY_ROOT)

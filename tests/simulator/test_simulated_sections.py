@@ -46,7 +46,7 @@ stars = st.integers(1, 70).flatmap(
     st.booleans(),
 )
 @bounded
-def test_what_is_sent_is_received(shape, payload, seed, computes):
+def test_traffic_sent_equals_traffic_received(shape, payload, seed, computes):
     rng = np.random.default_rng(seed)
     n, s = shape
     layout = star(n, s)
@@ -70,7 +70,7 @@ def test_what_is_sent_is_received(shape, payload, seed, computes):
 
 @pytest.mark.parametrize("computes", [False, True])
 @pytest.mark.parametrize("s", [0, 1, 2, 3, 5])
-def test_ports_carry_as_much_as_can_be_said_in_advance(s, computes):
+def test_ports_carry_the_predicted_traffic(s, computes):
     """A port moves messages and sections to all other ranks; equal copies take turns."""
     n = 12
     layout = star(n, s)
@@ -265,7 +265,7 @@ def test_short_sums_and_other_networks_are_as_before(shape, payload, model):
         )
 
 
-def test_who_forms_sections():
+def test_which_ranks_form_sections():
     assert forms_sections(star(12), CABLE, 1e6)
     assert forms_sections(star(12, 1), CABLE, SECTIONS_FROM)
     assert not forms_sections(star(12), CABLE, SECTIONS_FROM - 1)
@@ -282,7 +282,7 @@ def test_who_forms_sections():
 
 
 @pytest.mark.parametrize(("s", "waits"), [(0, True), (1, False)])
-def test_a_late_rank_is_waited_for_if_it_is_needed(s, waits):
+def test_the_sum_waits_for_a_late_rank_that_it_needs(s, waits):
     slow = stragglers.FixedSlow(ranks=(12,), factor=50)
     job = {"payload": 2e6, "work": 1.2, "rounds": 20}
     out = simulate(star(12, s), CABLE, **job, stragglers=slow)
@@ -298,7 +298,7 @@ def test_a_late_rank_is_waited_for_if_it_is_needed(s, waits):
         assert all(out.used[1:11] == 20)
 
 
-def test_who_comes_soon_forms_a_section_too():
+def test_a_rank_that_comes_soon_also_forms_a_section():
     """The engine waits 2 ms after messages suffice. A later rank fetches the others'
     sections or, once the root has all of them, the result from the root.
     """

@@ -67,7 +67,7 @@ def test_stopped_and_killed():
     ]
 
 
-def test_who_has_no_work_is_late_only_if_it_stands_still():
+def test_a_rank_without_work_is_late_only_if_it_is_stopped():
     (delays,) = itertools.islice(stragglers.Exponential(seconds=1).rounds(2), 1)
     assert delays.time(np.array([0.0, 1.0]))[0] == 0
     stopped = stragglers.Stopped(ranks=(0,), round=1, seconds=2)
