@@ -426,7 +426,6 @@ def test_tokens(group):
         jax.grad(lambda t: phi(total(t, batch, token=jnp.int32(0)).value))(THETA)
 
 
-@once
 def test_batches_of_a_wrong_kind(group):
     with pytest.raises(TypeError, match=r"group\.batch"):
         coded_sum(values, group)(THETA, A)

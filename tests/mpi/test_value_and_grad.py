@@ -529,7 +529,6 @@ def test_weights_of_a_wrong_shape_with_slices(comm, transport):
             raises(message, loss, group, dataclasses.replace(batch, weights=weights))
 
 
-@once
 @pytest.mark.parametrize("wrong", ["arrays", "weights", "none", "no data"])
 def test_batches_of_a_wrong_kind(group, wrong):
     """The error shows the call that makes a batch."""
