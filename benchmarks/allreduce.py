@@ -1,16 +1,16 @@
-"""How long is a jitted all-reduce, coded and uncoded, side by side?
+"""How long does a jitted all-reduce take, coded and uncoded?
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/allreduce.py
 
-Nobody straggles. "2 x, alone" is a jitted function without any communication: what JAX
-itself takes on these ranks at the same time. Every repetition times all collectives one
-after the other, so that they share the machine's moods: a barrier, then some calls in a
-row without one, each waited for as a training step would. Sums are checked before and
-after they are timed. ``README.md`` says what the time of a call and the bandwidths are.
+No rank straggles. "2 x, alone" is a jitted function without communication: JAX's own
+time on these ranks. Every repetition times all collectives in turn, so that they share
+the machine's conditions: a barrier, then several calls without one, each awaited as in
+a training step. The benchmark checks the sums before and after. ``README.md`` defines
+the time of a call and the bandwidths.
 
-Prints a table and a verdict, and stores the table and pictures of it. Where tables of
-several numbers of ranks lie side by side there is one more picture, against ranks. For
-the pictures alone: ``allreduce_pictures.py``.
+Prints a table and a verdict, and stores the table and pictures of it. If the folder has
+tables of several numbers of ranks, it also draws a picture against ranks.
+``allreduce_pictures.py`` draws the pictures alone.
 """
 
 import argparse
@@ -30,17 +30,18 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 BASES = ("mpi4jax.allreduce", "psum over gloo", "mpi4py Allreduce")
-BLOCK = 0.1  # seconds that a row of calls is to take
-CALLS = 1000  # that are enough
+BLOCK = 0.1  # intended seconds of a row of calls
+CALLS = 1000  # sufficient calls
 REPETITIONS = 3  # at least
-# Memory of a rank while all collectives take turns, in messages: measured with five groups
-# of the engine, which keep most of it to use it again.
+# Memory of a rank while all collectives take turns, in messages. It was measured with
+# five groups of the engine, which keep most of it for later use.
 MESSAGES = 40
 
 
 def sizes_up_to(largest):
-    """Numbers of elements from 4 KiB on, each 4 times the one before, up to so many bytes or
-    to what four fifths of a host's memory have room for."""
+    """Return numbers of elements from 4 KiB on, in steps of a factor 4, up to
+    ``largest`` bytes or four fifths of a host's memory.
+    """
     on_host = comm.Split_type(MPI.COMM_TYPE_SHARED).size
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = comm.allreduce(0.8 * memory / on_host / MESSAGES, op=MPI.MIN)
@@ -55,7 +56,7 @@ def sizes_up_to(largest):
 
 
 def check(collectives, size):
-    """What is timed gives the right sum."""
+    """Check that the timed calls give the right sum."""
     v = jax.random.normal(jax.random.key(size), (size,))
     largest = np.abs(v).max()
     for name, collective in collectives.items():
@@ -68,8 +69,9 @@ def check(collectives, size):
 
 
 def block(run, calls):
-    """Seconds of some calls in a row: of each, at the rank for which it was longest,
-    ``(calls,)``; and of their mean at the slowest rank."""
+    """Time consecutive calls. Return the seconds of each, ``(calls,)``, on its slowest
+    rank, and their mean on the slowest rank.
+    """
     run()
     stamps = np.empty(calls + 1)
     comm.Barrier()
@@ -84,8 +86,9 @@ def block(run, calls):
 
 
 def measure(collectives, size, until, repetitions, progress):
-    """For every name the calls' times, and the means of the repetitions, as `block`
-    has them. Repeats until there are enough or, at rank 0, the time has come."""
+    """Return the calls' times and the means of the repetitions from `block`, by name.
+    Repeat until there are enough or, on rank 0, the time is over.
+    """
     progress.set_description(f"{4 * size:,} B")
     check(collectives, size)
     v = jnp.zeros(size, jnp.float32)
@@ -115,7 +118,7 @@ def measure(collectives, size, until, repetitions, progress):
 
 
 def rows(size, collectives, times):
-    """The table of a size, a dictionary for each collective."""
+    """Return the table of a size, a dictionary for each collective."""
     for name, (calls, means) in times.items():
         seconds = np.median(means)
         p50, p95, p99 = np.percentile(calls, (50, 95, 99))
@@ -158,7 +161,7 @@ def main():
             tqdm(total=len(sizes), unit="size", disable=comm.rank != 0)
         )
         for i, size in enumerate(sizes):
-            # what small messages leave of their share of the time is the large ones'
+            # large messages may use the time that small ones leave
             now = time.monotonic()
             share = now if args.smoke else now + (until - now) / (len(sizes) - i)
             repetitions = 1 if args.smoke else REPETITIONS
@@ -191,7 +194,7 @@ def report(table):
 
 
 def verdict(table):
-    """How the engine compares, in words."""
+    """Return a text that compares the engine with the others."""
     engine = coded(table)
     print(f"\nNobody straggling, {engine[0]['collective']}:")
     for base in BASES:

@@ -1,7 +1,7 @@
-"""The all-reduces that ``allreduce.py`` compares, and what each needs to be called.
+"""The all-reduces that ``allreduce.py`` compares, and how to call each.
 
-What is summed is known: example ``e`` of a global batch has the gradient ``NUMBERS[e] · v``
-for one vector ``v``. Each rank encodes, or adds up, those of its own examples.
+The sum is known: example ``e`` of a global batch has the gradient ``NUMBERS[e] · v``
+for one vector ``v``. Each rank encodes, or adds up, the gradients of its examples.
 """
 
 import functools
@@ -23,14 +23,14 @@ NUMBERS = np.random.default_rng(0).uniform(0.5, 1.5, 4 * comm.size)
 
 
 class Collective(NamedTuple):
-    """One of them.
+    """An all-reduce.
 
     Attributes:
-        share: from ``v``, float32 ``(size,)``, to this rank's operand.
-        prepare: from an operand to a function without arguments that makes one call,
-            waits for it and returns what came of it.
-        code: the codes of its plan, in words.
-        factor: the result is so many times ``v``.
+        share: a function from ``v``, float32 ``(size,)``, to this rank's operand.
+        prepare: a function from an operand to a function without arguments, which makes
+            a call, waits for it and returns the result.
+        code: the name of its plan's codes.
+        factor: the ratio of the result and ``v``.
     """
 
     share: Callable[[jax.Array], Any]
@@ -40,13 +40,15 @@ class Collective(NamedTuple):
 
 
 def uncoded(prepare):
-    """Every example is one rank's."""
+    """Return an all-reduce in which every example belongs to one rank."""
     own = float(NUMBERS[comm.rank :: comm.size].sum())
     return Collective(lambda v: own * v, prepare)
 
 
 def coded(group, prepare):
-    """Every rank encodes its assignment, as `jaxcoded.coded_value_and_grad` does."""
+    """Return an all-reduce in which every rank encodes its assignment, as
+    `jaxcoded.coded_value_and_grad` does.
+    """
     plan = group.plan
     part = group.batch(len(NUMBERS))
     row = NUMBERS[part.indices] @ part.weights.reshape(len(part.indices), -1)
@@ -60,12 +62,12 @@ def coded(group, prepare):
 
 
 def alone(prepare):
-    """Twice the vector, without any communication."""
+    """Return twice the vector, without communication."""
     return Collective(jnp.array, prepare, factor=2)
 
 
 def donated(call):
-    """Each call's result is the operand of the next one, in the same memory."""
+    """Return a call whose result is the operand of the next one, in the same memory."""
     jitted = jax.jit(call, donate_argnums=0)
 
     def prepare(x):
@@ -80,20 +82,22 @@ def donated(call):
 
 
 def kept(call):
-    """The operand is used again."""
+    """Return a call that uses the same operand again."""
     jitted = jax.jit(call)
     return lambda x: lambda: jitted(x).block_until_ready()
 
 
 def with_token(group, donate=True):
-    """Ordered by a token. Messages of slices are shorter than sums, and kept."""
+    """Return a call ordered by a token. Messages of slices are shorter than sums, and
+    not donated.
+    """
     donate = donate and not group.plan.encoded
     weights = group.batch(len(NUMBERS)).weights
 
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else 1)
     def jitted(x, token):
         summed = jaxcoded.coded_allreduce(x, group, weights, token=token)
-        # out of a jit, a named tuple takes JAX longer; in a step it stays inside
+        # a named tuple takes JAX longer outside of jit; in a step it stays inside
         return summed.value, summed.token
 
     def prepare(x):
@@ -112,7 +116,7 @@ def with_token(group, donate=True):
 
 
 def bare(x):
-    """mpi4py on numpy arrays, without JAX."""
+    """Sum by mpi4py on NumPy arrays, without JAX."""
     x = np.array(x)
     out = np.zeros_like(x)
 
@@ -124,7 +128,7 @@ def bare(x):
 
 
 def on_numpy(group):
-    """The engine on numpy arrays, in place, without XLA."""
+    """Return a sum by the engine on NumPy arrays, in place and without XLA."""
 
     weights = group.batch(len(NUMBERS)).weights
 
@@ -136,7 +140,7 @@ def on_numpy(group):
 
 
 def psum():
-    """``jax.lax.psum`` over all processes, by JAX's own collectives on the CPU."""
+    """Return ``jax.lax.psum`` over all processes, by JAX's collectives on the CPU."""
     mesh = jax.make_mesh((comm.size,), ("ranks",))
     spec = jax.sharding.PartitionSpec("ranks")
     sharding = jax.sharding.NamedSharding(mesh, spec)
@@ -159,7 +163,7 @@ def psum():
 
 
 def start_gloo():
-    """Join the processes in one JAX runtime, whose collectives are gloo's."""
+    """Join the processes in one JAX runtime with gloo's collectives."""
     address = None
     if comm.rank == 0:
         with socket.socket() as free:
@@ -170,7 +174,7 @@ def start_gloo():
 
 
 def fits(fanout, stragglers, slices):
-    """Whether every parent of the tree has enough children for this code."""
+    """Return whether every parent of the tree has enough children for this code."""
     try:
         plan = jaxcoded.make_plan(
             comm.size,
@@ -186,11 +190,11 @@ def fits(fanout, stragglers, slices):
 
 
 def compared(fanout, closing):
-    """All of them by name, in the order in which they are called.
+    """Return all all-reduces by name, in the order of their calls.
 
     Args:
-        fanout: of the coded trees.
-        closing: a ``contextlib.ExitStack`` that closes the groups.
+        fanout: fan-out of the coded trees.
+        closing: the ``contextlib.ExitStack`` that closes the groups.
     """
 
     def group(stragglers, slices=1, transport="engine"):
@@ -228,7 +232,7 @@ def compared(fanout, closing):
         out[f"{name}, token"] = coded(engine, with_token(engine))
         if s < 2 and m == 1:
             out[name] = coded(engine, donated(effect(engine)))
-    # what else there is to know of one of them
+    # further columns of the table
     s = int((1, 1) in engines)
     engine, reference = engines[s, 1], group(s, transport="mpi4jax")
     more = {

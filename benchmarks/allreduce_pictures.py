@@ -1,4 +1,4 @@
-"""Draw what ``allreduce.py`` has measured, for one number of ranks and for several.
+"""Draw the measurements of ``allreduce.py``, for one number of ranks and for several.
 
 .venv/bin/python benchmarks/allreduce_pictures.py build/benchmarks
 """
@@ -9,7 +9,7 @@ import sys
 
 from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
 
-# The engine in full lines, the others in dashed ones. What else there is, is in the tables.
+# The engine has solid lines, and the others dashed ones. Only the tables have the rest.
 ENGINE = (
     "engine, s=0, token",
     "engine, s=1, token",
@@ -43,7 +43,7 @@ TIME = "time of a call [ms]"
 
 
 def read(folder):
-    """The rows of all tables in a folder."""
+    """Return the rows of all tables in a folder."""
     rows = []
     for path in folder.glob("allreduce-*.csv"):
         with path.open(encoding="utf-8") as file:
@@ -56,12 +56,12 @@ def read(folder):
 
 
 def of(rows, **wanted):
-    """The rows with these values."""
+    """Return the rows with these values."""
     return [row for row in rows if wanted.items() <= row.items()]
 
 
 def words(size):
-    """A number of bytes."""
+    """Return a number of bytes as text."""
     units = ["B", "KiB", "MiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024
@@ -70,14 +70,15 @@ def words(size):
 
 
 def coded(rows):
-    """Those of the engine with ``s = 1``, or 0 where there are too few ranks."""
+    """Return the engine's rows with ``s = 1``, or 0 if there are too few ranks."""
     one, none = (of(rows, collective=f"engine, s={s}, token") for s in (1, 0))
     return one or none
 
 
 def draw_lines(axes, rows, x, y):
-    """A line for each collective that is there. Returns them as they end, from the top:
-    so they stand in the legend."""
+    """Draw a line for each collective in the rows. Return the lines in the order of
+    their ends, from the top, for the legend.
+    """
     ends = {}
     for name, look in LOOKS.items():
         line = of(rows, collective=name)
@@ -90,13 +91,13 @@ def draw_lines(axes, rows, x, y):
 
 
 def joined(figure, title, lines):
-    """One title and one legend for all axes."""
+    """Give all axes one title and one legend."""
     figure.suptitle(title, x=0.01, ha="left", size="medium")
     figure.legend(handles=lines, loc="outside right center")
 
 
 def against_size(path, rows, columns, label, title):
-    """Axes side by side, one for each column with what is written above it."""
+    """Draw axes next to each other, one for each column and its heading."""
     sizes = sorted({row["bytes"] for row in rows})
     count = len(columns)
     shape = {"size": (2.8 + 4.6 * count, 4.2), "squeeze": False, "sharey": True}
@@ -111,7 +112,9 @@ def against_size(path, rows, columns, label, title):
 
 
 def against_ranks(path, rows):
-    """The smallest, a middle and the largest message that all tables have."""
+    """Draw the smallest, a middle and the largest message that all tables have, against
+    ranks.
+    """
     counts = sorted({row["ranks"] for row in rows})
     sizes = sorted(
         set.intersection(
@@ -130,7 +133,7 @@ def against_ranks(path, rows):
 
 
 def draw(folder):
-    """Pictures of every table in a folder, and of all of them together."""
+    """Draw pictures of every table in a folder, and of all of them together."""
     rows = read(folder)
     counts = sorted({row["ranks"] for row in rows})
     for ranks in counts:

@@ -1,15 +1,16 @@
-"""What does CodedReduce gain in the paper's own settings, N = 84 (4, 3) and N = 156 (12, 2)?
+"""What does CodedReduce gain in the paper's settings, N = 84 and N = 156?
 
     .venv/bin/python benchmarks/coded_reduce.py
 
-Simulated (`jaxcoded.tools.simulator`). Both trees of Reisizadeh et al. 2021, against gradient coding
-on a star that loses the same part of its workers (S = s/n · N), ring all-reduce, a tree
-without a code and the uncoded star. Logistic regression with d = 6552 samples of p = 5000
-features: 40 KB of float64 to a message, and 131 MFLOP for a gradient of the whole batch,
-which one worker does in 65 ms at 2 GFLOP/s. Links of 1 Gb/s, 100 µs away, one message at a
-time. The settings (N, n, L, d, p) are those of the authors' published scripts; machines and
-network are this model's, so what can be compared is who wins and how it grows, not the
-figures.
+Simulated (`jaxcoded.tools.simulator`). It compares both trees of Reisizadeh et al. 2021
+with gradient coding on a star that loses the same share of its workers (S = s/n · N),
+ring all-reduce, a tree without a code and the uncoded star. Logistic regression with d
+= 6552 samples of p = 5000
+features: 40 KB of float64 to a message, and 131 MFLOP for a gradient of the whole
+batch, which one worker does in 65 ms at 2 GFLOP/s. Links of 1 Gb/s, 100 µs away, one
+message at a time. The settings (N, n, L, d, p) are those of the authors' published
+scripts; machines and network are this model's. So the comparison shows the winner and
+the trend, not absolute figures.
 
 Straggler models: none; light and heavy tails; each worker four times slower in 5 % of its
 rounds, independently; and one worker four times slower in all of them. Medians of 400 rounds.
@@ -41,7 +42,7 @@ WORK, PAYLOAD = 4 * SAMPLES * FEATURES / FLOPS, 8 * FEATURES
 
 
 def layouts(fanout, depth):
-    """The schemes, by name."""
+    """Return the schemes by name."""
     size = regular_size(fanout, depth)
     workers = size - 1
     out = {
@@ -87,7 +88,7 @@ def main():
 
 
 def families(some):
-    """The best of each kind of scheme: its name, and its time."""
+    """Return the name and the time of the best scheme of each kind."""
     best = {}
     for _, _, scheme, _, seconds in some:
         kind = scheme.split(",")[0]

@@ -1,10 +1,10 @@
-"""How long does it take to make a code, and to find the coefficients for a new set?
+"""How long does it take to make a code, and to compute the coefficients for a new set?
 
     .venv/bin/python benchmarks/codes.py
 
-Makes every code once for 256 children, and decodes sets of children that it has not seen
-for 64. Nobody straggles and nothing is sent: this is what a parent does once for every set
-of children that answers. Prints a table and stores it.
+The benchmark makes every code once for 256 children, and decodes new sets of children
+for 64. No rank straggles, and nothing is sent: a parent does this once for every set of
+children that answers. It prints a table and stores it.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CODES = [
 
 
 def made(text, n, stragglers, slices):
-    """The code, and how long it took; or why there is none."""
+    """Return the code and its seconds, or why there is none."""
     start = time.perf_counter()
     try:
         code = codes.named(text, n, stragglers, slices)
@@ -52,13 +52,13 @@ def made(text, n, stragglers, slices):
 
 
 def decoding(code, sets):
-    """Median seconds for a set of children that was not asked for before."""
-    code = dataclasses.replace(code)  # whose cache is empty
+    """Return the median seconds for a set of children that was not decoded before."""
+    code = dataclasses.replace(code)  # with an empty cache
     rng = np.random.default_rng(0)
     lost = max(1, code.stragglers)
     answered = [np.ones((code.n, code.parts), bool) for _ in range(sets)]
     for each in answered:
-        # of a code that loses no child whole, last parts
+        # a code that loses no whole child loses last parts
         first = 0 if code.stragglers else code.parts - 1
         each[rng.permutation(code.n)[:lost], first:] = False
     code.decode(answered[0])

@@ -1,10 +1,12 @@
-"""What does the gradient of a function of a sum cost, beside that of a sum?
+"""What does the gradient of a function of a sum cost, compared with that of a sum?
 
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/composing.py
 
-The losses of a small network, of one batch, in two jitted gradients: of their mean by `coded_value_and_grad` (one
-round), and of a function of their `coded_sum` (two rounds). Every repetition times both, one after the other, with nobody late and with one rank that sleeps before each call. Times are those of rank 0, since
-the others may be done without. Prints medians, and the medians of the ratios within a repetition.
+The losses of a small network on one batch have two jitted gradients: of their mean by
+`coded_value_and_grad` (one round), and of a function of their `coded_sum` (two rounds).
+Every repetition times both in turn, without late ranks and with one rank that sleeps
+before each call. Times are those of rank 0, as rounds may end without the others. The
+benchmark prints medians, and the medians of the ratios within a repetition.
 """
 
 import argparse
@@ -28,7 +30,7 @@ STRATEGIES = {
 
 
 def problem(group, examples, hidden):
-    """Losses of each example, parameters, and a batch."""
+    """Return the losses of each example, parameters, and a batch."""
     rng = np.random.default_rng(0)
     params = {
         "in": rng.normal(size=(256, hidden)).astype(np.float32) / 16,
@@ -44,7 +46,7 @@ def problem(group, examples, hidden):
 
 
 def gradients(group, losses):
-    """By name: a jitted function of parameters and a batch."""
+    """Return jitted functions of parameters and a batch, by name."""
     total = jaxcoded.coded_sum(losses, group)
 
     def of_sum(params, batch):
@@ -58,7 +60,7 @@ def gradients(group, losses):
 
 
 def measure(group, examples, hidden, repetitions, calls, delay):
-    """Seconds of a call, for each name and repetition."""
+    """Return the seconds of a call, for each name and repetition."""
     losses, params, batch = problem(group, examples, hidden)
     runs = gradients(group, losses)
     for run in runs.values():

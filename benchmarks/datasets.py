@@ -1,7 +1,7 @@
-"""What `benchmarks/training.py` trains on: real data, the papers' mixture of two
-Gaussians, and gradients without any data.
+"""The data of `benchmarks/training.py`: real data, the papers' mixture of two
+Gaussians, and gradients without data.
 
-All are sums over examples of which each rank computes a weighted part:
+All are sums over examples, and each rank computes a weighted part:
 ``gradient(theta, rows, weights) = Σ_i weights[i] ∇ℓ_rows[i](theta)``.
 """
 
@@ -21,9 +21,9 @@ class Logistic:
     Tandon et al. 2017, on the whole training set in every round. float32.
 
     Args:
-        name: in words.
+        name: the name of the problem.
         train, test: a matrix ``(examples, features)``, dense or sparse, and labels 0, 1.
-        l2: what multiplies ``‖theta‖² / 2``; the loss is a mean over examples.
+        l2: the factor of ``‖theta‖² / 2``; the loss is a mean over examples.
     """
 
     def __init__(self, name, train, test, l2=1e-4):
@@ -35,7 +35,9 @@ class Logistic:
         self._shares = {}
 
     def gradient(self, theta, rows, weights):
-        """Of the sum of these examples' losses, without the regulariser."""
+        """Return the gradient of the sum of these examples' losses, without the
+        regulariser.
+        """
         key = rows.tobytes()
         if key not in self._shares:  # a rank has the same rows in every round
             self._shares[key] = self._x[rows], self._y[rows]
@@ -43,25 +45,29 @@ class Logistic:
         return x.T @ (weights * (sigmoid(x @ theta) - y))
 
     def start(self):
-        """The first parameters, and the state of the optimizer."""
+        """Return the first parameters, and the state of the optimizer."""
         return np.zeros(self.features, np.float32), np.zeros(self.features, np.float32)
 
     def step(self, state, total):
-        """The next parameters and state, from the gradient summed over all examples."""
+        """Return the next parameters and state, from the gradient summed over all
+        examples.
+        """
         theta, before = state
         gradient = total / np.float32(self.examples) + np.float32(self.l2) * theta
         after = theta - np.float32(self.rate) * gradient
         return after + np.float32(MOMENTUM) * (after - before), after
 
     def exact(self, thetas):
-        """The gradients at parameters ``(rounds, features)``, each summed over all
-        examples at once, in float64."""
+        """Return the gradients at parameters ``(rounds, features)``, summed over all
+        examples in float64.
+        """
         x, thetas = self._x.astype(np.float64), np.asarray(thetas, np.float64)
         return (x.T @ (sigmoid(x @ thetas.T) - self._y[:, None])).T
 
     def scores(self, thetas):
-        """Mean training loss with the regulariser, and area under the ROC curve on the
-        test set, of parameters ``(rounds, features)``."""
+        """Return the mean training loss with the regulariser, and the area under the
+        ROC curve on the test set, for parameters ``(rounds, features)``.
+        """
         thetas = np.asarray(thetas, np.float64)
         z = self._x.astype(np.float64) @ thetas.T
         y = self._y[:, None]
@@ -72,11 +78,11 @@ class Logistic:
 
 
 class Vectors:
-    """No data: example ``e`` has the gradient ``a_e u + b_e v``, whatever the parameters
-    are, for two fixed random vectors of any length.
+    """A problem without data: for any parameters example ``e`` has the gradient ``a_e u
+    + b_e v``, for two fixed random vectors of any length.
 
-    Its sum is as hard to come by as any other, and takes no computation: for many ranks
-    on few cores, and for long messages.
+    Its sum needs the same communication as any other, but no computation. It serves for
+    many ranks on few cores, and for long messages.
     """
 
     def __init__(self, features, examples):
@@ -106,7 +112,7 @@ def sigmoid(z):
 
 
 def largest_eigenvalue(x, steps=30):
-    """Of ``xᵀx``, by power iteration."""
+    """Return the largest eigenvalue of ``xᵀx``, by power iteration."""
     v = np.random.default_rng(0).standard_normal(x.shape[1])
     for _ in range(steps):
         v = x.T @ (x @ (v / np.linalg.norm(v)))
@@ -114,8 +120,9 @@ def largest_eigenvalue(x, steps=30):
 
 
 def area_under_curve(scores, positive):
-    """The probability that a positive example scores higher than a negative one, ties
-    counted by half: of every column."""
+    """Return for every column the probability that a positive example scores higher
+    than a negative one; ties count half.
+    """
     import scipy.stats
 
     ranks = scipy.stats.rankdata(scores, axis=0)[positive].sum(axis=0)
@@ -124,19 +131,22 @@ def area_under_curve(scores, positive):
 
 
 def folder(given=None):
-    """Where real data are: as given, or the variable JAXCODED_DATA, or a usual place."""
+    """Return the folder of real data: the given one, the variable JAXCODED_DATA, or a
+    default place.
+    """
     return pathlib.Path(given or os.environ.get("JAXCODED_DATA") or DEFAULT)
 
 
 def load(kind, given=None, examples=6552, features=5000):
-    """A problem.
+    """Return a problem.
 
     Args:
-        kind: ``"real"``: the Adult data (a9a) where the folder has it, and otherwise
+        kind: ``"real"``: the Adult data (a9a) if the folder has them, and otherwise
             scikit-learn's digits; or ``"mixture"``.
         given: the folder.
-        examples: of the training set at most; 6,552 as in the CodedReduce scripts.
-        features: at most.
+        examples: most examples of the training set; 6,552 as in the CodedReduce
+            scripts.
+        features: most features.
     """
     if kind == "mixture":
         return mixture(examples // 5, features // 5)
@@ -147,8 +157,9 @@ def load(kind, given=None, examples=6552, features=5000):
 
 
 def adult(path, examples, features):
-    """Income above 50,000 $: one-hot attributes and the most frequent pairs of them, as
-    Tandon et al. 2017 made their features from another data set."""
+    """Return the data on incomes above 50,000 $. As in Tandon et al. 2017 for another
+    data set, features are one-hot attributes and their most frequent pairs.
+    """
     x, y = read_binary(path / "a9a.gz", examples)
     x_test, y_test = read_binary(path / "a9a.t.gz", examples)
     together = np.triu(x.T.astype(np.int64) @ x, k=1)
@@ -163,7 +174,9 @@ def adult(path, examples, features):
 
 
 def read_binary(path, count, features=123):
-    """So many lines of LIBSVM's format whose values are all 1: uint8 matrix, labels."""
+    """Read ``count`` lines of LIBSVM's format whose values are all 1: uint8 matrix,
+    labels.
+    """
     x, y = np.zeros((count, features), np.uint8), np.zeros(count)
     with gzip.open(path, "rt") as file:
         for i, line in zip(range(count), file):
@@ -174,7 +187,9 @@ def read_binary(path, count, features=123):
 
 
 def digits(examples, features):
-    """Handwritten digits below 5, or not: products of two pixels."""
+    """Return handwritten digits, labelled by whether they are below 5, with products of
+    two pixels as features.
+    """
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -189,9 +204,10 @@ def digits(examples, features):
 
 
 def mixture(examples, features):
-    """A mixture of two Gaussians as in the CodedReduce scripts, with sizes and constants of
-    our own: around ``±1.5 θ*/p`` with unit variance, ``θ*`` of ±1, and labels of the
-    logistic model with ``θ*``."""
+    """Return a mixture of two Gaussians as in the CodedReduce scripts, with other sizes
+    and constants: around ``±1.5 θ*/p`` with unit variance, ``θ*`` of ±1, and labels of
+    the logistic model with ``θ*``.
+    """
     random = np.random.default_rng(0)
     true = random.choice([-1.0, 1.0], features)
     side = random.choice([-1.0, 1.0], (2 * examples, 1))

@@ -3,14 +3,15 @@
     JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \\
         scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/gpu.py
 
-Three questions, a table and a verdict each: how close the copies of a call come to a bare
-copy from and to pinned memory; how long an all-reduce of arrays on the GPU takes, coded
-and by mpi4jax, with all ranks on one GPU; and how close encode and decode come to a copy
-on the GPU. Ranks see one GPU and share it: run it with 2 and with 4.
+The benchmark prints a table and a verdict for three questions. How close do the copies
+of a call come to a bare copy from and to pinned memory? How long does an all-reduce of
+arrays on the GPU take, coded and by mpi4jax, with all ranks on one GPU? How close do
+encode and decode come to a copy on the GPU? Ranks share one GPU: run it with 2 and with
+4.
 
-Straggler model: nobody straggles. Everything is stored with a description of the machine
-as ``gpu-RANKS.json``. Without a GPU (``--smoke`` in the tests) the first question is left
-out and the others are asked of the CPU.
+No rank straggles. It stores everything with a description of the machine as
+``gpu-RANKS.json``. Without a GPU (``--smoke`` in the tests) it skips the first question
+and measures the others on the CPU.
 """
 
 import argparse
@@ -37,14 +38,14 @@ import kernels
 
 COMM = MPI.COMM_WORLD
 ON_GPU = jax.default_backend() == "gpu"
-STAGING_BOUND = 0.8  # of a bare copy's bandwidth
-KERNEL_BOUND = 0.8  # of a copy on the device
-SPEEDUP_BOUND = 2.0  # over mpi4jax, from this many bytes on
+STAGING_BOUND = 0.8  # share of a bare copy's bandwidth
+KERNEL_BOUND = 0.8  # share of the bandwidth of a copy on the device
+SPEEDUP_BOUND = 2.0  # ratio to mpi4jax, from this many bytes on
 SPEEDUP_BYTES = 16_000_000
 
 
 def machine():
-    """What the figures are of."""
+    """Return a description of the machine."""
     processor = platform.processor()
     with open("/proc/cpuinfo") as file:
         names = [line.split(":")[1].strip() for line in file if "model name" in line]
@@ -67,7 +68,7 @@ def machine():
     return out
 
 
-# How close do the copies of a call come to bare ones?
+# How close do the copies of a call come to bare copies?
 
 
 class Driver:
@@ -106,7 +107,7 @@ def seconds(call, *arguments):
 
 
 def staging(sizes, repetitions):
-    """Rows of bytes, direction, GB/s and share of the bare copy's."""
+    """Return rows of bytes, direction, GB/s and share of the bare copy's bandwidth."""
     driver = Driver()
     rows = []
     for size in sizes:
@@ -136,18 +137,18 @@ def staging(sizes, repetitions):
     return rows
 
 
-# How long is an all-reduce?
+# How long does an all-reduce take?
 
 
 def quiet():
-    """All ranks come here, and those that wait leave the cores to the others."""
+    """Wait for all ranks, without occupying their cores."""
     request = COMM.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
 def collectives(group):
-    """Jitted sums of one array, by name."""
+    """Return jitted sums of one array, by name."""
     weights = group.batch(COMM.size).weights
     names = {
         f"coded_allreduce, s={group.plan.codings[0].code.stragglers}": jax.jit(
@@ -165,7 +166,7 @@ def collectives(group):
 
 
 def allreduces(sizes, repetitions):
-    """Rows of collective, bytes and seconds of the slowest rank; and the ratios."""
+    """Return rows of collective, bytes and seconds of the slowest rank, and the ratios."""
     rows, ratios = [], {}
     stragglers = int(COMM.size > 2)
     with jaxcoded.CodedGroup(

@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/kernels.py
 
-Bandwidth counts the bytes that must move: every message read once and the result written
-once. The ceiling is ``x + 1`` in place (donated), reading and writing as many bytes, in
-the same run on the same device.
+Bandwidth counts the bytes that must move: every message is read once and the result
+written once. The ceiling is ``x + 1`` in place (donated) with as many bytes, in the
+same run on the same device.
 """
 
 import argparse
@@ -19,17 +19,18 @@ import numpy as np
 from jaxcoded import codes
 from jaxcoded.transport.kernels import decode_vector, encode_vector
 
-# To launch a kernel on a GPU and to wait for it takes about as long as it runs: many are launched at once.
+# Launching a kernel on a GPU and waiting for it takes about as long as running it:
+# launch many at once.
 IN_A_ROW = 20 if jax.default_backend() == "gpu" else 1
 
 
 def median_seconds(call, *operands, repetitions):
-    """Median wall-clock time of a call."""
+    """Return the median wall-clock time of a call."""
     call(*operands).block_until_ready()
     times = []
     for _ in range(repetitions):
         start = time.perf_counter()
-        for _ in range(IN_A_ROW):  # a GPU makes them one after the other
+        for _ in range(IN_A_ROW):  # a GPU runs them one after the other
             out = call(*operands)
         out.block_until_ready()
         times.append(time.perf_counter() - start)
@@ -37,7 +38,7 @@ def median_seconds(call, *operands, repetitions):
 
 
 def seconds_in_place(elements, dtype, *, repetitions):
-    """Median time to read and write ``elements / 2`` elements each."""
+    """Return the median time to read and write ``elements / 2`` elements each."""
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = increment(jnp.ones(elements // 2, dtype)).block_until_ready()
     times = []
@@ -51,7 +52,7 @@ def seconds_in_place(elements, dtype, *, repetitions):
 
 
 def measure(length, repetitions):
-    """Rows of kernel, dtype, code, GB/s and share of the copy's bandwidth."""
+    """Return rows of kernel, dtype, code, GB/s and share of the copy's bandwidth."""
     rows = []
     for dtype in (jnp.float32, jnp.bfloat16):
         for n, s, m in ((3, 1, 1), (4, 1, 2), (8, 2, 1)):

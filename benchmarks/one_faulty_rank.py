@@ -1,15 +1,16 @@
-"""One rank is slow, stuck, stopped or killed: what does each all-reduce do?
+"""What does each all-reduce do if one rank is slow, stuck, stopped or killed?
 
     .venv/bin/python benchmarks/one_faulty_rank.py
 
-Four processes on this machine; a rank's equal part of the work is a sleep of 20 ms. After some steps
-rank 2 computes ten times as slowly; or sleeps for good in its program, alive ("stuck", as in
-https://github.com/jax-ml/jax/issues/38503); or is stopped (SIGSTOP); or is killed (SIGKILL). Rank 0
-writes down when it has each sum, and checks it. A job that makes no step any more is ended after
-``--limit`` seconds; what is then still there is killed.
+Four processes run on this machine, and a rank's equal part of the work is a sleep of 20
+ms. After some steps rank 2 has a fault: it computes ten times as slowly; sleeps for
+ever, alive ("stuck", as in https://github.com/jax-ml/jax/issues/38503); is stopped
+(SIGSTOP); or is killed (SIGKILL). Rank 0 checks each sum and records its time. A job
+without steps ends after ``--limit`` seconds, and remaining processes are killed.
 
-"live_devices" is what JAX has against faults (``jax_enable_recoverability`` and
-``multihost_utils.live_devices``), with JAX's own time-outs and with those of heartbeats and of gloo at 2 s.
+"live_devices" is JAX's fault tolerance (``jax_enable_recoverability`` and
+``multihost_utils.live_devices``), with JAX's default time-outs, and with 2 s for
+heartbeats and gloo.
 """
 
 import argparse
@@ -39,14 +40,14 @@ EXAMPLES, NUMBERS = 48, 1000
 GRADIENTS = np.random.default_rng(0).standard_normal((EXAMPLES, NUMBERS))
 FAULTS = ("none", "slow", "stuck", "stopped", "killed")
 FIELDS = ("scheme", "fault", "before", "after", "longest", "outcome")
-SHORT = 2  # seconds, of JAX's time-outs where they are short
+SHORT = 2  # seconds of JAX's time-outs in the short case
 
 
 # The ranks' program.
 
 
 class Rank:
-    """A rank that turns faulty after some steps, and writes down those of rank 0."""
+    """A rank that becomes faulty after some steps, and records those of rank 0."""
 
     def __init__(self, args, number):
         self.args, self.number, self.steps = args, number, 0
@@ -54,11 +55,11 @@ class Rank:
         self.file = (args.folder / "steps").open("a") if number == 0 else None
 
     def sleep(self, part):
-        """Compute so much of the batch."""
+        """Compute this part of the batch."""
         time.sleep(part * RANKS * WORK * self.factor)
 
     def begin(self):
-        """A step. Whether there is one more."""
+        """Begin a step; return whether there is one more."""
         if self.steps == self.args.before and self.number == FAULTY:
             if self.args.fault == "slow":
                 self.factor = 10
@@ -70,7 +71,7 @@ class Rank:
         return self.steps < self.args.before + self.args.after
 
     def end(self, total):
-        """It has a sum."""
+        """Record and check a sum."""
         self.steps += 1
         if self.file:
             np.testing.assert_allclose(total, GRADIENTS.sum(0), atol=1e-3)
@@ -78,7 +79,7 @@ class Rank:
 
 
 def joined(**options):
-    """Take part in JAX's own runtime, without an MPI. The number of this process."""
+    """Join JAX's runtime, without MPI; return the number of this process."""
     import jax
 
     number = int(os.environ["RANK"])
@@ -88,7 +89,7 @@ def joined(**options):
 
 
 def psum_over(devices):
-    """``jax.lax.psum`` over the processes of these devices."""
+    """Return ``jax.lax.psum`` over the processes of these devices."""
     import jax
 
     mesh = jax.sharding.Mesh(np.array(devices), ("ranks",))
@@ -112,7 +113,7 @@ def psum_over(devices):
 
 
 def psum(args):
-    """Of all processes."""
+    """Sum over all processes by psum."""
     import jax
 
     number = joined()
@@ -124,9 +125,10 @@ def psum(args):
 
 
 def live_devices(args, seconds=None):
-    """Of the processes that live, as JAX's guide to fault tolerance has it: a step that fails is done
-    again by those that are left, which divide the batch anew. With time-outs of so many seconds, of
-    heartbeats and of gloo; JAX's own without."""
+    """Sum over the live processes, as in JAX's guide to fault tolerance: the remaining
+    processes divide the batch again and repeat a failed step. ``seconds`` are the
+    time-outs of heartbeats and gloo; default: JAX's.
+    """
     import jax
     from jax.experimental import multihost_utils
 
@@ -166,7 +168,9 @@ def mpi4jax_allreduce(args):
 
 
 def coded(args):
-    """Fractional or cyclic repetition over the three workers of a root without data."""
+    """Sum by fractional or cyclic repetition over the three workers of a root without
+    data.
+    """
     from mpi4py import MPI
 
     import jaxcoded
@@ -211,7 +215,7 @@ SCHEMES = tuple(PROGRAMS)
 WITHOUT_MPI = SCHEMES[:3]
 
 
-# Jobs, and what came of them.
+# Jobs and their results.
 
 
 def command(args, scheme, fault, folder):
@@ -223,7 +227,7 @@ def command(args, scheme, fault, folder):
 
 
 def play_alone(command, output, finished):
-    """Processes that are started one by one. Their statuses; None of one that had to be killed."""
+    """Start processes one by one. Return their statuses; None for a killed one."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -245,7 +249,7 @@ def play_alone(command, output, finished):
 
 
 def play_mpi(command, output, scheme, fault, limit):
-    """A job of mpirun; with fault-tolerant MPI where it is to live on after a death."""
+    """Run a job of mpirun, with fault-tolerant MPI if it must survive a death."""
     mpirun = launcher.found(None, beside=ROOT / ".venv/bin/mpirun")
     tolerant = fault == "killed" and scheme in ("coded", "shared")
     start = ["--with-ft", "ulfm"] if tolerant else []
@@ -259,7 +263,7 @@ def play_mpi(command, output, scheme, fault, limit):
 
 
 def observed(args, scheme, fault):
-    """One job: the steps before the fault and after it, how it went, in words."""
+    """Run a job; return the steps before and after the fault, and its outcome as text."""
     limit = args.limit
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
@@ -271,7 +275,7 @@ def observed(args, scheme, fault):
             return [float(line) for line in lines]
 
         def finished():
-            """All steps are done, or none for too long."""
+            """Return whether all steps are done, or none for too long."""
             done = times()
             idle = time.monotonic() - (done[-1] if done else begun + 3 * args.start)
             return len(done) == args.before + args.after or idle > limit
@@ -280,7 +284,7 @@ def observed(args, scheme, fault):
             line = command(args, scheme, fault, folder)
             if scheme in WITHOUT_MPI:
                 status = play_alone(line, output, finished)
-            else:  # a limit for the job: it is to end by itself after its last step
+            else:  # limit the job, which should end by itself after its last step
                 usual = (args.before + 12 * args.after) * 2 * WORK + args.start
                 status = play_mpi(line, output, scheme, fault, usual + limit)
         ended = time.monotonic()

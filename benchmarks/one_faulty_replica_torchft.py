@@ -1,17 +1,18 @@
-"""One replica is slow, stuck, stopped or killed: what do the others do under torchft?
+"""What do replicas do under torchft if one of them is slow, stuck, stopped or killed?
 
     python3.11 -m venv build/torchft
     build/torchft/bin/pip install torch==2.13.0 torchft-nightly==2026.10.26 numpy tqdm
     build/torchft/bin/python benchmarks/one_faulty_replica_torchft.py
 
-The same as ``one_faulty_rank.py`` for JAX: four processes on this machine, over gloo; the work of
-each is a sleep of 20 ms. In the middle of it replica 2 begins to compute ten times as slowly; or
-sleeps for good in its program, alive ("stuck"); or is stopped (SIGSTOP); or is killed (SIGKILL); or
-is killed and at once started again. Each case runs with torchft's own time-outs, and with those of
-the manager, the sum and the lighthouse at ``--short`` seconds.
+This matches ``one_faulty_rank.py`` for JAX: four processes on this machine, over gloo;
+the work of each is a sleep of 20 ms. In the middle of it replica 2 has a fault: it
+computes ten times as slowly; sleeps for ever, alive ("stuck"); is stopped (SIGSTOP); is
+killed (SIGKILL); or is killed and restarted at once. Each case runs with torchft's
+default time-outs, and with ``--short`` seconds for the manager, the sum and the
+lighthouse.
 
-The gradient of replica n is 1 in every fourth number from n on, so that the mean says whose
-gradients are in it, and what their sum was divided by: "013/3".
+The gradient of replica n is 1 in every fourth number from n on, so that the mean shows
+which gradients it holds, and the divisor: "013/3".
 """
 
 import argparse
@@ -46,12 +47,14 @@ FIELDS = (
 
 
 def train(args):
-    """Steps without end; a line for each: when, whether it was taken, and whose gradients were in it."""
+    """Train for ever; print a line for each step: when, whether it was committed, and
+    which gradients it held.
+    """
     import torch
     import torchft
 
     class Model(torch.nn.Module):
-        """Its gradient is what it is given."""
+        """A model whose gradient is its input."""
 
         def __init__(self):
             super().__init__()
@@ -117,11 +120,11 @@ def train(args):
             print(time.monotonic(), int(taken), f"{who}/{by}", file=file, flush=True)
 
 
-# Jobs, and what came of them.
+# Jobs and their results.
 
 
 def lighthouse(args, seconds, output):
-    """torchft's server, and its address."""
+    """Start torchft's server; return it and its address."""
     limits = []
     if seconds:
         milliseconds = str(1000 * seconds)
@@ -138,7 +141,9 @@ def lighthouse(args, seconds, output):
 
 
 def lines(folder, replica):
-    """Its steps so far: times, whether they were taken, and whose gradients were in them."""
+    """Return a replica's steps so far: times, whether they were committed, and which
+    gradients they held.
+    """
     file = folder / f"steps{replica}"
     text = file.read_text() if file.exists() else ""
     return [
@@ -148,7 +153,7 @@ def lines(folder, replica):
 
 
 def observed(args, timeouts, fault):
-    """One job: the steps before the fault and after it, how it went, in words."""
+    """Run a job; return the steps before and after the fault, and its outcome as text."""
     seconds = args.short if timeouts == "short" else 0
     others = [n for n in range(REPLICAS) if n != FAULTY]
     processes, output = {}, (args.out / f"torchft.{timeouts}.{fault}").open("w")
@@ -189,7 +194,7 @@ def observed(args, timeouts, fault):
                     restarted = time.monotonic()
                 if restarted and not back:
                     full = [t for t, _, who in after if who == FULL]
-                    # The step of the fault itself may have been a full one.
+                    # The step of the fault may have been complete.
                     full = [t for t in full if t > restarted]
                     if full:
                         back = full[0] - restarted

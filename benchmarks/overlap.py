@@ -3,17 +3,17 @@
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/overlap.py
     .venv/bin/python scripts/on_hosts.py --rate 200mbit -- .venv/bin/python -m mpi4py benchmarks/overlap.py
 
-Nobody straggles. A step is the gradient of a perceptron of 8 equal layers and its
-all-reduce, in one jitted function: in one round after the backward pass; in a round for
-each layer, started as soon as its gradient is there and waited for at the end, by one group or
-by two that take turns; or in one
-round that is waited for after the backward pass of the next step, as where gradients of
-several batches are added up. The number of examples is chosen so that computing takes as long as the round. The settings
-take turns; times are of the slowest rank. On one host the ranks compute and communicate
-with the same cores; on several hosts with slow cables the cores are free while messages
-travel. With --sleep each layer's forward and backward pass only sleeps, as where they are computed on a GPU, or where
-each host has cores of its own. Prints medians, the medians of the ratios within a repetition, and the processor time of all ranks, and
-stores them.
+No rank straggles. A step is the gradient of a perceptron of 8 equal layers and its
+all-reduce, in one jitted function. There are three kinds. The first sums in one round
+after the backward pass. The second starts a round for each layer as soon as its
+gradient exists, and waits at the end; one group does this, or two alternate. The third
+waits for a step's round only after the next backward pass, as with gradients
+accumulated over batches. The number of examples makes computing as long as the round.
+The settings take turns, and times are of the slowest rank. On one host ranks compute
+and communicate on the same cores; on several hosts with slow cables the cores are free
+while messages travel. With --sleep each layer's passes only sleep, as if a GPU computed
+them, or each host had separate cores. The benchmark prints and stores medians, the
+medians of the ratios within a repetition, and the processor time of all ranks.
 """
 
 import argparse
@@ -34,7 +34,9 @@ LAYERS = 8
 
 
 def slept(weights, x):
-    """The backward pass of layers that take ``x[0]`` seconds each; a forward pass takes half as long."""
+    """Run the backward pass of layers that take ``x[0]`` seconds each; a forward pass
+    takes half as long.
+    """
 
     def sleep(seconds, _):
         time.sleep(float(seconds))
@@ -64,7 +66,7 @@ def computed(weights, x):
 
 
 def settings(group, other, width, gradients):
-    """Steps ``(weights, x, token) -> (weights, token)``, by name."""
+    """Return steps ``(weights, x, token) -> (weights, token)``, by name."""
     layer = 4 * width**2
     counted = group.batch(comm.size).weights
 
@@ -122,7 +124,7 @@ def settings(group, other, width, gradients):
 
 
 def step_before(group, gradients):
-    """The gradient of a step is summed during the next one."""
+    """Return a step during which the previous step's gradient is summed."""
 
     counted = group.batch(comm.size).weights
 
@@ -154,7 +156,7 @@ def step_before(group, gradients):
 
 
 def seconds(step, weights, x, count):
-    """Of one step, at the slowest rank, and of all ranks' processors."""
+    """Return the seconds of a step on the slowest rank, and of all ranks' processors."""
     token = jnp.int32(0)
     jax.block_until_ready(step(weights, x, token))
     comm.Barrier()

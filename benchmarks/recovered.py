@@ -1,18 +1,19 @@
-"""How long does it take to go on without a rank that is dead or stuck, with the step compiled anew?
+"""How long does it take to continue without a dead or stuck rank?
 
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py --fault root
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py --fault stuck
     .venv/bin/jaxcoded run -n 4 --ft benchmarks/recovered.py --fault replaced --deaths 9
 
-Again and again a rank turns faulty between two of its steps, while the others begin the next one. The last
-rank is killed, or sleeps for good ("stuck"): the others go on for 20 steps, and then call `recovered`, which
-puts out the stuck one after its `timeout`. Or the root is killed: the step fails on all others, which call
-`recovered` at once. Or a new rank takes the place of the last one, which was killed ("replaced": `extended`).
-Then the root hands on what it has, and they take a step with the new group, which compiles
-it. Prints the medians of the slowest rank: of a usual step, of the longest one after the fault (or of the one
-that fails), of `recovered` (beyond its `timeout` where it puts out), of `extended`, of `tree_bcast`, and of the
-first step after it.
+Repeatedly a rank becomes faulty between two of its steps, while the others begin the
+next one. The last rank is killed, or sleeps for ever ("stuck"): the others do 20 more
+steps, and then call `recovered`, which puts out the stuck rank after its `timeout`. Or
+the root is killed: the step fails on all others, which call `recovered` at once. Or a
+new rank replaces the killed last one ("replaced": `extended`). Then the root hands its
+state on, and all take a step with the new group, which compiles it. The benchmark
+prints medians of the slowest rank. They cover a usual step, the longest one after the
+fault (or the failing one), `recovered` (beyond its `timeout` if it puts out a rank),
+`extended`, `tree_bcast`, and the first step after it.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import jaxcoded
 
 WIDTH, EXAMPLES = 1000, 26
 AFTER = 20  # steps between a death and `recovered`
-TIMEOUT = 2.0  # of `recovered`, where it puts out a stuck rank
+TIMEOUT = 2.0  # of `recovered`, if it puts out a stuck rank
 FAULTS = ("killed", "root", "stuck", "replaced")
 
 
@@ -40,7 +41,7 @@ def losses(w, x):
 
 
 def step_of(group):
-    """A step of a linear fit, waited for."""
+    """Return a step of a linear fit, which waits for its result."""
     part = group.batch(EXAMPLES)
     x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))[part.indices]
     jitted = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
@@ -61,7 +62,7 @@ def befall(fault):
 
 
 def failing(step, w):
-    """A step that raises an error on this rank."""
+    """Do a step that raises an error on this rank."""
     try:
         step(w)
     except jax.errors.JaxRuntimeError:
@@ -96,8 +97,8 @@ def main():
                 w, took = seconds(step, w)
                 usual.append(took)
             times["step"] = np.median(usual)
-            group.comm.Barrier()  # all have the last sum
-            time.sleep(0.1)  # and what MPI sends for it has come
+            group.comm.Barrier()  # until all have the last sum
+            time.sleep(0.1)  # until MPI's messages for it have come
             if group.rank == (0 if root else group.size - 1):
                 befall(args.fault)
             if root:

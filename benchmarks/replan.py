@@ -1,12 +1,12 @@
-"""More machines are slow than the code can do without: what does laying out the data anew gain?
+"""What does a new division of the data gain if too many machines are slow?
 
     scripts/mpirun -n 7 .venv/bin/python -m mpi4py benchmarks/replan.py
 
-Straggler model: two of the ranks always take three times as long for an example as the
-others, with s = 1. An example is a sleep, so ranks that wait take no core from others. The
-first half of the rounds runs on equal loads, then the group is replanned with the speeds
-that its telemetry has measured. Times are from one result to the next at the root; every
-sum is checked.
+Two of the ranks always take three times as long for an example as the others, with s =
+1. An example is a sleep, so waiting ranks take no core from others. The first half of
+the rounds has equal loads; then the group is replanned with the speeds measured by its
+telemetry. Times are from one result to the next on the root. The benchmark checks every
+sum.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import jaxcoded
 
 comm = MPI.COMM_WORLD
 SLOW, FACTOR, EXAMPLES = 2, 3, 120
-WAIT = 2.5  # seconds in which step times come up the tree
+WAIT = 2.5  # seconds in which step times reach the root
 
 
 def main():
@@ -41,7 +41,7 @@ def main():
     progress = tqdm(total=2 * rounds, disable=comm.rank != 0, desc="rounds")
 
     def half(group):
-        """Seconds of each round but the first at this rank."""
+        """Return the seconds of each round but the first on this rank."""
         part = group.batch(EXAMPLES)
         own = (part.weights @ gradients[part.indices]).astype(np.float32)
         held = np.count_nonzero(part.weights)

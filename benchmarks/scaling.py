@@ -2,19 +2,18 @@
 
     .venv/bin/python benchmarks/scaling.py
 
-Simulated (`jaxcoded.tools.simulator`; how far it can be trusted is what simulate.py asks). Weak
-scaling: whatever the number of ranks, a rank that holds its equal part of the batch takes
-100 ms for it, and 100 MB of gradients are summed. Straggler models: a light tail (work
-takes 1 + x times as long, x exponential with mean 0.2), a heavy one (x Pareto with shape
-1.5 and scale 0.2), and the last rank always ten times slower. Links of 1, 10 and 100 Gb/s,
-50 µs away.
+Simulated (`jaxcoded.tools.simulator`; simulate.py tests its accuracy). Weak scaling:
+for any number of ranks, a rank takes 100 ms for its equal part of the batch, and the
+sum has 100 MB. Straggler models: a light tail (work takes 1 + x times as long, x
+exponential with mean 0.2), a heavy one (x Pareto with shape 1.5 and scale 0.2), and the
+last rank always ten times slower. Links of 1, 10 and 100 Gb/s, 50 µs away.
 
-Parents sum up what their children send, or families form long sums in sections, as the engine does
-between hosts.
-Of trees, stars and codes the best of some fan-outs and numbers of stragglers is shown, as
-a user would choose: what is compared is "with a code" and "without one", not one setting
-of each. Medians over rounds, as means of heavy tails need more rounds than there is time
-for. Prints who is fastest where, and stores all with a picture.
+Parents add up their children's messages, or families form long sums in sections, as the
+engine does between hosts. Trees, stars and codes show the best of several fan-outs and
+numbers of stragglers, as a user would choose. So the comparison is "with a code"
+against "without one", not one setting of each. Results are medians over rounds, as
+means of heavy tails need too many rounds. The benchmark prints the fastest schemes, and
+stores all results with a picture.
 """
 
 import argparse
@@ -37,11 +36,11 @@ MODELS = {
 GIGABITS = (1, 10, 100)
 WORK, PAYLOAD = 0.1, 100e6  # seconds of a rank's equal part; bytes
 FANOUTS = (2, 4, 8, 16, 32, 100, 1000)
-IN_SECTIONS = "in sections"  # as the engine forms long sums between hosts
+IN_SECTIONS = "in sections"  # how the engine forms long sums between hosts
 
 
 def layouts(size):
-    """Of each scheme, those to choose from, by what they are called."""
+    """Return the variants of each scheme, by name."""
     star = size - 1
     trees = [n for n in FANOUTS if n < star]
     lost = sorted({max(1, round(star * part)) for part in (0.01, 0.05)})
@@ -68,7 +67,7 @@ def layouts(size):
 
 
 def study(sizes, most_rounds, events):
-    """Rows: model, Gb/s, ranks, scheme, which of it, its load in equal parts, seconds."""
+    """Return rows: model, Gb/s, ranks, scheme, variant, load in equal parts, seconds."""
     rows = []
     with tqdm(total=sum(sizes) * len(MODELS) * len(GIGABITS), desc="ranks") as progress:
         for size in sizes:
@@ -100,7 +99,7 @@ def study(sizes, most_rounds, events):
 
 
 def verdicts(rows):
-    """Who is fastest, over ranges of ranks."""
+    """Return the fastest schemes over ranges of ranks."""
     for model, rate in itertools.product(MODELS, GIGABITS):
         some = [row for row in rows if row[:2] == (model, rate)]
         winners = []

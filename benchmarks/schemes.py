@@ -1,5 +1,6 @@
-"""The schemes that `benchmarks/training.py` compares: codes on the engine, and what people
-use without them."""
+"""The schemes that `benchmarks/training.py` compares: codes on the engine, and common
+uncoded methods.
+"""
 
 import contextlib
 import dataclasses
@@ -17,21 +18,21 @@ PATIENCE = 60.0  # seconds
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """How the gradients of the ranks become their sum.
+    """A method to sum the gradients of the ranks.
 
     Attributes:
-        label: for tables and pictures.
+        label: name in tables and pictures.
         fanout: children of a parent; 0 for a star, all ranks below the root.
-        fanout, code, stragglers, slices: of the plan, see `jaxcoded.Coded`.
-        work: how it is laid out, instead.
-        survives: whether it goes on when one rank has died.
-        exact: whether its sums are those over all examples.
-        without: what carries it if that is not the engine: ``"ring"`` or ``"mpi4jax"``.
-        in_jit: whether gradients are computed by a compiled program also where they need
-            not be.
+        fanout, code, stragglers, slices: arguments of the plan, see `jaxcoded.Coded`.
+        work: the layout of the work, instead of these.
+        survives: whether it continues after one rank has died.
+        exact: whether its sums are over all examples.
+        without: its transport if not the engine: ``"ring"`` or ``"mpi4jax"``.
+        in_jit: whether a compiled program computes gradients even if it need not.
         check: see `jaxcoded.Options`.
-        known: whether ranks know what each example costs, and divide the batch by that.
-        balanced: whether loads are in proportion to the speeds of the step before.
+        known: whether ranks know the cost of each example, and divide the batch
+            accordingly.
+        balanced: whether loads are in proportion to the last step's speeds.
     """
 
     label: str
@@ -49,7 +50,7 @@ class Scheme:
     balanced: bool = False
 
     def plan(self, size):
-        """For so many ranks, the root without data among them."""
+        """Return the plan for ``size`` ranks, including the root without data."""
         return jaxcoded.make_plan(
             size,
             self.work
@@ -88,11 +89,11 @@ SCHEMES = {
 
 @contextlib.contextmanager
 def opened(scheme, comm, patience=PATIENCE):
-    """The collective of a scheme. Collective.
+    """Open the collective of a scheme. All ranks must call this.
 
     Args:
         scheme: a `Scheme`.
-        comm: communicator.
+        comm: the communicator.
         patience: seconds to wait for ranks at its end.
     """
     if scheme.without:
@@ -112,15 +113,15 @@ def opened(scheme, comm, patience=PATIENCE):
         yield (Known if scheme.known else Balanced)(group)
     else:
         yield Coded(group)
-    # not after an error: then the others may be anywhere
+    # not after an error: the others may be anywhere
     with warnings.catch_warnings():
-        if patience < PATIENCE:  # ranks are known to be dead
+        if patience < PATIENCE:  # some ranks are dead
             warnings.filterwarnings("ignore", "rank .* closed the group without ranks")
         group.close(patience)
 
 
 class Uncoded:
-    """All ranks wait for each other, by blocking messages."""
+    """An uncoded sum: all ranks wait for each other, by blocking messages."""
 
     group = None
 
@@ -139,12 +140,12 @@ class Uncoded:
             self._sum = lambda x: np.asarray(reduce(x))
 
     def __call__(self, theta, pace):
-        """The sum of the gradients at ``theta``."""
+        """Return the sum of the gradients at ``theta``."""
         local = worked(self._problem, theta, self._rows, self._weights, pace)
         return self._sum(local)
 
     def _ring(self, x):
-        """Reduce-scatter and all-gather in ``N − 1`` steps each, in place."""
+        """Sum in place by reduce-scatter and all-gather in ``N − 1`` steps each."""
         rank, size = self._comm.rank, self._comm.size
         before, after = (rank - 1) % size, (rank + 1) % size
         parts = np.array_split(x, size)
@@ -163,14 +164,15 @@ class Uncoded:
 
 
 class Coded:
-    """Codes without slices and parts, on numpy arrays: coding coefficients are weights
-    of examples."""
+    """Codes without slices and parts on NumPy arrays: coding coefficients are weights
+    of examples.
+    """
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan
 
     def prepare(self, problem):
-        """What this rank reads. Collective."""
+        """Prepare this rank's examples. All ranks must call this."""
         self._problem = problem
         self._batch = self.group.batch(problem.examples)
         self._rows, self._weights = share(self.plan, self.group.rank, problem.examples)
@@ -187,7 +189,9 @@ class Coded:
 
 
 class Known:
-    """No code: the example that costs the most goes first, each to the rank with the least so far."""
+    """No code: the most costly examples come first, each for the rank with the least
+    work so far.
+    """
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan
@@ -199,7 +203,7 @@ class Known:
         self._problem = problem
 
     def divided(self):
-        """The examples of each rank."""
+        """Return the examples of each rank."""
         costs = self._problem.costs
         rooms = np.where(self.speeds > 0, len(costs), 0).tolist()
         return longest_first(costs, rooms)
@@ -212,7 +216,7 @@ class Known:
         weights = np.ones(len(rows), np.float32)
         vector[: problem.features] = worked(problem, theta, rows, weights, pace)
         took = time.perf_counter() - begun
-        # so the sum tells all ranks how fast all are
+        # so the sum tells all ranks the speed of each
         vector[problem.features + rank] = (
             len(rows) / took if len(rows) else self.speeds[rank]
         )
@@ -221,12 +225,12 @@ class Known:
         return vector[: problem.features]
 
     def next(self, measured):
-        """The speeds by which the next batch is divided."""
+        """Return the speeds that divide the next batch."""
         return self.speeds
 
 
 class Balanced(Known):
-    """No code: loads in proportion to the speeds of the step before."""
+    """No code: loads are in proportion to the last step's speeds."""
 
     def divided(self):
         examples = self._problem.examples
@@ -235,12 +239,12 @@ class Balanced(Known):
         return np.split(np.arange(examples), ends[:-1])
 
     def next(self, measured):
-        slowest = 1e-3 * measured.max()  # or it would never be tried again
+        slowest = 1e-3 * measured.max()  # otherwise a slow rank would get no work again
         return np.where(self.speeds > 0, np.maximum(measured, slowest), 0.0)
 
 
 class Shared:
-    """Shared work, on numpy arrays: block by block."""
+    """Shared work on NumPy arrays, block by block."""
 
     def __init__(self, group, known=False):
         self.group, self.plan, self._known = group, group.plan, known
@@ -261,8 +265,10 @@ class Shared:
 
 
 class Compiled:
-    """Codes with slices or parts, and shared work in jit: `jaxcoded.coded_value_and_grad`
-    of a loss whose gradient is computed by numpy, chunk by chunk, as that of the others."""
+    """Codes with slices or parts, and shared work in jit:
+    `jaxcoded.coded_value_and_grad` of a loss whose gradient NumPy computes chunk by
+    chunk, as in the other schemes.
+    """
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan
@@ -271,7 +277,7 @@ class Compiled:
         import jax
         import jax.numpy as jnp
 
-        # operands of a callback must be there when it is called
+        # operands of a callback must be ready when it is called
         jax.config.update("jax_cpu_enable_async_dispatch", False)
 
         def gradient(theta, rows, weights):
@@ -308,14 +314,14 @@ class Compiled:
 
 
 def share(plan, rank, examples):
-    """The examples of a rank without padding, and their weights."""
+    """Return the examples of a rank without padding, and their weights."""
     indices, weights = assignment.assignment(plan, rank, examples)
     held = weights != 0
     return indices[held], weights[held].astype(np.float32)
 
 
 def worked(problem, theta, rows, weights, pace):
-    """The gradient, when the time that it takes is over."""
+    """Return the gradient after its modelled time."""
     gradient = problem.gradient(theta, rows, weights)
     pace.work(len(rows))
     return np.ascontiguousarray(gradient, np.float32)

@@ -1,15 +1,15 @@
-"""How long are long sums, formed in sections, by the root, and in a ring?
+"""How long do long sums take if formed in sections, by the root, and in a ring?
 
     .venv/bin/python scripts/on_hosts.py --hosts 13 --rate 200mbit --both-ways -- \\
         .venv/bin/python -m mpi4py benchmarks/sections.py
 
-One family: all ranks are the root's children; with ``--fanout`` a tree whose parents have so many,
-with ``--by-host`` also trees that follow hosts.
-Jitted all-reduces of float32 vectors, ordered by a token and donated, take turns, once their
-inputs are there; a root without data hands in zeros. With one worker late, the time is that of
-the slowest other rank; the late one calls when the others are done. Times are of the slowest
-rank, ratios medians of the ratios within a repetition. The traffic is what the busiest rank
-fetches, in lengths of the vector.
+All ranks are the root's children. ``--fanout`` makes a tree with that number of
+children per parent, and ``--by-host`` adds trees that follow hosts. Jitted all-reduces
+of float32 vectors, ordered by a token and donated, take turns once their inputs are
+ready; a root without data contributes zeros. Times are of the slowest rank. With one
+late worker, which calls when the others are done, they are of the slowest other rank.
+Ratios are medians of the ratios within a repetition. The traffic is what the busiest
+rank fetches, in lengths of the vector.
 """
 
 import argparse
@@ -31,14 +31,14 @@ LATE = comm.size - 1
 
 
 def barrier():
-    """One that leaves the cores to those that still have work to do."""
+    """Wait for all ranks without occupying a core."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(1e-3)
 
 
 def groups(stragglers, fanout, by_host):
-    """With all sums in sections, and with none."""
+    """Return groups with all sums in sections, and with none."""
     trees = {"": {"fanout": fanout or comm.size - 1}}
     if by_host:
         trees["by host, "] = {"by_host": True}
@@ -56,7 +56,7 @@ def groups(stragglers, fanout, by_host):
 
 
 def coded(group, size):
-    """What makes an input, and what sums it."""
+    """Return a function that makes an input, and one that sums it."""
     weights = group.batch(comm.size).weights
     step = jax.jit(
         lambda x, token: jaxcoded.coded_allreduce(x, group, weights, token=token),
@@ -84,7 +84,9 @@ def mpi(size):
 
 
 def seconds(make, run, late):
-    """Of the slowest rank; of the slowest other one, if one is late."""
+    """Return the seconds of the slowest rank, or of the slowest other rank if one is
+    late.
+    """
     x = jax.block_until_ready(make())
     barrier()
     if late and comm.rank == LATE:
@@ -105,7 +107,9 @@ def fetched(group):
 
 
 def measure(size, made, repetitions, progress):
-    """Rows of bytes, name, whether one is late, seconds, ratio to the ring, traffic."""
+    """Return rows of bytes, name, whether one is late, seconds, ratio to the ring,
+    traffic.
+    """
     runs = {(name, False): coded(group, size) for name, group in made.items()}
     if next(iter(made.values())).plan.strategy.stragglers:
         runs |= {(name, True): runs[name, False] for name in made}

@@ -1,23 +1,28 @@
-"""What would sequential gradient coding gain, beside codes of one round and shared work?
+"""What would sequential gradient coding gain over codes and shared work?
 
     .venv/bin/python benchmarks/sequential.py
 
-Simulated (`jaxcoded.tools.simulator`): 20 jobs on 256 workers with SR-SGC and M-SGC (Krishnan et al.
-2023), gradient coding as they wait for it, gradient coding by any n - s workers, shared work, and no
-code. Of fractional repetition one worker of each group suffices. Delays have the form that the authors published: the seconds of each worker in each round with
-load 0, plus its load times the seconds of a whole batch. All messages are in these seconds. Each scheme
-has the parameters that are best for these delays, of all whose jobs end at most 10 rounds late.
+Simulated (`jaxcoded.tools.simulator`): 20 jobs on 256 workers with SR-SGC and M-SGC
+(Krishnan et al. 2023), gradient coding with their rule of waiting, gradient coding by
+any n - s workers, shared work, and no code. Fractional repetition needs one worker of
+each group. Delays have the form that the authors published: the seconds of each worker
+in each round with load 0, plus its load times the seconds of a whole batch. These
+seconds include all messages. Each scheme has the best parameters for these delays among
+those whose jobs end at most 10 rounds late.
 
-The delays are drawn unless ``--profile`` names a file: one of those that the authors published
-(``delay_profiles/*.pkl`` in github.com/mamaj/Sequential-Gradient-Coding-2), or a table of seconds with
-a line for each round and a column for each worker (.csv, .npy). For theirs ``--work`` is the slope of
-their runtimes over the loads, 1.12 s for ``sam-gc-cnn_profile_est_desktop_long``.
+The delays are random unless ``--profile`` names a file: one that the authors published
+(``delay_profiles/*.pkl`` in github.com/mamaj/Sequential-Gradient-Coding-2), or a table
+of seconds with a line for each round and a column for each worker (.csv, .npy). For the
+authors' files ``--work`` is the slope of their runtimes over the loads, 1.12 s for
+``sam-gc-cnn_profile_est_desktop_long``.
 
-Drawn delays resemble those: a worker takes 0.55 s (1 + x) with x exponential of mean 0.2, and twice
-that while it is slow, which begins with probability 0.04 and ends with probability 0.8 in each round.
+Random delays resemble those: a worker takes 0.55 s (1 + x) with x exponential of mean
+0.2, and twice that while it is slow. In each round slowness begins with probability
+0.04 and ends with probability 0.8.
 
-Of shared work there are two cases. In the first one a worker takes part when its seconds are over,
-as an invocation that has not started yet; in the other it is late within its first block.
+Shared work has two cases. In the first one a worker takes part when its seconds are
+over, as an invocation that has not started yet. In the other it is late within its
+first block.
 """
 
 import argparse
@@ -47,11 +52,13 @@ from jaxcoded.tools.simulator.stragglers import Measured, NoStragglers, Trace, n
 DRAWN = "exponential(work=0.2) + bursty(begin=0.04, end=0.8, factor=2)"
 NOTHING = Network(
     latency=0, overhead=0, call=0, combine=np.inf, bandwidth=np.inf
-)  # messages are in the delays
+)  # the delays include messages
 
 
 class Inert:
-    """Takes the place of everything in a pickle that is no number, text, list or dictionary."""
+    """A replacement for everything in a pickle that is no number, text, list or
+    dictionary.
+    """
 
     def __init__(self, *arguments):
         pass
@@ -61,14 +68,16 @@ class Inert:
 
 
 class Plain(pickle.Unpickler):
-    """Reads a pickle, and calls nothing that it names."""
+    """A reader of pickles that calls nothing that they name."""
 
     def find_class(self, module, name):
         return Inert
 
 
 def published(path):
-    """The seconds of each worker in each round, float64 (rounds, workers), of a file of the authors."""
+    """Return the seconds of each worker in each round, float64 (rounds, workers), from
+    a file of the authors.
+    """
     with path.open("rb") as file:
         rounds = Plain(file).load()
     return np.array(
@@ -89,7 +98,7 @@ def drawn(rounds, workers):
 
 
 def sequences(workers, delay):
-    """What there is to choose from, by name."""
+    """Return the schemes to choose from, by name."""
     some = sorted({*range(1, workers // 4), *range(workers // 4, workers + 1, 8)})
     return {
         "GC": [GradientCoding(workers, s) for s in range(1, workers // 2)],
@@ -109,7 +118,9 @@ def sequences(workers, delay):
 
 
 def shared(table, work, replicas, within):
-    """Seconds of all rounds. A worker is late before it takes part, or within its first block."""
+    """Return the seconds of all rounds. A worker is late before it takes part, or
+    within its first block.
+    """
     size = table.shape[1] + 1
     plan = make_plan(size, Shared(replicas=replicas, blocks=1, root_computes=False))
     layout = Layout.of(plan)
@@ -122,7 +133,7 @@ def shared(table, work, replicas, within):
 
 
 def star(layout, table, work):
-    """Seconds of all rounds, each begun by all workers at once."""
+    """Return the seconds of all rounds, each begun by all workers at once."""
     return simulate(
         layout,
         NOTHING,
@@ -135,7 +146,7 @@ def star(layout, table, work):
 
 
 def study(table, work, jobs, mus):
-    """Rows: scheme, which of it, load, seconds of all jobs."""
+    """Return rows: scheme, variant, load, seconds of all jobs."""
     workers, delays = table.shape[1], Measured(table, seconds=True)
     delay = len(table) - jobs
     first = table[:jobs]

@@ -1,25 +1,28 @@
-"""What does a step take when work is shared, when it is coded, and when it is neither?
+"""How long does a step take if work is shared, coded, or neither?
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/sharing.py
 
-Rank 0 is the root and has no data, all others are workers. Work is slept: in every step a
-model draws how slow each worker is, and a block takes whoever computes it its share of the
-worker's step. All schemes get the same draws and take turns, some steps at a time. Nothing
-keeps ranks together between the steps of a turn; the time of a step is from sum to sum at
-the root. It is compared with the *ideal*: all work of that very step, divided among the
-workers such that all are done at once. Prints a table for each model and stores it.
+Rank 0 is the root and has no data, all others are workers. Work is a sleep: in every
+step a model draws how slow each worker is, and a block takes its worker the
+corresponding share of a step. All schemes get the same draws and take turns, some steps
+at a time. No barrier separates the steps of a turn; the time of a step is from sum to
+sum on the root. The benchmark compares it with the *ideal*: all work of that step,
+divided among the workers so that all finish together. It prints a table for each model
+and stores it.
 
-With ``--stopped`` the last worker is stopped in the middle of a step, as by a host that hangs,
-until the others have had the time for eight more: what do these steps take? With ``--killed`` it
-is killed there, in a job with Open MPI's fault-tolerant MPI, of one scheme alone:
+With ``--stopped`` the last worker is stopped in the middle of a step, as if its host
+hung, until the others have had time for eight more steps: how long do these take? With
+``--killed`` it is killed there, in a job with Open MPI's fault-tolerant MPI and a
+single scheme:
 
     scripts/mpirun -n 13 --with-ft ulfm .venv/bin/python -m mpi4py benchmarks/sharing.py --killed
 
-With ``--costs 1.5`` examples cost what a Pareto distribution of this shape draws, and ranks know it or
-do not. The ideal is then at least what the most expensive example takes.
+With ``--costs 1.5`` the costs of examples have a Pareto distribution of this shape,
+which ranks know or do not know. The ideal is then at least the time of the most costly
+example.
 
-With ``--job`` the blocks are the microbatches of a real job, as a file has them (columns
-job, step, rank, microbatch, seconds), on as many workers as the job had ranks.
+With ``--job`` the blocks are the microbatches of a real job from a file (columns job,
+step, rank, microbatch, seconds), on as many workers as the job had ranks.
 """
 
 import argparse
@@ -52,14 +55,14 @@ TURN = 10  # steps
 
 
 def models(steps):
-    """How many times longer than usual each worker takes, by name."""
+    """Return each worker's slowness relative to the usual speed, by the model's name."""
     nobody = 1 + 0.03 * np.random.default_rng(0).standard_normal((steps, WORKERS))
     return {
         "nobody": stragglers.Measured(nobody),
         "exponential": stragglers.Exponential(work=0.5),
         "pareto": stragglers.Pareto(shape=1.5, scale=0.2),
         "fixed": stragglers.FixedSlow(factor=10),
-        # not two with equal data in fractional repetition
+        # not two workers with equal data in fractional repetition
         "two": stragglers.FixedSlow((-1, -3), factor=10),
         "bursty": stragglers.Bursty(begin=0.02, end=0.2, factor=5),
         "speeds": stragglers.Measured(np.linspace(1, 2.5, WORKERS)[None]),
@@ -67,7 +70,7 @@ def models(steps):
 
 
 def schemes(blocks, costs):
-    """By label; ``costs``: whether they are unequal."""
+    """Return the schemes by label; ``costs``: whether costs are unequal."""
     shared = [
         Scheme(
             f"shared, data on {replicas} others{', in jit' if in_jit else ''}",
@@ -86,7 +89,7 @@ def schemes(blocks, costs):
     ]
     if costs:
         others.append(Scheme("uncoded, by known costs", work=star, known=True))
-        shared = [it for it in shared if not it.in_jit]  # where shapes are equal
+        shared = [it for it in shared if not it.in_jit]  # jit needs equal shapes
         shared += [
             dataclasses.replace(it, label=f"{it.label}, by known costs", known=True)
             for it in shared
@@ -100,15 +103,16 @@ def schemes(blocks, costs):
 
 
 class Slept:
-    """A batch whose gradients take their time: one example for each block.
+    """A batch whose gradients take time: one example for each block.
 
-    The gradient of example ``k`` is 1 at ``k`` and 0 elsewhere, so a sum says what is
-    missing in it, or twice.
+    The gradient of example ``k`` is 1 at ``k`` and 0 elsewhere, so a sum shows examples
+    that are missing or counted twice.
 
     Attributes:
-        work: float64 ``(steps, examples)``, seconds of a worker that is as fast as usual.
-        slowness: float64 ``(steps, workers)``, what multiplies them.
-        strikes: the step in the middle of which something befalls this process, and what.
+        work: float64 ``(steps, examples)``, seconds of a worker of usual speed.
+        slowness: float64 ``(steps, workers)``, the factor of these.
+        strikes: the step in the middle of which this process has a fault, and the
+            fault.
     """
 
     features = FEATURES
@@ -121,7 +125,7 @@ class Slept:
         self.exact[: self.examples] = 1
 
     def begin(self, step):
-        """A step begins."""
+        """Begin a step."""
         self.costs = self.work[step]
         self._seconds = self.costs * self.slowness[step, max(comm.rank - 1, 0)]
         self._overslept = 0.0
@@ -134,14 +138,16 @@ class Slept:
             _, befalls = self.strikes
             self.strikes = None
             befalls()
-        # who works in several pieces is not to pay for the end of every sleep
+        # a worker with several pieces should not pay for the end of every sleep
         until = time.perf_counter() + self._seconds[rows].sum() - self._overslept
         time.sleep(max(0.0, until - time.perf_counter()))
         self._overslept = time.perf_counter() - until
         return np.bincount(rows, weights, self.features)
 
     def ideal(self):
-        """Seconds of every step, float64 ``(steps,)``: nobody divides an example."""
+        """Return the ideal seconds of every step, float64 ``(steps,)``: examples are
+        not divided.
+        """
         longest = self.work.max(axis=1) * self.slowness.min(axis=1)
         return np.maximum(
             self.work.sum(axis=1) / (1 / self.slowness).sum(axis=1), longest
@@ -149,8 +155,9 @@ class Slept:
 
 
 def drawn(model, steps, examples, work, shape=None):
-    """A batch under a model: ``work`` seconds for each worker, in so many examples; ``shape``: what these
-    cost is drawn from a Pareto distribution, anew in each step."""
+    """Return a batch under a model: ``work`` seconds for each worker, in ``examples``
+    examples. With ``shape`` each step draws their costs from a Pareto distribution.
+    """
     slowness = [
         delays.factor for _, delays in zip(range(steps), model.rounds(WORKERS, seed=1))
     ]
@@ -162,9 +169,10 @@ def drawn(model, steps, examples, work, shape=None):
 
 
 def replayed(path, job, steps, work, cut):
-    """The steps of a job, such that a worker works so many seconds on average. What a
-    microbatch takes is its own work times how slow its rank is in all steps together.
-    Each is cut into so many equal blocks."""
+    """Return the steps of a recorded job, scaled so that a worker works ``work``
+    seconds on average. A microbatch takes its work times the overall slowness of its
+    rank. Each is cut into ``cut`` equal blocks.
+    """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["job"] == job]
     if not rows:
@@ -196,32 +204,32 @@ def stop_for(seconds):
 
 
 def meet():
-    """All ranks; whoever waits takes no core."""
+    """Wait for all ranks without occupying a core."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.001)
 
 
 def turn(collective, problem, steps):
-    """Seconds of each of these steps but the first, from sum to sum."""
+    """Return the seconds of each of these steps but the first, from sum to sum."""
     meet()
     ends, totals, theta = [], [], np.zeros(FEATURES, np.float32)
     for step in steps:
         problem.begin(step)
         totals.append(collective(theta, Unpaced()))
         ends.append(time.perf_counter())
-    for total in totals:  # a look at one takes some of a millisecond
+    for total in totals:  # reading one takes part of a millisecond
         np.testing.assert_allclose(total, problem.exact, atol=1e-3)
     return np.diff(ends)
 
 
 def measured(problem, collectives, name):
-    """Seconds of every step but the first, by scheme."""
+    """Return the seconds of every step but the first, by scheme."""
     count = len(problem.work)
     seconds = {label: [] for label in collectives}
     for collective in collectives.values():
         collective.prepare(problem)
-        turn(collective, problem, [0])  # what is compiled is compiled
+        turn(collective, problem, [0])  # compile first
     starts = range(0, count - 1, TURN)
     for first in tqdm(starts, desc=name, disable=comm.rank != 0, leave=False):
         steps = range(first, min(first + TURN + 1, count))
@@ -236,9 +244,9 @@ def die():
 
 
 def without_one(collectives, args):
-    """What steps take of which the last worker is stopped or killed in one: a table."""
+    """Print a table of step times around a stop or the death of the last worker."""
     strikes_in, without = 8, 8
-    fair = WORKERS / (WORKERS - 1)  # what the others have to do then
+    fair = WORKERS / (WORKERS - 1)  # the work of the others then
     steps = strikes_in + without + 8
     what = "killed" if args.killed else "stopped"
     stop = functools.partial(stop_for, without * fair * args.work * 1e-3)
@@ -248,12 +256,12 @@ def without_one(collectives, args):
         print(f"{'':42}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
     for label, collective in collectives.items():
         if not collective.plan.strategy.by_blocks:
-            continue  # all others wait for it, or do not care
+            continue  # all others wait for it, or are not affected
         collective.prepare(problem)
         turn(collective, problem, [0])
         if comm.rank == comm.size - 1:
             problem.strikes = strikes_in, die if args.killed else stop
-        seconds = turn(collective, problem, range(steps))  # without the first one
+        seconds = turn(collective, problem, range(steps))  # except the first one
         before = np.median(seconds[: strikes_in - 1])
         later = np.median(seconds[strikes_in : strikes_in + without - 2])
         if comm.rank == 0:
@@ -265,7 +273,7 @@ def without_one(collectives, args):
 
 
 def report(name, seconds, ideal, args, path):
-    """Print a table, and store it with what it is of."""
+    """Print a table, and store it with its parameters."""
     lines = {
         label: {
             "median_of_ideal": np.median(each / ideal),
@@ -322,7 +330,7 @@ def main():
         parser.error("--job and --trace go together")
     if args.smoke:
         args.work, args.steps = min(args.work, 12), min(args.steps, 3)
-    work, steps = args.work * 1e-3, args.steps + 1  # the first one is not counted
+    work, steps = args.work * 1e-3, args.steps + 1  # the first step does not count
     if args.job:
         problems = {args.job: replayed(args.trace, args.job, steps, work, args.cut)}
         args.blocks = problems[args.job].examples // WORKERS
@@ -339,7 +347,7 @@ def main():
         for it in schemes(args.blocks, args.costs).values()
         if args.jit or not it.in_jit
     ]
-    if args.killed:  # whoever is dead is dead in all groups
+    if args.killed:  # a dead rank is dead in all groups
         if not engine.fault_tolerant():
             parser.error("--killed needs mpirun --with-ft ulfm, of Open MPI 5")
         chosen = chosen[-1:]

@@ -2,10 +2,10 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/sharing_waits.py
 
-Rank 0 is the root and has no data. Work is slept, and every worker is slower by an exponential delay
-in each step. Prints, of the mean over workers and steps, how long a step takes, and how long a
-worker waits in it between two blocks: for its own, and for those that another one was to compute.
-The wait after its last block is not one for a block.
+Rank 0 is the root and has no data. Work is a sleep, and every worker is slower by an
+exponential delay in each step. The benchmark prints means over workers and steps: the
+time of a step, and the waits between two blocks in it, for the worker's own blocks and
+for blocks of others. The wait after a worker's last block does not count.
 """
 
 import argparse
@@ -21,7 +21,7 @@ comm = MPI.COMM_WORLD
 
 
 def step(group, work):
-    """Seconds of a step, and of the waits for own and for others' blocks."""
+    """Return the seconds of a step, and of the waits for own and for others' blocks."""
     placement = group.plan.placement
     own, waits = set(placement.owned(group.rank)), [0.0, 0.0]
     begun = time.perf_counter()

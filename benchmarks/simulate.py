@@ -1,18 +1,20 @@
-"""Does the simulator tell what jobs really take?
+"""Does the simulator predict the time of real jobs?
 
     .venv/bin/python benchmarks/simulate.py
 
-Real jobs on this machine, and the same jobs simulated: equal plans, equal delays (a
-straggler model draws the same numbers in both), and a network whose latency is that of messages
-there and back, whose bandwidth is that of a copy in memory or of the cable, and whose overhead is what
-small messages cost a processor while all ranks send some: nothing is fitted to rounds. Computation is a sleep. Some jobs run on one host, where computing takes the time; some on
-several hosts (network namespaces) whose cables take the time. Compares the median time of a round,
-from result to result at the root, with no barrier in between; the first and the last number of
-every sum are checked. Then asks how long the simulator takes for a million ranks. Prints a table
-and stores it, with a picture.
+The benchmark runs jobs on this machine, and simulates the same jobs with equal plans
+and equal delays: a straggler model draws the same numbers for both. The network is
+measured, and nothing is fitted to rounds. Its latency is that of messages there and
+back, and its bandwidth that of a copy in memory or of the cable. Its overhead is a
+processor's time for small messages while all ranks send some. Computation is a sleep.
+Some jobs run on one host, where computing dominates; some on several hosts (network
+namespaces), where cables dominate. It compares the median time of a round, from result
+to result on the root, without barriers, and checks the first and the last number of
+every sum. Then it times the simulator for a million ranks. It prints a table and stores
+it, with a picture.
 
-What runs with mpirun is this file too (``--job``). Several hosts need Linux and root; they
-are left out, with the reason, where they cannot be had.
+mpirun also runs this file (``--job``). Several hosts need Linux and root; without these
+they are skipped, with the reason.
 """
 
 import argparse
@@ -35,13 +37,15 @@ from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 TOLERANCE = 0.15
-# What a cable of 200 Mbit/s carries, the headers of TCP taken off.
+# The payload of a cable of 200 Mbit/s, without the headers of TCP.
 RATE, GOODPUT = "200mbit", 200e6 / 8 * 1448 / 1514
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring; with ``work`` it is shared."""
+    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring; ``work_shared``
+    makes it shared work.
+    """
 
     fanout: int
     s: int
@@ -77,11 +81,11 @@ class Setting:
 
 
 def shared(replicas, blocks):
-    """Work, none of it the root's."""
+    """Return a setting with shared work, none of it on the root."""
     return repr(Shared(replicas=replicas, blocks=blocks, root_computes=False))
 
 
-# (hosts, ranks) and what runs there; one host is this machine as it is.
+# (hosts, ranks) and their jobs; one host is this machine itself.
 SETTINGS = {
     (1, 13): [
         Setting(3, 0, "none", 4, 0.6),
@@ -139,7 +143,7 @@ SMOKE = {
 
 
 def run_job(settings, rounds, out):
-    """On every rank: the rounds of each setting; the root stores when they ended."""
+    """Run the rounds of each setting on this rank; the root stores when they ended."""
     from mpi4py import MPI
 
     import jaxcoded
@@ -154,7 +158,7 @@ def run_job(settings, rounds, out):
         if setting.fanout:
             group = jaxcoded.CodedGroup(comm, setting.plan(comm.size))
             part = group.batch(10_000)
-            # an example's gradient is its number, in all places
+            # an example's gradient has its number in all places
             own = np.full(size, part.weights @ part.indices / 10_000, np.float32)
             load, expected = float(group.plan.load_of(comm.rank)), 9999 / 2
             total = jaxcoded.host.allreduce(own, group, part.weights)
@@ -196,14 +200,14 @@ class Shares:
         self.own = max(batch_size * float(group.plan.load_of(group.rank)), 1.0)
 
     def compute(self, seconds, out):
-        """A round, in which this rank would take so long for its own part."""
+        """Do a round in which this rank takes ``seconds`` for its own part."""
         import jaxcoded
 
         own, overslept = np.zeros(self.size, np.float32), 0.0
         with self.group.blocks(self.batch_size) as blocks:
             for block in blocks:
                 part = len(block.indices) / self.own
-                # who works in several pieces is not to pay for the end of every sleep
+                # a rank with several pieces should not pay for the end of every sleep
                 until = time.perf_counter() + seconds * part - overslept
                 time.sleep(max(0.0, until - time.perf_counter()))
                 overslept = time.perf_counter() - until
@@ -212,7 +216,9 @@ class Shares:
 
 
 def latency(comm, times=100):
-    """Seconds of a small message between the first and the last rank; the others sleep."""
+    """Return the seconds of a small message between the first and the last rank; the
+    others sleep.
+    """
     from jaxcoded.tools.planner.measuring import answer_pings, end_pings, ping
     from jaxcoded.transport.agreement import wait
 
@@ -228,8 +234,9 @@ def latency(comm, times=100):
 
 
 def overhead(comm, count=1000, times=5):
-    """Seconds of a processor for a small message that goes or comes, while all ranks are busy with
-    some: each sends them to the next one."""
+    """Return the processor seconds to send or receive a small message, while all ranks
+    send small messages to the next one.
+    """
     from mpi4py import MPI
 
     from jaxcoded.transport.agreement import wait
@@ -249,7 +256,7 @@ def overhead(comm, count=1000, times=5):
 
 
 def copying():
-    """Bytes per second of a copy in memory by one core."""
+    """Return the bytes per second of a copy in memory by one core."""
     source, target = np.ones(2**24, np.uint8), np.empty(2**24, np.uint8)
     taken = []
     for _ in range(10):
@@ -260,7 +267,7 @@ def copying():
 
 
 def real(hosts, ranks, settings, rounds, directory, limit):
-    """What the job of these settings stored."""
+    """Run the job of these settings; return its stored results."""
     out = directory / f"ends-{hosts}-{ranks}.json"
     command = [sys.executable, "-m", "mpi4py", __file__, "--job", str(out)]
     command += ["--settings", json.dumps([dataclasses.astuple(s) for s in settings])]
@@ -287,10 +294,10 @@ def real(hosts, ranks, settings, rounds, directory, limit):
 
 
 def network_of(hosts, measured):
-    """What was measured of the links, for the simulator."""
+    """Return the measured links, for the simulator."""
     costs = {name: measured[name] for name in ("latency", "overhead")}
     if hosts > 1:
-        # a cable is throttled where it begins; two cores carry what arrives
+        # a cable is throttled at its beginning; two cores carry arriving messages
         return Network(
             **costs,
             bandwidth=copying() / hosts,
@@ -301,7 +308,7 @@ def network_of(hosts, measured):
 
 
 def compare(places, rounds, limit, progress):
-    """Rows: hosts, ranks, setting, real and simulated median seconds."""
+    """Return rows: hosts, ranks, setting, real and simulated median seconds."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         for (hosts, ranks), settings in places.items():
@@ -328,7 +335,7 @@ def compare(places, rounds, limit, progress):
 
 
 def no_hosts(count):
-    """Why there can be no hosts here, or nothing."""
+    """Return why this machine cannot make hosts, or nothing."""
     import on_hosts
 
     try:
@@ -339,7 +346,7 @@ def no_hosts(count):
 
 
 def million(size, rounds):
-    """Seconds, and the largest memory of this process in bytes."""
+    """Return the seconds, and the largest memory of this process in bytes."""
     start = time.perf_counter()
     layout = Layout.balanced(size, 100, 1)
     simulate(

@@ -2,11 +2,10 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/stragglers.py
 
-Straggler models: none; one leaf, or one inner rank, that is late by a fixed sleep of 20
-round times before every round, or on every rank at random. A delay is a sleep, so that
-who waits takes no core away. Rounds are timed at the ranks that are not late, one after
-the other without a barrier; the two settings of a ratio take turns. Prints a table and
-stores it.
+Straggler models: none; a leaf or an inner rank with a fixed sleep of 20 round times
+before every round; or such sleeps on random ranks. A delay is a sleep, so that waiting
+ranks take no core. Ranks that are not late time their rounds, without barriers; the two
+settings of a ratio take turns. The benchmark prints a table and stores it.
 """
 
 import argparse
@@ -28,7 +27,7 @@ HISTORY = 256 << 20  # bytes
 
 
 class Rounds:
-    """Rounds of a group on numpy arrays, in place."""
+    """The rounds of a group on NumPy arrays, in place."""
 
     def __init__(self, group, size):
         self.group, self.weights = group, group.batch(comm.size).weights
@@ -39,8 +38,9 @@ class Rounds:
 
 
 def timed(rounds, count, late=(), delay=0.0):
-    """Seconds of each round at this rank. Late ranks sleep before each round while they
-    are not behind."""
+    """Return the seconds of each round on this rank. Late ranks sleep before each round
+    while they are not behind.
+    """
     comm.Barrier()
     out = np.empty(count)
     for i in range(count):
@@ -53,14 +53,15 @@ def timed(rounds, count, late=(), delay=0.0):
 
 
 def median_of_others(seconds, late):
-    """The median over ranks in time of their median round."""
+    """Return the median, over the ranks that are not late, of their median round."""
     medians = comm.allgather(np.median(seconds))
     return np.median([m for rank, m in enumerate(medians) if rank not in late])
 
 
 def lateness(group, size, late, repetitions, count):
-    """Median round time of the others with a late rank, without, and the median of the
-    ratios."""
+    """Return the others' median round time with and without a late rank, and the median
+    of the ratios.
+    """
     rounds = Rounds(group, size)
     timed(rounds, 10)
     with_it, without = [], []
@@ -75,13 +76,13 @@ def lateness(group, size, late, repetitions, count):
 
 
 def catching_up(group, size, late, behind):
-    """Time of a round that is replayed, and of a normal one."""
+    """Return the time of a round that a late rank catches up on, and of a normal one."""
     rounds = Rounds(group, size)
     normal = median_of_others(timed(rounds, 50), ())
     comm.Barrier()
     replayed = None
     if comm.rank == late:
-        while not comm.Iprobe(source=0):  # all but this rank go on
+        while not comm.Iprobe(source=0):  # all other ranks continue
             time.sleep(0.01)
         comm.recv(source=0)
         start = time.perf_counter()
@@ -97,14 +98,15 @@ def catching_up(group, size, late, behind):
 
 
 def resident():
-    """Memory of this process now, in bytes."""
+    """Return the memory of this process now, in bytes."""
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
 
 
 def memory(group, size, budget):
-    """The largest memory of the engine beyond ``budget``, over the ranks, in payloads;
-    the bound is the number of children + 2."""
+    """Return the engine's largest memory beyond ``budget``, over the ranks, in
+    payloads; the bound is the number of children + 2.
+    """
     rounds = Rounds(group, size)
     most = 0
     for _ in range(20):
@@ -114,8 +116,9 @@ def memory(group, size, budget):
 
 
 def growth(group, size, count):
-    """Bytes by which the largest process grew over the second half of many rounds with
-    random stragglers."""
+    """Return the bytes by which the largest process grew over the second half of many
+    rounds with random stragglers.
+    """
     rounds = Rounds(group, size)
     random = np.random.default_rng(comm.rank)
     middle = 0
@@ -130,8 +133,9 @@ def growth(group, size, count):
 
 
 def idle(group, seconds):
-    """Share of a core that all ranks take together while rank 0 is late and all others
-    wait for it, and while all of them sleep."""
+    """Return the share of a core that all ranks together use while rank 0 is late and
+    all others wait, and while all sleep.
+    """
     rounds = Rounds(group, 1_000)
     rounds()
 

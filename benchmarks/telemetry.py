@@ -2,10 +2,10 @@
 
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/telemetry.py
 
-Two groups of the same ranks, one of which remembers nothing, take turns with blocks of the
-smallest rounds there are: 4 KB on numpy arrays, without JAX. A block's time is that of the
-root; the ratio is of neighbouring blocks. Prints its median with a 95 % interval (by
-resampling), and the CPU time of all ranks.
+Two groups of the same ranks, one of them without telemetry, take turns with blocks of
+the shortest rounds: 4 KB on NumPy arrays, without JAX. A block's time is the root's;
+the ratio is of neighbouring blocks. The benchmark prints its median with a 95 %
+interval (by resampling), and the CPU time of all ranks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BYTES = 4096
 
 
 def block(group, x, rounds):
-    """Wall-clock and CPU seconds of a round of this rank."""
+    """Return the wall-clock and CPU seconds of a round on this rank."""
     weights = group.batch(comm.size).weights
     comm.Barrier()
     wall, cpu = time.perf_counter(), time.process_time()
@@ -34,7 +34,7 @@ def block(group, x, rounds):
 
 
 def interval(ratios, seed=0):
-    """Median and its 95 % interval."""
+    """Return the median and its 95 % interval."""
     rng = np.random.default_rng(seed)
     medians = np.median(rng.choice(ratios, (2000, len(ratios))), axis=1)
     return np.median(ratios), *np.quantile(medians, [0.025, 0.975])

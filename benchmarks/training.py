@@ -4,20 +4,21 @@
     .venv/bin/python benchmarks/training.py --ranks 85 --fanout 4 --stragglers 1
     .venv/bin/python benchmarks/training.py --hosts 13 --rate 200mbit
 
-It starts its ranks itself. Rank 0 is the root, without data; all others are workers. Each
-scheme gets the same time under each straggler model of `jaxcoded.tools.simulator.stragglers`: whole rounds
-one after the other, from result to result, without a barrier.
+The benchmark starts its ranks itself. Rank 0 is the root, without data; all others are
+workers. Each scheme gets the same time under each straggler model of
+`jaxcoded.tools.simulator.stragglers`. It runs whole rounds, timed from result to
+result, without a barrier.
 
 **Compute model.** Every rank computes the true gradient of its examples (numpy, one
-thread). The time for it is modelled, since all ranks share a few cores: ``seconds of an
-example · examples · factor + seconds``, the latter two from the straggler model; what is
-left of it after the real computation is slept. So a code that gives every rank twice as
-many examples pays twice the time, and ranks that wait take no core from others. A rank
-that is behind leaves out its gradient. SIGSTOP and SIGKILL are real. Communication takes
-the time that it takes here.
+thread). Its time is modelled, since all ranks share a few cores: ``seconds of an
+example · examples · factor + seconds``, with ``factor`` and ``seconds`` from the
+straggler model. After the real computation the rank sleeps for the rest. So a code with
+twice as many examples per rank pays twice the time, and waiting ranks take no core from
+others. A late rank skips its gradient. SIGSTOP and SIGKILL are real, and so is the time
+of communication.
 
-Every round's sum is compared with the gradient over all examples at once. Prints a table and
-a verdict, and stores them with pictures.
+The benchmark compares every round's sum with the gradient over all examples. It prints
+a table and a verdict, and stores them with pictures.
 """
 
 import argparse
@@ -46,7 +47,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import on_hosts
 
 RANKS = pathlib.Path(__file__).with_name("training_ranks.py")
-# By the names of `jaxcoded.tools.simulator.stragglers.MODELS`; the arguments are what is not default.
+# By the names of `jaxcoded.tools.simulator.stragglers.MODELS`; the arguments differ
+# from the defaults.
 MODELS = {
     "none": "none()",
     "exponential": "exponential(work=0.5)",
@@ -59,7 +61,7 @@ MODELS = {
 }
 PARTS = ("models", "mixture", "killed", "tandon")
 RANK_BYTES = 150 << 20  # memory of a light rank
-NAIVE = 0.03  # seconds that the work of a rank takes where nothing is coded
+NAIVE = 0.03  # seconds of a rank's work without a code
 # Delays that do not depend on the load; their scale is fitted to the published figure.
 TANDON = "exponential(work=0.0, seconds=0.075)"
 TANDON_NAIVE = 0.01
@@ -67,23 +69,25 @@ TANDON_NAIVE = 0.01
 
 @dataclasses.dataclass
 class Job:
-    """Runs in one ``mpirun``."""
+    """The runs of one ``mpirun``."""
 
     ranks: int
-    problems: dict  # of `datasets`, by name
+    problems: dict  # problems of `datasets`, by name
     cases: list
     schemes: dict
     trace: str = ""
     patience: float = PATIENCE
 
     def seconds(self):
-        """That it may take: ranks start, schemes compile, last rounds are long."""
+        """Return the time limit: ranks start, schemes compile, and last rounds are
+        long.
+        """
         runs = sum(2 * case["seconds"] + 8 for case in self.cases)
         return 60 + self.ranks * 2 + runs
 
 
 def case(problem, scheme, model, text, work, seconds, workers, examples, **more):
-    """One run."""
+    """Return the description of one run."""
     return {
         "name": f"{problem}-{model}-{scheme}".replace(" ", "_"),
         "problem": problem,
@@ -100,7 +104,7 @@ def case(problem, scheme, model, text, work, seconds, workers, examples, **more)
 
 @contextlib.contextmanager
 def on_this_host(job, folder):
-    """What makes the command that starts ranks, and its environment."""
+    """Return a function that makes the command to start ranks, and its environment."""
     settings = {
         "JAXCODED_MPIRUN_TIMEOUT": str(job.seconds()),
         "OPENBLAS_NUM_THREADS": "1",
@@ -109,7 +113,7 @@ def on_this_host(job, folder):
     }
     if on_hosts.BESIDE.exists():
         settings["JAXCODED_MPIRUN"] = str(on_hosts.BESIDE)
-    # without fault tolerance mpirun ends a job in which a rank is killed
+    # without fault tolerance mpirun ends the job after a rank is killed
     killed = any(case["model_name"] == "killed" for case in job.cases)
     tolerant = ("--with-ft", "ulfm") if killed else ()
 
@@ -123,7 +127,7 @@ def on_this_host(job, folder):
 
 @contextlib.contextmanager
 def on_several_hosts(rate, job, folder):
-    """The same for one rank on each of as many hosts, see ``scripts/on_hosts.py``."""
+    """Return the same for one rank on each host of ``scripts/on_hosts.py``."""
     with on_hosts.network(job.ranks, rate, both_ways=True) as names:
         settings = {"OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
         environment = on_hosts.environment(job.seconds()) | settings
@@ -135,14 +139,14 @@ def on_several_hosts(rate, job, folder):
 
 
 def goes_on_without_the_dead():
-    """Whether this MPI has User Level Failure Mitigation."""
+    """Return whether this MPI has User Level Failure Mitigation."""
     settings = on_hosts.environment(60)
     version = on_hosts.run(on_hosts.MPIRUN, "--version", check=False, env=settings)
     return re.search(r"Open MPI\S* [5-9]\.", version.stdout) is not None
 
 
 def carried_out(job, place=on_this_host):
-    """What the ranks of a job have written: arrays by case and rank."""
+    """Run a job; return its ranks' arrays by case and rank."""
     with tempfile.TemporaryDirectory() as directory:
         folder = pathlib.Path(directory)
         described = {}
@@ -169,7 +173,7 @@ def carried_out(job, place=on_this_host):
 
 
 def expected(job, folder):
-    """The files that the job's ranks write."""
+    """Return the files that the job's ranks write."""
     for case in job.cases:
         dead = job.ranks - 1 if case["model_name"] == "killed" else None
         for rank in range(job.ranks):
@@ -178,8 +182,9 @@ def expected(job, folder):
 
 
 def run_until_written(command, environment, job, folder):
-    """Start the ranks and wait. Where ranks have died, MPI may never come to its end, so
-    the job is over when the others have written what they have seen."""
+    """Start the ranks and wait. With dead ranks MPI may never end, so the job is over
+    when the others have written their results.
+    """
     process = subprocess.Popen(command, env=environment, cwd=ROOT)
     killed = any(case["model_name"] == "killed" for case in job.cases)
     try:
@@ -214,8 +219,9 @@ def read(folder, case, ranks):
 
 
 def schemes_for(fanout=None, stragglers=None, size=None):
-    """`SCHEMES`, with trees of this fan-out, and star codes that lose as large a share of
-    all workers as a parent loses of its children."""
+    """Return `SCHEMES` with trees of this fan-out, and star codes that lose the same
+    share of all workers as a parent loses of its children.
+    """
     if fanout is None:
         return SCHEMES
     out = dict(SCHEMES)
@@ -228,7 +234,7 @@ def schemes_for(fanout=None, stragglers=None, size=None):
             )
     workers = size - 1
     most = workers * stragglers // fanout
-    # S = αN, or below it the largest that fractional repetition can have
+    # S = αN, or the largest smaller one of fractional repetition
     resilient = max(s for s in range(most + 1) if workers % (s + 1) == 0)
     out["frc"] = dataclasses.replace(
         SCHEMES["frc"],
@@ -239,7 +245,7 @@ def schemes_for(fanout=None, stragglers=None, size=None):
 
 
 def one_host(args):
-    """All schemes under all models, on real data."""
+    """Run all schemes under all models, on real data."""
     ranks = 7 if args.smoke else 13
     seconds = args.seconds or (0.3 if args.smoke else 2.0)
     examples, features = (240, 300) if args.smoke else (6552, 5000)
@@ -289,7 +295,7 @@ def one_host(args):
 
 
 def tandon(args, real, seconds):
-    """10 workers, s = 1, as in the figure of Tandon et al. 2017."""
+    """Run 10 workers with s = 1, as in the figure of Tandon et al. 2017."""
     ranks = 7 if args.smoke else 11
     chosen = [name for name in report.PUBLISHED if name in args.schemes]
     cases = [
@@ -306,13 +312,13 @@ def tandon(args, real, seconds):
 
 
 def available():
-    """Bytes of memory that can be used."""
+    """Return the available memory in bytes."""
     text = pathlib.Path("/proc/meminfo").read_text()
     return int(re.search(r"MemAvailable: +(\d+) kB", text)[1]) * 1024
 
 
 def many_ranks(args):
-    """The setting of CodedReduce on light ranks."""
+    """Run the setting of CodedReduce on light ranks."""
     needed, there = args.ranks * RANK_BYTES, available()
     if needed > there:
         raise SystemExit(
@@ -343,7 +349,7 @@ def many_ranks(args):
 
 
 def several_hosts(args):
-    """Where cables are the bottleneck."""
+    """Run on several hosts, whose cables are the bottleneck."""
     sizes = [1_000, 20_000] if args.smoke else args.sizes
     seconds = args.seconds or (0.3 if args.smoke else 2.0)
     workers, examples = args.hosts - 1, 40 * (args.hosts - 1)

@@ -1,10 +1,10 @@
-"""What the ranks of `benchmarks/training.py` do: rounds of training, one scheme and
-straggler model after the other, as a file says.
+"""The program of the ranks of `benchmarks/training.py`: rounds of training for each
+scheme and straggler model of a file.
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/training_ranks.py JOB.json
 
-Every rank writes what it has seen to ``NAME-RANK.npz``. There is no barrier between the
-rounds of a run, and sums are checked after it.
+Every rank writes its records to ``NAME-RANK.npz``. The rounds of a run have no barriers
+between them, and their sums are checked after it.
 """
 
 import itertools
@@ -30,15 +30,15 @@ WARM_UP = 2  # rounds
 
 
 class Pace:
-    """Makes work take the time that a straggler model gives it.
+    """Make work take the time of a straggler model.
 
-    Work on so many examples takes ``an_example`` seconds for each, times the model's
-    factor; what is left of that time after the real computation is slept. Then the
-    process stops or dies, where the model says so.
+    Each example takes ``an_example`` seconds, times the model's factor. After the real
+    computation the rank sleeps for the rest. Then the process stops or dies if the
+    model says so.
 
     Attributes:
         worked: whether this rank has worked since the last `begin`.
-        overrun: seconds by which real computations took longer than the model says.
+        overrun: seconds by which real computations exceeded the model's time.
     """
 
     def __init__(self, model, an_example):
@@ -47,7 +47,7 @@ class Pace:
         self.overrun = 0.0
 
     def begin(self):
-        """A round begins."""
+        """Begin a round."""
         delays = next(self._delays)
         self._factor = delays.factor[comm.rank]
         self._seconds = delays.seconds[comm.rank]
@@ -56,7 +56,7 @@ class Pace:
         self.worked = False
 
     def work(self, examples):
-        """So many examples have been worked on since the last call."""
+        """Pace the work on ``examples`` examples since the last call."""
         if not examples:
             return
         self.worked = True
@@ -73,14 +73,14 @@ class Pace:
 
 
 class Unpaced:
-    """For rounds that are not timed."""
+    """A replacement of `Pace` for rounds that are not timed."""
 
     def work(self, examples):
         pass
 
 
 def stop(seconds):
-    """Stop this process for so long, as SIGSTOP does; or kill it."""
+    """Stop this process for ``seconds`` with SIGSTOP, or kill it."""
     if np.isinf(seconds):
         os.kill(os.getpid(), signal.SIGKILL)
     command = f"sleep {seconds}; kill -CONT {os.getpid()}"
@@ -90,9 +90,10 @@ def stop(seconds):
 
 
 def measure_trace(problem, path, rounds=20, seconds=0.01):
-    """Write a trace: how long the same gradients, which take so many seconds or longer,
-    take on these ranks in one round after the other, relative to the median. The ranks
-    share the machine's cores."""
+    """Write a trace: the times of equal gradients of at least ``seconds`` on these
+    ranks, in consecutive rounds, relative to the median. The ranks share the machine's
+    cores.
+    """
     rows = np.array_split(np.arange(problem.examples), comm.size)[comm.rank]
     theta, weights = problem.start()[0], np.ones(len(rows), np.float32)
 
@@ -112,14 +113,14 @@ def measure_trace(problem, path, rounds=20, seconds=0.01):
 
 
 def run(case, collective, problem, last, folder):
-    """The rounds of one scheme under one model.
+    """Run the rounds of one scheme under one model.
 
     Args:
         case: name, model, seconds and rounds at most, rounds at least, seconds of an
             example.
-        last: one number in memory that all ranks share: the root writes the number of
-            the last round there before it takes part in it.
-        folder: for the files.
+        last: a number in memory shared by all ranks. The root writes the number of the
+            last round there before it takes part in that round.
+        folder: the folder for the files.
     """
     theta = problem.start()[0]
     for _ in range(WARM_UP if case["warm_up"] else 0):
@@ -160,8 +161,9 @@ def run(case, collective, problem, last, folder):
 
 
 def relative_errors(problem, thetas, totals):
-    """``‖sum − exact‖ / ‖exact‖`` of every round, the exact one computed uncoded, at once
-    and in float64."""
+    """Return ``‖sum − exact‖ / ‖exact‖`` of every round, with the exact sum uncoded and
+    in float64.
+    """
     if not thetas:
         return np.zeros(0)
     pairs = zip(totals, problem.exact(thetas))
@@ -171,7 +173,7 @@ def relative_errors(problem, thetas, totals):
 
 
 def uses(group, first):
-    """Whose messages entered this rank's sums in the rounds after the first ones."""
+    """Return which ranks' messages entered this rank's sums after the first rounds."""
     if group is None:
         return {}
     seen = group.telemetry()

@@ -1,4 +1,4 @@
-"""What `benchmarks/training.py` has measured, as tables, pictures and words."""
+"""Report the measurements of `benchmarks/training.py` as tables, pictures and text."""
 
 import csv
 import dataclasses
@@ -8,31 +8,31 @@ import numpy as np
 from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
 from jaxcoded.tools.simulator.stragglers import named
 
-# Largest relative error of a sum in float32, with the codes' amplification.
+# Bound on the relative error of a sum in float32, with the codes' amplification.
 TOLERANCE = 1e-3
-# Seconds of an iteration with 10 workers and s = 1, read off a figure of Tandon et al.
+# Seconds of an iteration with 10 workers and s = 1, read from a figure of Tandon et al.
 PUBLISHED = {"naive": 0.230, "frc": 0.204, "crc": 0.168, "ignore": 0.145}
-# One of each kind, so that lines can be told apart.
+# One scheme of each kind, so that the lines are distinguishable.
 DRAWN = ("naive", "allreduce", "ignore", "frc", "partial", "kadhe", "coded_reduce")
 UNCODED = ("naive", "tree", "ring", "allreduce")
-EVALUATED = 40  # rounds of a run of which loss and AUC are computed
+EVALUATED = 40  # rounds of a run for which loss and AUC are computed
 FAMILIES = ("waits for all", "ignores stragglers", "coded, star", "coded, tree")
 
 
 @dataclasses.dataclass
 class Run:
-    """One scheme under one model; without ``steps`` where it would not end.
+    """A run of one scheme under one model; without ``steps`` if it would not end.
 
     Attributes:
-        problem, scheme, label, model: which.
+        problem, scheme, label, model: their names.
         load: the largest part of the examples at a rank.
-        steps: seconds of each iteration at the root.
-        in_time: median over the ranks that worked in every round of their median step.
-        error: largest relative error of a sum, and whether it must be small.
-        used: share of the rounds in which the slowest rank's message was used; NaN where
-            nobody is slower.
-        overrun: share of the time in which real computation took longer than the model
-            says, at the worst rank.
+        steps: seconds of each iteration on the root.
+        in_time: median of the median steps of ranks that worked in every round.
+        error: largest relative error of a sum.
+        used: share of the rounds that used the slowest rank's message; NaN if no rank
+            is slower.
+        overrun: share of the time by which real computation exceeded the model, on the
+            worst rank.
         times, losses, areas: the course of the training.
     """
 
@@ -68,7 +68,7 @@ class Run:
         return FAMILIES[3 if self.scheme.startswith("coded_reduce") else 2]
 
     def row(self):
-        """For the table."""
+        """Return the row of the table."""
         return {
             "problem": self.problem,
             "model": self.model,
@@ -96,7 +96,7 @@ def number(value):
 
 
 def runs(cases, results, problems, schemes, ranks):
-    """What the ranks wrote, in figures.
+    """Return the runs as figures, from the ranks' files.
 
     Raises:
         SystemExit: a sum that should be exact is not.
@@ -128,7 +128,7 @@ def runs(cases, results, problems, schemes, ranks):
             last = len(root["ends"]) - 1
             at = np.unique(np.linspace(0, last, EVALUATED).round().astype(int))
             run.losses, run.areas = problem.scores(root["thetas"][at])
-            # parameters of a round are there at the end of the round before
+            # the parameters of a round exist at the end of the previous round
             run.times = np.concatenate([[0.0], root["ends"]])[at]
         out.append(run)
     return out
@@ -144,8 +144,9 @@ def in_time(seen):
 
 
 def slowest_used(case, plan, problem, seen):
-    """In how many of the rounds the message of the rank that the model slows down most
-    entered its parent's sum."""
+    """Return the share of rounds in which the slowest rank's message entered its
+    parent's sum.
+    """
     loads = np.array([float(plan.load_of(rank)) for rank in range(plan.size)])
     work = loads * problem.examples * case["an_example"]
     delays = named(case["model"]).rounds(plan.size, seed=1)
@@ -158,9 +159,9 @@ def slowest_used(case, plan, problem, seen):
         times = its.time(work)
         slowest = int(times.argmax())
         if times[slowest] < 1.05 * work[slowest]:
-            continue  # nobody is slowed down
+            continue  # no rank is slow
         if "numbers" not in seen[0]:
-            hits.append(True)  # without the engine all wait for all
+            hits.append(True)  # without the engine all ranks wait for each other
             continue
         parent = plan.tree.parents[slowest]
         row = used.get(parent, {}).get(count)
@@ -170,7 +171,7 @@ def slowest_used(case, plan, problem, seen):
 
 
 def that_do_not_end(chosen, schemes):
-    """Those that wait for a dead rank for ever. They are not run."""
+    """Return the runs that would wait for a dead rank for ever. They are not run."""
     return [
         Run("real", name, schemes[name].label, "killed", np.nan, schemes[name].exact)
         for name in chosen
@@ -186,7 +187,7 @@ def write(runs, path):
 
 
 def table(runs):
-    """Printed, a block for each model."""
+    """Return the table as text, with a block for each model."""
     for problem, model in dict.fromkeys((run.problem, run.model) for run in runs):
         print(f"\n{problem}, {model}")
         print(
@@ -247,7 +248,7 @@ def one_host(runs, folder, naive):
 
 
 def verdict(runs, model):
-    """The best exact scheme, in words, against what people have today."""
+    """Return a text that compares the best exact scheme with today's methods."""
     coded = [r for r in runs if r.ends and r.exact and r.scheme not in UNCODED]
     plain = [r for r in runs if r.scheme in UNCODED]
     if not coded or not plain:
@@ -266,7 +267,7 @@ def verdict(runs, model):
 
 
 def who_wins(runs, models):
-    """The message of a picture of iterations."""
+    """Return the message of a picture of iterations."""
     won = []
     for model in models:
         its = [run for run in runs if run.model == model and run.ends and run.exact]
@@ -279,7 +280,7 @@ def who_wins(runs, models):
 
 
 def bars(runs, models, path, title):
-    """Mean seconds of an iteration, a panel for each model."""
+    """Draw the mean seconds of an iteration, in a panel for each model."""
     labels = list(dict.fromkeys(run.label for run in runs))
     columns = min(4, len(models))
     rows = -(-len(models) // columns)
@@ -311,7 +312,7 @@ def bars(runs, models, path, title):
 
 
 def curves(runs, models, what, label, path):
-    """Loss or AUC against wall clock, a panel for each model."""
+    """Draw loss or AUC against wall-clock time, in a panel for each model."""
     columns = min(4, len(models))
     rows = -(-len(models) // columns)
     size = 1.6 + 2.5 * columns, 1.0 + 2.2 * rows
@@ -327,7 +328,7 @@ def curves(runs, models, what, label, path):
             for run in (run for run in drawn if run.model == model):
                 number = DRAWN.index(run.scheme)
                 values = getattr(run, what)
-                first = what == "areas"  # at the start all scores are equal
+                first = what == "areas"  # all initial scores are equal
                 lines[run.label] = ax.plot(
                     run.times[first:],
                     values[first:],
@@ -337,7 +338,7 @@ def curves(runs, models, what, label, path):
                     markersize=4,
                 )[0]
             ends = [run.times[-1] for run in drawn if run.model == model]
-            if ends:  # all had the same time; a single long round may have run over
+            if ends:  # all had the same time, up to a single long round
                 ax.set_xlim(0, 1.2 * np.median(ends))
             ax.set_title(model)
         for ax in axes.flat[len(models) :]:
@@ -352,7 +353,7 @@ def curves(runs, models, what, label, path):
 
 
 def tandon(runs, folder, workers):
-    """Next to the published figure."""
+    """Draw the measurements next to the published figure."""
     write(runs, folder / "tandon.csv")
     by_name = {run.scheme: run for run in runs}
     print(f"\nTandon et al. 2017, seconds of an iteration: {workers} workers, s = 1")

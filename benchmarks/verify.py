@@ -2,11 +2,12 @@
 
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/verify.py
 
-Jitted all-reduces of a donated float32 vector, ordered by a token, and steps of training a small
-network, of groups with the same plan: without a ``check``, with one, and with one that waits. Nobody
-lies. Every repetition times all of them one after the other. Times are of the slowest rank. Prints
-medians, the medians of the ratios within a repetition, and in how many rounds the root had something
-to compare, and stores them.
+Three groups with the same plan run jitted all-reduces of a donated float32 vector,
+ordered by a token, and training steps of a small network: without a ``check``, with
+one, and with one that waits. All messages are right. Every repetition times all of them
+in turn. Times are of the slowest rank. The benchmark prints and stores medians, the
+medians of the ratios within a repetition, and the share of rounds in which the root
+compared messages.
 """
 
 import argparse
@@ -33,7 +34,7 @@ OPTIONS = {
 
 
 def compared(group):
-    """Rounds in which the root had more than it needed."""
+    """Return the number of rounds in which the root had surplus messages."""
     return comm.bcast(group.statistics()["compared_rounds"], group.plan.root)
 
 
@@ -42,7 +43,9 @@ def all_reduce(group, size):
 
 
 def training_step(group, size):
-    """A step on a batch, of a network with about so many parameters: its gradient is summed."""
+    """Return a training step of a network with about ``size`` parameters, whose
+    gradient is summed.
+    """
     rng = np.random.default_rng(0)
     hidden = max(1, size // (INPUTS + 1))
     params = {
@@ -71,7 +74,9 @@ def training_step(group, size):
 
 
 def measure(groups, kind, sizes, repetitions):
-    """Rows of kind, bytes, name, seconds, ratio, and the share of rounds that were compared."""
+    """Return rows of kind, bytes, name, seconds, ratio, and the share of compared
+    rounds.
+    """
     rows = []
     with tqdm(total=len(sizes) * repetitions, disable=comm.rank != 0) as progress:
         for size in sizes:

@@ -1,11 +1,11 @@
-"""What do 16 bits on the wire gain, and what does converting cost?
+"""What do 16-bit messages gain, and what does the conversion cost?
 
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/wire.py
 
-Jitted all-reduces of a donated float32 vector, ordered by a token, of the same group with
-and without ``wire_dtype``. Every repetition times all of them one after the other. Times
-are of the slowest rank. Prints medians, the medians of the ratios within a repetition, and
-the traffic of all ranks together, and stores them.
+One group runs jitted all-reduces of a donated float32 vector, ordered by a token, with
+and without ``wire_dtype``. Every repetition times all of them in turn. Times are of the
+slowest rank. The benchmark prints and stores medians, the medians of the ratios within
+a repetition, and the total traffic of all ranks.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WIRES = (None, "bfloat16", "float16")
 
 
 def prepared(group, wire, size):
-    """A call, whose result is the operand of the next one."""
+    """Return a call whose result is the operand of the next one."""
     weights = group.batch(comm.size).weights
     jitted = jax.jit(
         lambda x, token: jaxcoded.coded_allreduce(
@@ -45,7 +45,7 @@ def prepared(group, wire, size):
 
 
 def seconds(run, calls):
-    """Wall-clock time of a call, of the slowest rank."""
+    """Return the wall-clock time of a call on the slowest rank."""
     comm.Barrier()
     start = time.perf_counter()
     for _ in range(calls):
@@ -54,12 +54,12 @@ def seconds(run, calls):
 
 
 def fetched(group):
-    """Bytes that all ranks have fetched."""
+    """Return the bytes that all ranks have fetched."""
     return comm.allreduce(group.statistics()["fetched_bytes"])
 
 
 def measure(group, sizes, repetitions):
-    """Rows of bytes, wire dtype, seconds, ratio, and traffic of a call in bytes."""
+    """Return rows of bytes, wire dtype, seconds, ratio, and traffic of a call in bytes."""
     rows = []
     with tqdm(total=len(sizes) * repetitions, disable=comm.rank != 0) as progress:
         for size in sizes:

@@ -1,10 +1,11 @@
-"""Batch normalisation over the global batch: a loss that is no sum over examples, but a function of sums.
+"""Batch normalisation over the global batch: the loss is a function of sums.
 
     jaxcoded run -n 4 examples/batch_norm.py
 
-Mean and variance of the batch are made of two sums, and the loss of a third one that depends on them.
-`jaxcoded.coded_sum` is differentiated as any function, so the gradient is that of one process with the
-whole batch, whoever is late. Statistics of each rank's own examples would make it that of another model.
+Two sums give the mean and the variance of the batch, and a third one, which depends on
+them, gives the loss. JAX differentiates `jaxcoded.coded_sum` like any function. So the
+gradient is that of one process with the whole batch, whichever rank is late. Statistics
+of each rank's examples would give the gradient of a different model.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import jaxcoded
 
 
 def data():
-    """Digits, float32 ``(1797, 64)``, and what they are."""
+    """Return digits, float32 ``(1797, 64)``, and their labels."""
     x, digit = load_digits(return_X_y=True)
     return (x / 16).astype(np.float32), digit
 
@@ -36,7 +37,7 @@ def start():
 
 
 def moments(params, batch):
-    """Of each example: its hidden numbers, and their squares."""
+    """Return the hidden values of each example, and their squares."""
     hidden = batch[0] @ params["in"]
     return {"sum": hidden, "squares": hidden**2}
 
@@ -52,7 +53,9 @@ def losses(given, batch):
 
 
 def mean_loss(params, batch, count, over):
-    """``over(f)(params, batch)`` is the sum of ``f`` over the whole batch, of ``count`` examples."""
+    """Return the mean loss; ``over(f)(params, batch)`` is the sum of ``f`` over the
+    whole batch of ``count`` examples.
+    """
     sums = over(moments)(params, batch)
     mean = sums["sum"] / count
     variance = sums["squares"] / count - mean**2
@@ -60,7 +63,7 @@ def mean_loss(params, batch, count, over):
 
 
 def train(comm, epochs=3, batch_size=256):
-    """Returns the parameters, and the loss of each step."""
+    """Return the parameters, and the loss of each step."""
     optimizer = optax.adam(0.01)
     with jaxcoded.CodedGroup(comm) as group:
 

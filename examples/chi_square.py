@@ -1,11 +1,12 @@
-"""A fit of summary statistics: Gauss–Newton's steps for chi-square of a binned sum over all examples.
+"""Fit a histogram of all examples by Gauss–Newton steps for chi-square.
 
     jaxcoded run -n 4 examples/chi_square.py
 
-Each of 20,000 objects adds to bins of what is observed, smoothly, so that the histogram has a derivative; three
-parameters say how brightness depends on size. Chi-square is a function of the histogram, not a sum over objects:
-its gradient is ``Jᵀ W (s − d)``, and Gauss–Newton's matrix ``Jᵀ W J``, of the Jacobian ``J`` of the sum ``s``.
-Were one rank's objects left out, the fit would be biased by what they are worth.
+Each of 20,000 objects adds to the bins of its observed brightness, smoothly, so that
+the histogram has a derivative. Three parameters describe how brightness depends on
+size. Chi-square is a function of the histogram, not a sum over objects. With the
+Jacobian ``J`` of the sum ``s`` its gradient is ``Jᵀ W (s − d)``, and the Gauss–Newton
+matrix is ``Jᵀ W J``. A fit without one rank's objects would be biased.
 """
 
 import argparse
@@ -22,12 +23,14 @@ TRUTH = np.array([0.8, -0.3, 0.6])
 
 
 def objects(count=20_000):
-    """Sizes, and a standard normal number of each: float32 ``(count, 2)``."""
+    """Return the size of each object and a standard normal number: float32 ``(count,
+    2)``.
+    """
     return np.random.default_rng(0).normal(size=(count, 2)).astype(np.float32)
 
 
 def bins(theta, examples):
-    """Of each object: how much of it falls into each bin, ``(count, 16)``."""
+    """Return how much of each object falls into each bin, ``(count, 16)``."""
     size, noise = examples[:, 0], examples[:, 1]
     brightness = theta[0] * size + theta[1] * size**2 + theta[2] * noise
     above = jax.nn.sigmoid((brightness[:, None] - EDGES) / 0.1)
@@ -35,7 +38,7 @@ def bins(theta, examples):
 
 
 def fit(comm, steps=8):
-    """Returns the parameters, and chi-square before each step."""
+    """Return the parameters, and chi-square before each step."""
     x = objects()
     observed = np.asarray(bins(TRUTH, x), np.float64).sum(0)
     weight = 1 / (observed + 1)  # one over the variance of a count

@@ -1,10 +1,11 @@
-"""Deep canonical correlation: networks that see the left and right halves of digits learn what both halves show.
+"""Deep canonical correlation of the left and right halves of digits.
 
     jaxcoded run -n 4 examples/correlation.py
 
-The loss is a function of the covariances of the two networks' outputs, so no example has a loss of its own.
-One sum over the global batch has all of their moments. With covariances of each rank's own examples,
-the result would depend on the number of ranks.
+Two networks learn features that both halves show. The loss is a function of the
+covariances of the two networks' outputs, so single examples have no loss. One sum over
+the global batch gives all moments. With covariances of each rank's examples the result
+would depend on the number of ranks.
 """
 
 import argparse
@@ -18,18 +19,18 @@ from sklearn.datasets import load_digits
 
 import jaxcoded
 
-FEATURES = 8  # of each half
+FEATURES = 8  # features of each half
 RIDGE = 0.01
 
 
 def data():
-    """The left and the right halves of the digits, each float32 ``(1797, 32)``."""
+    """Return the left and the right halves of the digits, each float32 ``(1797, 32)``."""
     x = load_digits().images.astype(np.float32) / 16
     return x[:, :, :4].reshape(-1, 32), x[:, :, 4:].reshape(-1, 32)
 
 
 def start():
-    """The weights of both networks."""
+    """Return the initial weights of both networks."""
     keys = jax.random.split(jax.random.key(0))
     return {
         "in": 0.2 * jax.random.normal(keys[0], (2, 32, 64)),
@@ -38,7 +39,9 @@ def start():
 
 
 def moments(params, halves, weights):
-    """The weighted sum of ``z zᵀ``, where ``z`` is 1 and the features of the left and the right half."""
+    """Return the weighted sum of ``z zᵀ``, where ``z`` is 1 and the features of both
+    halves.
+    """
     features = jax.vmap(lambda w, v, half: jax.nn.relu(half @ w) @ v)
     left, right = features(params["in"], params["out"], jnp.stack(halves))
     z = jnp.hstack([jnp.ones((len(weights), 1)), left, right])
@@ -46,7 +49,7 @@ def moments(params, halves, weights):
 
 
 def correlation(sums):
-    """The sum of the squared canonical correlations, at most ``FEATURES``."""
+    """Return the sum of the squared canonical correlations, at most ``FEATURES``."""
     means = sums / sums[0, 0]  # the first number counts the examples
     c = means[1:, 1:] - jnp.outer(means[0, 1:], means[0, 1:])
     c += RIDGE * jnp.eye(len(c))
@@ -56,7 +59,7 @@ def correlation(sums):
 
 
 def train(comm, epochs=20, batch_size=512):
-    """Returns the parameters, and the correlation before each step."""
+    """Return the parameters, and the correlation before each step."""
     optimizer = optax.adam(0.003)
     with jaxcoded.CodedGroup(comm) as group:
         total = jaxcoded.coded_sum(moments, group, weighted=True)

@@ -1,21 +1,21 @@
-"""Handwritten digits, trained by 13 ranks of which one is ten times slower.
+"""Train on handwritten digits with 13 ranks, one of them ten times slower.
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py examples/digits.py
 
-Trains the same network on the same global batches in three ways:
+It trains the same network on the same global batches in three ways:
 
-- uncoded: ``mpi4jax.allreduce``, every worker with its own part of each batch;
-- coded: `jaxcoded.coded_value_and_grad` on a tree in which any one child of every parent may be
-  missing, for which workers compute some examples several times;
-- shared: the same call in a group with `jaxcoded.Shared`, whose workers compute every example
-  once, and those of whoever is late when they are done with their own.
+- uncoded: ``mpi4jax.allreduce``, every worker with its own part of each batch.
+- coded: `jaxcoded.coded_value_and_grad` on a tree that tolerates one missing child of
+  every parent; workers compute some examples several times.
+- shared: the same call in a group with `jaxcoded.Shared`. Workers compute every example
+  once; when they are done with their own, they compute those of late workers.
 
-Each with nobody slow and with one slow worker. Prints a table and writes ``summary.json`` and
-``loss.png``.
+Each way runs without slow workers and with one. The program prints a table and writes
+``summary.json`` and ``loss.png``.
 
-The network is small, and 13 ranks may share a few cores here. So that a worker has something to
-be slow in, it sleeps for each example whose gradient it computes. A step takes these sleeps, and what
-the ranks really compute and send on these cores.
+The network is small, and 13 ranks may share a few cores. So a worker sleeps for each
+example whose gradient it computes. A step takes these sleeps, plus the real computation
+and communication on these cores.
 """
 
 import argparse
@@ -37,9 +37,9 @@ comm = MPI.COMM_WORLD
 
 
 def digits():
-    """1,797 images of 8 × 8 pixels from scikit-learn, read by one rank for all.
+    """Load 1,797 images of 8 × 8 pixels from scikit-learn, by one rank for all.
 
-    Returns training and test set, each float32 ``(n, 64)`` and int32 ``(n,)``.
+    Return training and test set, each float32 ``(n, 64)`` and int32 ``(n,)``.
     """
     data = None
     if comm.rank == 0:
@@ -69,11 +69,11 @@ def logits(params, x):
 
 
 class Worker:
-    """A worker that takes its time for a gradient.
+    """A worker that sleeps for each gradient.
 
     Attributes:
-        seconds: for each example.
-        examples: so many it has computed.
+        seconds: seconds for each example.
+        examples: number of examples that it has computed.
     """
 
     def __init__(self, seconds):
@@ -81,7 +81,7 @@ class Worker:
         self.examples = 0
 
     def losses(self, params, batch):
-        """Cross entropy of each example."""
+        """Return the cross entropy of each example."""
         x, y = batch
 
         def work():
@@ -89,13 +89,13 @@ class Worker:
             time.sleep(self.seconds * len(x))
             return np.float32(0)
 
-        # only where the gradient is computed, which a late rank leaves out
+        # only with the gradient's computation, which a late rank skips
         x = x + jax.pure_callback(work, jax.ShapeDtypeStruct((), jnp.float32))
         return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y)
 
 
 def uncoded_gradient(losses, weights, batch_size):
-    """What people write today: the local gradient, then ``mpi4jax.allreduce``."""
+    """Return the usual uncoded step: the local gradient, then ``mpi4jax.allreduce``."""
 
     def gradient(params, batch):
         def weighted(params):
@@ -129,8 +129,9 @@ def training_step(gradient, optimizer):
 
 
 def train(name, step, optimizer, worker, indices, train_set, args):
-    """Run the steps and return parameters, losses, the times at which steps ended and
-    the number of examples that this rank has computed."""
+    """Run the steps. Return parameters, losses, the times at which steps ended, and the
+    number of examples that this rank has computed.
+    """
     params = initial_parameters()
     state = optimizer.init(params)
     x, y = train_set
@@ -164,7 +165,7 @@ def report(params, history, ends, examples, test_set, slow):
 
 
 def work_alone(args, examples):
-    """Seconds for which the workers of a step sleep, if nobody waits for anything else."""
+    """Return the seconds that the workers sleep in a step, without other waits."""
     workers = comm.size - 1
     whole = args.batch * args.work
     return {
@@ -178,7 +179,7 @@ def work_alone(args, examples):
 
 
 def largest_difference(one, other):
-    """Largest absolute difference between two sets of parameters."""
+    """Return the largest absolute difference between two sets of parameters."""
     return max(
         float(np.abs(np.asarray(a) - np.asarray(b)).max())
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
@@ -223,7 +224,7 @@ def show(summary):
 
 
 def draw(results, summary, path):
-    """Loss against wall-clock time, and what a step takes."""
+    """Draw the loss against wall-clock time, and the time of a step."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -294,7 +295,7 @@ def main():
     train_set, test_set = digits()
     if not 0 < args.batch <= len(train_set[0]):
         parser.error(f"--batch must be from 1 to {len(train_set[0])}")
-    # a step may take long to compile where many ranks share a few cores
+    # many ranks that share a few cores may compile a step for long
     options = jaxcoded.Options(deadline=100.0)
     with (
         jaxcoded.CodedGroup(

@@ -1,8 +1,8 @@
-"""Handwritten digits with a model of Equinox: epochs of minibatches, whoever is late.
+"""Train an Equinox model on handwritten digits in epochs of minibatches.
 
     jaxcoded run -n 4 examples/equinox_digits.py
 
-Needs Equinox and scikit-learn, as the extra ``examples`` installs them.
+The example needs Equinox and scikit-learn, which the extra ``examples`` installs.
 """
 
 import argparse
@@ -18,14 +18,14 @@ import jaxcoded
 
 
 def train(comm, epochs=10):
-    """Returns the trained model and the loss of the last batch."""
-    x, y = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
+    """Return the trained model and the loss of the last batch."""
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
     model = eqx.nn.MLP(64, 10, width_size=64, depth=1, key=jax.random.key(0))
-    # what is trained, and the rest of the model
+    # the parameters, and the rest of the model
     params, rest = eqx.partition(model, eqx.is_inexact_array)
 
-    def losses(params, batch):  # one for each example
+    def losses(params, batch):  # one loss for each example
         images, labels = batch
         logits = jax.vmap(eqx.combine(params, rest))(images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)

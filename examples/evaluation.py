@@ -1,10 +1,11 @@
-"""The validation loss, the accuracy and the confusions of a model, exact although a rank dies.
+"""Evaluate a model exactly although a rank dies: loss, accuracy and confusions.
 
     jaxcoded run -n 4 --ft examples/evaluation.py --kill 2
 
-A rank adds up its own part of all batches, and one round sums that over the ranks. Sums are coded, so
-they are those of all examples, whoever is missing: here a rank that kills itself in the middle. What
-counts is a whole number, so rounding takes away what coding rounds off.
+A rank adds up its part of all batches, and one round sums these over the ranks. Sums
+are coded, so they cover all examples even without one rank: here a rank kills itself in
+the middle. Counts are whole numbers, so rounding removes the rounding error of the
+code.
 """
 
 import argparse
@@ -22,19 +23,21 @@ import jaxcoded
 
 
 def data():
-    """Pixels float32 ``(1797, 64)``, and labels ``(1797,)``."""
+    """Return pixels, float32 ``(1797, 64)``, and labels ``(1797,)``."""
     x, y = load_digits(return_X_y=True)
     return (x / 16).astype(np.float32), y
 
 
 def model(x, y):
-    """The mean image of each digit, ``(10, 64)``: a digit is the one whose mean is nearest."""
+    """Return the mean image of each digit, ``(10, 64)``: the model predicts the digit
+    with the nearest mean.
+    """
     return np.stack([x[y == digit].mean(axis=0) for digit in range(10)])
 
 
 @jax.jit
 def add(total, means, batch):
-    """The total with this rank's part of a batch."""
+    """Return the total plus this rank's part of a batch."""
     (x, y), weights = batch.data, batch.weights
     logits = -jnp.sum((x[:, None] - means) ** 2, axis=2)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, y)
@@ -46,7 +49,7 @@ def add(total, means, batch):
 
 
 def evaluate(comm, victim=None):
-    """Returns the mean loss, and how often each digit, a row, was taken for each."""
+    """Return the mean loss, and the confusion matrix, with a row for each true digit."""
     x, y = data()
     means = model(x, y)
     with jaxcoded.CodedGroup(
@@ -54,13 +57,13 @@ def evaluate(comm, victim=None):
     ) as group:
         total = {"loss": jnp.zeros(()), "confusions": jnp.zeros((10, 10))}
         weights = []
-        # in order, as nothing is learned; the last batch is smaller
+        # in order, as an evaluation learns nothing; the last batch is smaller
         for number, batch in enumerate(group.epoch((x, y), 256)):
             if number == 3 and group.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             total = add(total, means, batch)
             weights.append(batch.weights)
-        total = jaxcoded.coded_allreduce(total, group, weights)  # of all 1,797
+        total = jaxcoded.coded_allreduce(total, group, weights)  # the sum of all 1,797
         jax.block_until_ready(total)
     return float(total["loss"]) / len(x), np.rint(total["confusions"]).astype(int)
 

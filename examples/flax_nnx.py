@@ -1,9 +1,10 @@
-"""Handwritten digits with a model of Flax NNX.
+"""Train a Flax NNX model on handwritten digits.
 
     jaxcoded run -n 4 examples/flax_nnx.py
 
-``nnx.split`` takes the model apart into its parameters, a pytree, and the rest of it. What is
-summed are gradients of those. Needs Flax and scikit-learn, as the extra ``examples`` installs them.
+``nnx.split`` splits the model into its parameters, a pytree, and the rest. The ranks
+sum the gradients of the parameters. The example needs Flax and scikit-learn, which the
+extra ``examples`` installs.
 """
 
 import argparse
@@ -29,13 +30,13 @@ class Network(nnx.Module):
 
 
 def train(comm, epochs=10):
-    """Returns the trained model and the loss of the last batch."""
-    x, y = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
+    """Return the trained model and the loss of the last batch."""
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
     x, y = (x[:1500] / 16).reshape(-1, 8, 8, 1).astype(np.float32), y[:1500]
     model = Network(nnx.Rngs(0))  # the same on all ranks
     rest, params = nnx.split(model)
 
-    def losses(params, batch):  # one for each example
+    def losses(params, batch):  # one loss for each example
         images, labels = batch
         logits = nnx.merge(rest, params)(images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels)

@@ -1,10 +1,11 @@
-"""Batches that grain reads ahead, and an iterator whose state goes into a checkpoint.
+"""Read batches ahead with grain, and save the state of its iterator in a checkpoint.
 
     jaxcoded run -n 4 examples/grain_loader.py
 
-The batches of an epoch are what grain calls a random-access source. Its threads read what this rank is
-to have of the next batches while this one is computed; not processes, which have no part in MPI.
-Needs grain and scikit-learn, as the extra ``examples`` installs them.
+The batches of an epoch are a random-access source for grain. Its threads read this
+rank's part of the next batches while the rank computes this one. Grain's worker
+processes do not work, as they are not part of MPI. The example needs grain and
+scikit-learn, which the extra ``examples`` installs.
 """
 
 import argparse
@@ -20,14 +21,14 @@ from sklearn.datasets import load_digits
 import jaxcoded
 
 
-def losses(params, batch):  # one for each example
+def losses(params, batch):  # one loss for each example
     x, y = batch
     logits = x @ params["w"] + params["b"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
 def train(comm, epochs=5):
-    """Returns the parameters, and the loss of the last batch."""
+    """Return the parameters, and the loss of the last batch."""
     images, labels = load_digits(return_X_y=True)
 
     def load(part):
@@ -53,7 +54,7 @@ def train(comm, epochs=5):
             reading = read(epoch)
             for batch in reading:
                 params, loss = step(params, batch)
-                where = reading.get_state()  # of the next batch; for a checkpoint
+                where = reading.get_state()  # of the next batch, for a checkpoint
             if group.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.4f}, the loader is at {where}")
     return params, float(loss)

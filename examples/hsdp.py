@@ -1,9 +1,10 @@
-"""Handwritten digits on several devices of each rank: sharded inside a process, coded across processes.
+"""Train with several devices per rank: sharded inside a process, coded across them.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 jaxcoded run -n 4 examples/hsdp.py
 
-Every device holds its shard of the parameters and of the optimizer's state, and computes for its share of
-what the rank reads (docs/devices.md). Needs scikit-learn, as the extra ``examples`` installs it.
+Every device holds its shard of the parameters and of the optimizer's state, and
+computes its share of the rank's examples (docs/devices.md). The example needs
+scikit-learn, which the extra ``examples`` installs.
 """
 
 import argparse
@@ -33,9 +34,9 @@ def logits(params, x):
     return jax.nn.relu(x @ params["in"]) @ params["out"]
 
 
-def losses(shards, batch):  # of the examples that this device has
+def losses(shards, batch):  # the losses of this device's examples
     x, y = batch
-    params = {  # whole, for as long as they are needed
+    params = {  # whole parameters, while they are needed
         name: jax.lax.all_gather(shard, "fsdp", tiled=True)
         for name, shard in shards.items()
     }
@@ -43,24 +44,26 @@ def losses(shards, batch):  # of the examples that this device has
 
 
 def split(tree):
-    """What has axes, along the first one; numbers are the same on all devices."""
+    """Return the specs of a tree: arrays are split along the first axis, and numbers
+    are replicated.
+    """
     return jax.tree.map(lambda leaf: P("fsdp") if np.ndim(leaf) else P(), tree)
 
 
 def train(comm, epochs=5):
-    """Returns the parameters, as shards, and the loss of the last batch."""
-    x, y = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
+    """Return the shards of the parameters, and the loss of the last batch."""
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
     mesh = Mesh(np.array(jax.local_devices()), ("fsdp",))
     tx = optax.adam(3e-3)
-    # work is shared between processes of one device each
+    # shared work needs one device per process
     strategy = jaxcoded.Coded() if comm.size > 2 else jaxcoded.Uncoded()
     with jaxcoded.CodedGroup(comm, strategy, transport="engine") as group:
         loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
 
         def step(params, state, batch, token):
             (loss, grads), _, token = loss_and_grad(params, batch, token=token)
-            updates, state = tx.update(grads, state)  # each device its shard
+            updates, state = tx.update(grads, state)  # on each device's shard
             return optax.apply_updates(params, updates), state, loss, token
 
         def batches(epoch):
@@ -77,7 +80,7 @@ def train(comm, epochs=5):
             ),
             donate_argnums=(0, 1),
         )
-        token = jnp.int32(0)  # orders the rounds: each step gets that of the one before
+        token = jnp.int32(0)  # orders the rounds, from step to step
         for epoch in range(epochs):
             for batch in batches(epoch):
                 params, state, loss, token = step(params, state, batch, token)

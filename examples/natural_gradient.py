@@ -1,12 +1,12 @@
-"""Newton's steps for logistic regression, from two sums over the batch: ``OᵀO`` and ``Oᵀδ``.
+"""Newton steps for logistic regression from two sums, ``OᵀO`` and ``Oᵀδ``.
 
     jaxcoded run -n 4 examples/natural_gradient.py
 
-With natural gradients, Gauss–Newton and stochastic reconfiguration a step solves ``(OᵀO + λ) Δ = Oᵀδ``.
-A row of ``O`` is the derivative of one example's output, scaled, and ``δ`` says by how much the
-outputs are off. Both sums are linear in the examples, so they travel in one round. Where they are
-exact the error is squared from step to step, down to rounding; were one rank's rows left out, it would
-stop at what they are worth.
+A step of natural gradients, Gauss–Newton or stochastic reconfiguration solves ``(OᵀO +
+λ) Δ = Oᵀδ``. A row of ``O`` is the scaled derivative of one example's output, and ``δ``
+holds the errors of the outputs. Both sums are linear in the examples, so they share one
+round. With exact sums each step squares the error, down to rounding. Without one rank's
+rows the error would not converge to zero.
 """
 
 import argparse
@@ -23,21 +23,23 @@ LAMBDA = 1.0  # ridge
 
 
 def data():
-    """Digits, and whether each is an 8: float32 ``(1797, 65)``, the last column 1; and ``(1797,)``."""
+    """Return digits, float32 ``(1797, 65)`` with a last column of ones, and whether
+    each is an 8, ``(1797,)``.
+    """
     x, digit = load_digits(return_X_y=True)
     x = np.hstack([x / 16, np.ones((len(x), 1))])
     return x.astype(np.float32), (digit == 8).astype(np.float32)
 
 
 def rows(w, x, y):
-    """Of each example: the derivative of its output, and by how much that is off."""
+    """Return the derivative of each example's output, and the output's error."""
     p = jax.nn.sigmoid(x @ w)
-    spread = jnp.sqrt(p * (1 - p))  # of the label, if the model is right
+    spread = jnp.sqrt(p * (1 - p))  # standard deviation of the label in the model
     return spread[:, None] * x, (y - p) / spread
 
 
 def train(comm, steps=8):
-    """Returns the weights, and the norm of the gradient before each step."""
+    """Return the weights, and the norm of the gradient before each step."""
     x, y = data()
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
@@ -47,11 +49,11 @@ def train(comm, steps=8):
         @jax.jit
         def step(w, x, y):
             O, off = rows(w, x, y)
-            weighted = part.weights[:, None] * O  # coded: once, in each of the two sums
+            weighted = part.weights[:, None] * O  # weights enter each sum once
             sums = {"OtO": weighted.T @ O, "Otd": weighted.T @ off}
             sums = jaxcoded.coded_allreduce(
                 sums, group, part.weights
-            )  # of all examples
+            )  # the sums over all examples
             gradient = sums["Otd"] - LAMBDA * w
             metric = sums["OtO"] + LAMBDA * jnp.eye(len(w))
             return w + jnp.linalg.solve(metric, gradient), jnp.linalg.norm(gradient)

@@ -1,10 +1,11 @@
-"""Newton's steps without a Hessian: logistic regression by conjugate gradients of Hessian-vector products.
+"""Newton steps for logistic regression by Hessian-vector products.
 
     jaxcoded run -n 4 examples/newton_cg.py
 
-A step solves ``H Δ = g`` for 650 weights, and forms no ``H``: conjugate gradients need its products with vectors.
-``jax.linearize`` of the gradient has both. The gradient takes two rounds, and each product two more.
-All of them are exact, so the steps converge to rounding, whoever is late.
+A step solves ``H Δ = g`` for 650 weights without forming ``H``: conjugate gradients
+need only its products with vectors. ``jax.linearize`` of the gradient gives the
+gradient and these products. The gradient takes two rounds, and each product two more.
+All of them are exact, so the steps converge to rounding, whichever rank is late.
 """
 
 import argparse
@@ -23,7 +24,9 @@ LAMBDA = 1.0  # ridge
 
 
 def data():
-    """Digits, and a last column of ones: float32 ``(1797, 65)``; and which digits they are."""
+    """Return digits with a last column of ones, float32 ``(1797, 65)``, and their
+    labels.
+    """
     x, digit = load_digits(return_X_y=True)
     return np.hstack([x / 16, np.ones((len(x), 1))]).astype(np.float32), digit
 
@@ -34,7 +37,7 @@ def losses(w, batch):
 
 
 def train(comm, steps=8):
-    """Returns the weights, and the norm of the gradient before each step."""
+    """Return the weights, and the norm of the gradient before each step."""
     with jaxcoded.CodedGroup(comm) as group:
         total = jaxcoded.coded_sum(losses, group)
 
@@ -42,7 +45,8 @@ def train(comm, steps=8):
         def step(w, batch):
             loss = lambda w: total(w, batch) + LAMBDA / 2 * jnp.sum(w**2)
             gradient, hessian = jax.linearize(jax.grad(loss), w)
-            # a number of products, not a tolerance: all ranks make the same rounds
+            # a fixed number of products, not a tolerance: all ranks make the same
+            # rounds
             newton, _ = cg(hessian, gradient, tol=0, maxiter=30)
             return w - newton, jnp.linalg.norm(gradient)
 

@@ -1,10 +1,10 @@
-"""A chain of optax with everything in it: gradients are accumulated over two batches, summed
-over the ranks once, clipped, and given to Adam; with a moving average of the parameters.
+"""An optax chain: accumulate, sum over the ranks, clip, Adam, and average.
 
     jaxcoded run -n 4 examples/optax_chain.py
 
-The sum comes first in the chain: clipping is not linear, and the norm is to be that of the whole
-batch. Accumulating is linear, so it can come before, and half of the rounds are saved.
+The sum comes before the clipping, which is not linear and needs the norm of the whole
+batch. Accumulation is linear, so it can come before the sum, which saves half of the
+rounds.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def initial():
     }
 
 
-def losses(params, batch):  # one for each example
+def losses(params, batch):  # one loss for each example
     x, y = batch
     hidden = jnp.tanh(x @ params["w1"] + params["b1"])
     logits = hidden @ params["w2"] + params["b2"]
@@ -38,15 +38,17 @@ def losses(params, batch):  # one for each example
 
 
 def local_mean(params, batch):
-    """This rank's part of the mean loss of a batch. It means nothing until it is summed."""
-    # by the number of examples that the batch has, of a smaller last one, too
+    """Return this rank's part of a batch's mean loss, which means nothing before the
+    sum.
+    """
+    # divide by the batch's number of examples, also for a smaller last one
     weights = batch.weights
     return weights @ losses(params, batch.data) / weights.examples
 
 
 def train(comm, epochs=10):
-    """Returns the moving average of the parameters."""
-    x, y = load_digits(return_X_y=True)  # 1,797 of 8 × 8 pixels, in one order
+    """Return the moving average of the parameters."""
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=int(comm.size > 2))

@@ -1,12 +1,14 @@
-"""Checkpoints with orbax: saved once, and read on another number of ranks.
+"""Save checkpoints with orbax once, and read them on another number of ranks.
 
     jaxcoded run -n 4 examples/orbax_checkpoint.py build/checkpoints --stop-after 10
     jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints --stop-after 20
 
-To JAX every rank is process 0 of one, so orbax would let all of them write the same files. All have the
-same state, bit for bit: the root alone saves it, and hands on what it has read. Other ranks need not even
-see the files. The order of an epoch depends on no number of ranks, so a checkpoint is the state and how
-many batches are done. Needs orbax-checkpoint and scikit-learn, as the extra ``examples`` installs them.
+For JAX every rank is a single process 0, so with orbax all ranks would write the same
+files. All have the same state, bit for bit: only the root saves and reads it, and sends
+it to the others, which need no access to the files. The order of an epoch does not
+depend on the number of ranks, so a checkpoint is the state and the number of finished
+batches. The example needs orbax-checkpoint and scikit-learn, which the extra
+``examples`` installs.
 """
 
 import argparse
@@ -24,15 +26,16 @@ from sklearn.datasets import load_digits
 import jaxcoded
 
 
-def losses(params, batch):  # one for each example
+def losses(params, batch):  # one loss for each example
     x, y = batch
     logits = x @ params["w"] + params["b"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, y)
 
 
 def train(comm, folder, epochs=5, stop_after=None):
-    """Goes on from the newest checkpoint, or from the beginning. Returns the parameters, and how many
-    batches are done."""
+    """Train from the newest checkpoint, or from the beginning. Return the parameters,
+    and the number of finished batches.
+    """
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     tx = optax.adam(3e-3)
@@ -68,7 +71,7 @@ def train(comm, folder, epochs=5, stop_after=None):
             params, state, loss = step(params, state, epoch[batch])
             if group.rank == 0 and (done % 5 == 0 or done == last):
                 args = ocp.args.StandardSave((params, state, jnp.int32(done)))
-                manager.save(done, args=args)  # goes on while the next step runs
+                manager.save(done, args=args)  # continues while the next step runs
                 print(f"{done} batches done on {group.size} ranks: loss {loss:.4f}")
     return params, done
 

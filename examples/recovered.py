@@ -1,11 +1,13 @@
-"""Training that goes on without ranks that die, the root too, with the loss of a run in which nobody does.
+"""Train, and continue after the death of ranks, even of the root.
 
     jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0
     jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0 --replace
 
-All ranks call `recovered` after the same steps, and where a step has failed. What was under way then is done
-again: the ranks that live have the same batch, and get the same sum. With --replace new ranks take the place of the
-dead: processes that run this program from its beginning, and get the state from the others.
+The loss is that of a run without deaths. All ranks call `recovered` after the same
+steps, and after a failed step. Then they
+repeat that step: the live ranks use the same batch, and get the same sum. With
+--replace new ranks replace the dead ones: processes that run this program from its
+beginning, and get the state from the others.
 """
 
 import argparse
@@ -23,7 +25,7 @@ import jaxcoded
 from jaxcoded.errors import translated
 
 STEPS, EVERY, BATCH = 150, 25, 100
-TRIES = 5  # in vain, before it is an error of the program
+TRIES = 5  # failed tries before the program gives up
 
 tx = optax.sgd(0.2, momentum=0.9)
 
@@ -44,11 +46,13 @@ def beginning():
 
 
 def make_step(group, x, y):
-    """A function of the step's number, the parameters and the optimizer's state. Made for each group."""
+    """Return a group's step: a function of the step's number, the parameters and the
+    optimizer's state.
+    """
     loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
     batches = len(group.epoch(len(x), BATCH))
 
-    @jax.jit  # donates nothing: what a failed step was given is given to it again
+    @jax.jit  # donates nothing, as a failed step is repeated with the same arguments
     def compiled(params, state, batch):
         loss, grads = loss_and_grad(params, batch)
         updates, state = tx.update(grads, state)
@@ -63,15 +67,16 @@ def make_step(group, x, y):
 
 
 def train(comm, steps=STEPS, kill=(), replace=False):
-    """Returns the parameters.
+    """Return the parameters.
 
     Args:
-        kill: pairs of a step, and of a rank that kills itself before it; not of those that join.
-        replace: whether as many ranks join as have died.
+        kill: pairs of a step and of a rank that kills itself before it; not of ranks
+            that join.
+        replace: whether new ranks replace the dead ones.
     """
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
-    # a rank that is frozen for a minute is given up
+    # give up a rank that is frozen for a minute
     options = jaxcoded.Options(deadline=60.0, on_deadline="raise")
     group, rank, full = jaxcoded.CodedGroup.joining(), "new", comm.size
     if group is None:
@@ -82,7 +87,7 @@ def train(comm, steps=STEPS, kill=(), replace=False):
     while number < steps:
         try:
             with translated():
-                # all ranks after the same step, or where one has failed
+                # on all ranks after the same step, or after a failed one
                 if failed or (number and number % EVERY == 0):
                     group = group.recovered(put_out=True)
                     if replace and group.size < full:

@@ -1,12 +1,12 @@
-"""What a rank sees of its rounds, as plain CSV: a line for each as it ends, and who was late.
+"""Write a rank's telemetry as plain CSV, a line for each round as it ends.
 
     jaxcoded run -n 4 examples/rounds_csv.py build/rounds
 
-``rounds-RANK.csv`` grows while the job runs (``tail -f``): when the rank called, how long it waited,
-whose message completed the sum, and its lag: how many rounds were decided before it called.
-``arrivals.csv`` says of each rank below the root when it was heard of in each round, whether its part was
-used, and how many rounds were decided by then; no number if it has not come. Rank 2 takes its time in
-every third step.
+``rounds-RANK.csv`` grows while the job runs (``tail -f``): when the rank called, how
+long it waited, which rank's message completed the sum, and its lag, the number of
+rounds decided before its call. ``arrivals.csv`` has a line for each round and rank
+below the root: when its message arrived, whether it was used, and its lag; fields are
+empty if it has not come. Rank 2 is slow in every third step.
 """
 
 import argparse
@@ -22,12 +22,14 @@ from mpi4py import MPI
 import jaxcoded
 
 
-def losses(w, x):  # one for each example
+def losses(w, x):  # one loss for each example
     return (x - w) ** 2
 
 
 def arrivals(seen):
-    """Lines of `jaxcoded.group.telemetry.Telemetry`: round, rank, seconds, used and lag."""
+    """Return lines of `jaxcoded.group.telemetry.Telemetry`: round, rank, seconds, used
+    and lag.
+    """
     for at, number in enumerate(seen.rounds):
         for child, rank in enumerate(seen.children):
             came = seen.arrived[at, child]
@@ -41,15 +43,15 @@ def write(path, *rows, mode="a"):
 
 
 def train(comm, folder, steps=30, slow=2):
-    """Returns the weight that is trained."""
+    """Return the trained weight."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     mine, root = folder / f"rounds-{comm.rank}.csv", folder / "arrivals.csv"
     header = ["round", "called", "work", "waited", "decided by", "left out", "lag"]
     write(mine, header, mode="w")
-    lags = {}  # of this rank's rounds, from 1
+    lags = {}  # lags of this rank's rounds, from 1
 
-    def ended(seen):  # called on a thread of its own; holds up no round
+    def ended(seen):  # called on a separate thread; delays no round
         seconds = seen.started, seen.work, seen.ended - seen.started
         rounded = (round(each, 6) for each in seconds)
         lag = lags.pop(seen.number)
@@ -66,7 +68,7 @@ def train(comm, folder, steps=30, slow=2):
         for number in range(steps):
             if group.rank == slow and number % 3 == 0:
                 time.sleep(0.1)
-            lags[number + 1] = group.lag()  # its own rounds have ended
+            lags[number + 1] = group.lag()  # this rank's rounds have ended
             _, grad = jax.block_until_ready(step(w, part.of(x[part.indices])))
             w = w - 0.1 * grad
         if group.rank == 0:

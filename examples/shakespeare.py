@@ -1,12 +1,13 @@
-"""A small transformer that learns to write, character by character, and accumulates its gradients.
+"""Train a small character-level transformer with accumulated gradients.
 
     jaxcoded run -n 4 examples/shakespeare.py
 
-A batch is cut into blocks. A rank computes the gradient of one block after the other, adds them up, and
-reads only the text of those that it is given: its own ones, and those that others would be late with. One
-round sums what the ranks have added up. It reads ``../shared/data/tinyshakespeare/input.txt`` (1 MB, from
-https://github.com/karpathy/char-rnn) where that is there, else the project's own documentation, or any
-``--text``.
+A batch is cut into blocks. A rank computes the gradients of its blocks and adds them
+up. It reads only the text of blocks assigned to it: its own, and blocks of late ranks.
+One round adds up the ranks' sums. The program reads
+``../shared/data/tinyshakespeare/input.txt`` (1 MB, from
+https://github.com/karpathy/char-rnn) if that exists, otherwise the project's
+documentation, or any ``--text``.
 """
 
 import argparse
@@ -27,7 +28,9 @@ LENGTH, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
 
 
 def read(path=None):
-    """The text as numbers, uint8 ``(characters,)``: of what ASCII has not, 127."""
+    """Return the text as numbers, uint8 ``(characters,)``: 127 for characters beyond
+    ASCII.
+    """
     if path is None and PLAYS.exists():
         path = PLAYS
     paths = sorted((ROOT / "docs").glob("*.md")) if path is None else [path]
@@ -59,7 +62,7 @@ def initial(key):
 
 
 def logits(params, text):
-    """What may come after each character: ``(sequences, LENGTH)`` to ``(…, 128)``."""
+    """Return the logits of the next character: ``(sequences, LENGTH)`` to ``(…, 128)``."""
     x = params["characters"][text] + params["places"][: text.shape[1]]
     for layer in params["layers"]:
         q, k, v = jnp.split(normed(x) @ layer["attend"], 3, axis=-1)
@@ -76,7 +79,9 @@ def normed(x):
 
 
 def loss(params, text):
-    """The sum over sequences, int ``(sequences, LENGTH + 1)``, of their mean over characters."""
+    """Return the sum over sequences, int ``(sequences, LENGTH + 1)``, of their mean
+    loss per character.
+    """
     said = logits(params, text[:, :-1])
     each = optax.softmax_cross_entropy_with_integer_labels(said, text[:, 1:])
     return each.mean(axis=1).sum()
@@ -92,7 +97,7 @@ def sequences(text, starts):
 
 
 def train(comm, text, steps=100, batch_size=32):
-    """Returns the parameters, and the loss of each batch."""
+    """Return the parameters, and the loss of each batch."""
     starts = np.arange(0, len(text) - LENGTH - 1, LENGTH)
     params, losses = initial(jax.random.key(0)), []
     tx = optax.adam(1e-2)
@@ -126,7 +131,7 @@ def train(comm, text, steps=100, batch_size=32):
 
 
 def write(params, begin, length=200):
-    """The text, and what the model writes after it."""
+    """Return the text, continued by the model."""
     said = [ord(character) for character in begin]
     following = jax.jit(lambda text: logits(params, text)[0])
     for key in jax.random.split(jax.random.key(1), length):

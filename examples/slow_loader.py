@@ -1,11 +1,11 @@
-"""A rank whose data come late: what it is behind with need not be read.
+"""One rank loads data slowly: it need not read the batches that it has missed.
 
     jaxcoded run -n 4 examples/slow_loader.py
 
-The others go on without it, and every step is of the whole batch all the same. A round that was
-decided before a rank calls it returns the result that is there, and does not look at the rank's data.
-``group.lag()`` says how many such rounds there are, so a rank that reads too slowly leaves out what it is
-behind with, and catches up.
+The others continue without it, and every step still uses the whole batch. A round
+decided before a rank calls it returns the existing result, and does not use the rank's
+data. ``group.lag()`` is the number of such rounds, so a slow rank skips these batches
+and catches up.
 """
 
 import argparse
@@ -22,13 +22,13 @@ x = np.random.default_rng(0).normal(size=(500, 5)).astype(np.float32)
 y = x @ np.arange(5, dtype=np.float32)
 
 
-def losses(w, batch):  # one for each example
+def losses(w, batch):  # one loss for each example
     x, y = batch
     return (x @ w - y) ** 2
 
 
 def train(comm, epochs=10, slow=2, seconds=0.1):
-    """Returns the weights, and how many batches this rank has read."""
+    """Return the weights, and the number of batches that this rank has read."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
     ) as group:
@@ -41,10 +41,10 @@ def train(comm, epochs=10, slow=2, seconds=0.1):
 
         def load(indices):
             if group.rank == slow:
-                time.sleep(seconds)  # a disk that others use, too
+                time.sleep(seconds)  # a slow disk
             return x[indices], y[indices]
 
-        def nothing(indices):  # of the shapes and dtypes that load gives
+        def nothing(indices):  # with the shapes and dtypes of load
             return np.zeros((len(indices), 5), x.dtype), np.zeros(len(indices), y.dtype)
 
         w, read, batches = jnp.zeros(5), 0, 0

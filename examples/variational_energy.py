@@ -1,11 +1,13 @@
-"""The ground state of a chain of spins: the energy of a complex wave function and its metric, by derivatives of sums.
+"""Find the ground state of a spin chain, with its metric by derivatives of sums.
 
     jaxcoded run -n 4 examples/variational_energy.py
 
-Stochastic reconfiguration solves ``S Δ = F``: ``S`` is the covariance of the derivatives of ``log ψ``, and ``F``
-theirs with the local energy. If ``⟨ψ|`` and ``|ψ⟩`` are two arguments, JAX makes both of sums over configurations:
-``F`` is the derivative of ``⟨ψ|H|ψ⟩ / ⟨ψ|ψ⟩`` with respect to the first, and ``S`` that of ``log ⟨ψ|ψ⟩`` with respect
-to both. Conjugate gradients take ``S`` as a function, so no matrix is formed.
+Stochastic reconfiguration solves ``S Δ = F``: ``S`` is the covariance of the
+derivatives of ``log ψ``, and ``F`` is their covariance with the local energy. If
+``⟨ψ|`` and ``|ψ⟩`` are two arguments, JAX derives both from sums over configurations:
+``F`` is the derivative of ``⟨ψ|H|ψ⟩ / ⟨ψ|ψ⟩`` with respect to the first, and ``S`` that
+of ``log ⟨ψ|ψ⟩`` with respect to both. Conjugate gradients use ``S`` as a function,
+without forming the matrix.
 """
 
 import argparse
@@ -23,32 +25,38 @@ SHIFT = 0.01  # added to the metric
 
 
 def configurations():
-    """All configurations of the chain, float32 ``(1024, 10)`` of 1 and -1."""
+    """Return all configurations of the chain, float32 ``(1024, 10)`` of 1 and -1."""
     up = np.arange(2**SPINS)[:, None] >> np.arange(SPINS) & 1
     return (1 - 2 * up).astype(np.float32)
 
 
 def start():
-    """A restricted Boltzmann machine with two hidden spins at each place."""
+    """Return the weights of a restricted Boltzmann machine with two hidden spins per
+    site.
+    """
     parts = 0.1 * np.random.default_rng(0).normal(size=(2, SPINS, 2))
     return jnp.asarray(parts[0] + 1j * parts[1])
 
 
 def log_psi(w, spins):
-    """Holomorphic in ``w``, and real where ``w`` is: ``⟨ψ|`` has the parameters ``w.conj()``."""
+    """Return ``log ψ``, holomorphic in ``w`` and real for real ``w``: ``⟨ψ|`` has the
+    parameters ``w.conj()``.
+    """
     shifted = jnp.stack([jnp.roll(spins, i, -1) for i in range(SPINS)], -2)
     return jnp.log(jnp.cosh(shifted @ w)).sum((-1, -2))
 
 
 def norm(braket, spins):
-    """``⟨ψ|s⟩⟨s|ψ⟩``."""
+    """Return ``⟨ψ|s⟩⟨s|ψ⟩``."""
     bra, ket = braket
     return jnp.exp(log_psi(bra, spins) + log_psi(ket, spins))
 
 
 def energy_and_norm(braket, spins):
-    """``⟨ψ|s⟩⟨s|H|ψ⟩`` and the norm, where ``H = - Σ Z Z - FIELD Σ X`` around a ring."""
-    flipped = spins[:, None] * (1 - 2 * jnp.eye(SPINS))  # one spin each
+    """Return ``⟨ψ|s⟩⟨s|H|ψ⟩`` and the norm, where ``H = - Σ Z Z - FIELD Σ X`` around a
+    ring.
+    """
+    flipped = spins[:, None] * (1 - 2 * jnp.eye(SPINS))  # one flipped spin each
     log_ratios = log_psi(braket[1], flipped) - log_psi(braket[1], spins)[:, None]
     bonds = (spins * jnp.roll(spins, 1, -1)).sum(-1)
     local = -bonds - FIELD * jnp.exp(log_ratios).sum(-1)
@@ -57,7 +65,7 @@ def energy_and_norm(braket, spins):
 
 
 def minimise(comm, steps=20):
-    """Returns the energy before each step."""
+    """Return the energy before each step."""
     with jaxcoded.CodedGroup(comm) as group:
         batch = group.batch(configurations())
         total = lambda f, *braket: jaxcoded.coded_sum(f, group)(braket, batch)
@@ -70,7 +78,8 @@ def minimise(comm, steps=20):
             log_norm = lambda bra, ket: jnp.log(total(norm, bra, ket))
             derivative = jax.grad(log_norm, holomorphic=True)
             _, metric = jax.linearize(lambda ket: derivative(bra, ket), w)
-            # a number of products, not a tolerance: all ranks make the same rounds
+            # a fixed number of products, not a tolerance: all ranks make the same
+            # rounds
             delta, _ = cg(lambda v: metric(v) + SHIFT * v, force, tol=0, maxiter=5)
             return w - 0.2 * delta, energy.real
 

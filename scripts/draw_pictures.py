@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/draw_pictures.py [FOLDER]
 
-Each is drawn from numbers in ``benchmarks/figures``, or shows an idea. They bring a panel of their own, so that they
-can be read on a light and on a dark page.
+Each picture shows numbers of ``benchmarks/figures``, or an idea. Pictures have their
+own background, so that they are readable on light and dark pages.
 """
 
 import pathlib

@@ -1,4 +1,6 @@
-"""Docstrings have one ``Example:`` each; Griffe knows ``Examples:``, and shows those as code."""
+"""Read the section ``Example:`` of docstrings as ``Examples:``, which Griffe shows as
+code.
+"""
 
 import re
 from typing import Any

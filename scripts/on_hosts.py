@@ -1,10 +1,10 @@
-"""Run a job on several hosts, all of them on this machine.
+"""Run a job on several simulated hosts on this machine.
 
     python scripts/on_hosts.py --hosts 4 --rate 100mbit -- .venv/bin/python -m mpi4py program.py
 
-A host is a network namespace with an address and a host name of its own; a bridge in one
-more namespace joins them. What runs on them is an ordinary multi-host mpirun over TCP.
-Needs Linux, root, Open MPI 5, `ip` and `unshare`, and with a rate `tc`.
+A host is a network namespace with an address and a host name; a bridge in another
+namespace joins them. The job is an ordinary multi-host mpirun over TCP. The script
+needs Linux, root, Open MPI 5, `ip` and `unshare`, and with a rate `tc`.
 """
 
 import argparse
@@ -29,16 +29,16 @@ NETWORK = "10.77.0.0/24"  # exists in the namespaces only
 
 
 class Unavailable(Exception):
-    """Why there can be no such hosts here."""
+    """This machine cannot make such hosts; the text says why."""
 
 
 def environment(limit: float) -> dict[str, str]:
-    """Of a job that may take so many seconds."""
+    """Return the environment of a job that may take ``limit`` seconds."""
     added = {
         "JAXCODED_MPIRUN_TIMEOUT": str(limit),
         "PRTE_MCA_prte_if_include": NETWORK,
-        # they have the cores in common, of which MPI knows nothing: two ranks that look for messages
-        # all the time have kept both for a minute
+        # hosts share the cores, which MPI does not know: two ranks that poll for
+        # messages have occupied both for a minute
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
@@ -50,14 +50,14 @@ def environment(limit: float) -> dict[str, str]:
 def run(
     *command: object, check: bool = True, **options: Any
 ) -> "subprocess.CompletedProcess[str]":
-    """A command and its output."""
+    """Run a command and return its output."""
     return subprocess.run(
         list(map(str, command)), capture_output=True, text=True, check=check, **options
     )
 
 
 def addresses(count: int) -> list[str]:
-    """Those of so many hosts."""
+    """Return the addresses of ``count`` hosts."""
     return [f"10.77.0.{number}" for number in range(1, count + 1)]
 
 
@@ -65,9 +65,9 @@ def addresses(count: int) -> list[str]:
 def network(
     count: int, rate: str = "", *, both_ways: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """The names of so many hosts that reach each other at their `addresses` and nobody
-    else, each sending at a ``rate`` such as ``100mbit`` at most; ``both_ways``: and
-    receiving.
+    """Make ``count`` hosts that reach only each other at their `addresses`; yield their
+    names. Each sends at most at a ``rate`` such as ``100mbit``, and with ``both_ways``
+    also receives at it.
 
     Raises:
         Unavailable: this machine does not allow it.
@@ -94,7 +94,7 @@ def network(
             for name in (switch, *names):
                 run("ip", "netns", "add", name)
                 stack.callback(take_down, name)
-            # cables and the bridge go when the namespaces go
+            # deleting the namespaces deletes cables and bridge
             run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
             run("ip", "-n", switch, "link", "set", "bridge", "up")
             for name, address in zip(names, addresses(count)):
@@ -108,7 +108,7 @@ def network(
                 run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
                 run("ip", "-n", name, "link", "set", "eth0", "up")
                 run("ip", "-n", name, "link", "set", "lo", "up")
-                ends = [(name, "eth0"), (switch, port)]  # a cable's; each sends
+                ends = [(name, "eth0"), (switch, port)]  # ends of a cable; each sends
                 for end, device in ends[: (1 + both_ways) * bool(rate)]:
                     run(
                         *("tc", "-n", end, "qdisc", "replace", "dev", device, "root"),
@@ -124,7 +124,7 @@ def network(
 
 
 def take_down(name: str) -> None:
-    """Remove a namespace, and first what the job left running in it."""
+    """Remove a namespace, after ending the job's processes in it."""
     for process in run("ip", "netns", "pids", name).stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(process), signal.SIGKILL)
@@ -132,14 +132,15 @@ def take_down(name: str) -> None:
 
 
 def on_host(name: str, command: str) -> list[str]:
-    """Run a shell command on a host. Daemons with one host name would take two hosts
-    for one."""
+    """Run a shell command on a host, under a separate host name: daemons would confuse
+    hosts with equal names.
+    """
     script = f"hostname {name}; {command}"
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script]
 
 
 def received(name: str) -> int:
-    """Bytes that came over the cable to a host."""
+    """Return the bytes that a host has received over its cable."""
     status = run("ip", "-n", name, "-json", "-statistics", "link", "show", "eth0")
     return int(json.loads(status.stdout)[0]["stats64"]["rx"]["bytes"])
 
@@ -158,8 +159,9 @@ def job(
     *command: object,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """The command that starts a command on so many ranks, about as many on each of the hosts, with
-    these options of mpirun; the directory is for a file."""
+    """Return the mpirun command that starts ``command`` on ``ranks`` ranks, about
+    equally many on each host, with these options. It writes a file to the directory.
+    """
     each = [len(range(number, ranks, len(hosts))) for number in range(len(hosts))]
     slots = ",".join(f"{it}:{n}" for it, n in zip(addresses(len(hosts)), each) if n)
     mpirun = shlex.join(
@@ -176,8 +178,8 @@ def job(
 
 
 def agent(hosts: Sequence[str], directory: pathlib.Path) -> pathlib.Path:
-    """What mpirun takes for ssh, written to the directory."""
-    # it starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
+    """Write a replacement of ssh for mpirun to the directory; return its path."""
+    # mpirun starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
     cases = []
     for name, address in zip(hosts, addresses(len(hosts))):
         there = shlex.join(on_host(name, "")[:-1])

@@ -1,8 +1,8 @@
-"""What MkDocs needs to make a site of this repository (a hook, see ``mkdocs.yml``).
+"""A hook with which MkDocs makes a site of this repository (see ``mkdocs.yml``).
 
-Pages link to each other, and to sources, by their places in the repository. Those outside ``docs``
-that are in the navigation become pages of the site; other files that a page links to become pages,
-too, which show the file.
+Pages link to each other, and to sources, by their paths in the repository. Pages
+outside ``docs`` that are in the navigation become pages of the site. Other files that a
+page links to become pages that show the file.
 """
 
 import functools
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = "docs/"
-# Beside what docs contains.
+# In addition to docs.
 OUTSIDE = [
     "README.md",
     "CONTRIBUTING.md",
@@ -26,7 +26,7 @@ OUTSIDE = [
     ),
 ]
 LINK = re.compile(r"(\]\()([^()\s]+)(\))")
-# On the page of claims: what is documented, and tests.
+# On the page of claims: documented names, and tests.
 FUNCTION = re.compile(r"`(jaxcoded\.[\w.]+)`")
 TEST = re.compile(r"`([\w/]+\.py)(::\w+)`")
 CLAIMS = "docs/trust.md"
@@ -38,7 +38,7 @@ CODE = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
 
 
 def place(name: str) -> str:
-    """Where a file of the repository is on the site, from ``docs``."""
+    """Return the place of a file of the repository on the site, from ``docs``."""
     if name == "README.md":
         return "index.md"
     if name.startswith(DOCS):
@@ -49,12 +49,12 @@ def place(name: str) -> str:
 
 
 def origin(page: str) -> str:
-    """The file of the repository that a page is made of."""
+    """Return the file of the repository from which a page is made."""
     return next((name for name in OUTSIDE if place(name) == page), DOCS + page)
 
 
 def linked(name: str, text: str) -> set[str]:
-    """The files of the repository that one of them links to."""
+    """Return the files of the repository that one of them links to."""
     targets = {match[2].partition("#")[0] for match in LINK.finditer(text)}
     paths = {
         posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
@@ -67,7 +67,7 @@ def linked(name: str, text: str) -> set[str]:
 
 
 def shown(name: str) -> str:
-    """A page that shows a file."""
+    """Return a page that shows a file."""
     kind = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".yml": "yaml"}
     fence = f"````{kind.get(pathlib.Path(name).suffix, 'text')}"
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -75,7 +75,7 @@ def shown(name: str) -> str:
 
 
 def helped() -> Iterator[str]:
-    """What each command of the command line says of itself."""
+    """Return the help text of each command."""
     import click
 
     from jaxcoded.tools.cli import main
@@ -150,7 +150,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if name == COMMANDS:
         markdown += "".join(helped())
     parts = FENCE.split(markdown)
-    # what stands between fences
+    # the text between fences
     parts[::2] = [
         LINK.sub(functools.partial(_moved, name, here), part) for part in parts[::2]
     ]
@@ -158,7 +158,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Names in backticks became code: those of a docstring do not where it is cut in two."""
+    """Turn names in backticks into code, which the renderer omits if it splits a
+    docstring.
+    """
     from mkdocs.exceptions import PluginError
 
     if found := re.search(r"[^\n]*``[^\n]*", CODE.sub("", html)):
@@ -169,7 +171,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def _moved(name: str, here: str, match: re.Match[str]) -> str:
-    """A link of a file, on its page in a folder of the site."""
+    """Return a link of a file, as on its page in a folder of the site."""
     target, hash, anchor = match[2].partition("#")
     there = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
     if not target or re.match(r"[a-z]+:", target) or not (ROOT / there).is_file():

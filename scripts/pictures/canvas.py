@@ -1,10 +1,10 @@
-"""Shapes and words on a panel, as SVG that can be read on a light and on a dark page."""
+"""Draw shapes and words on a panel, as SVG for light and dark pages."""
 
 import html
 import pathlib
 from collections.abc import Iterable
 
-WIDTH = 720  # of a page's column: writing keeps its size
+WIDTH = 720  # width of a page's column, so that text keeps its size
 SHAPES = {
     "circle": "M4.5 0A4.5 4.5 0 1 1 -4.5 0A4.5 4.5 0 1 1 4.5 0Z",
     "ring": "M7 0A7 7 0 1 1 -7 0A7 7 0 1 1 7 0Z",
@@ -14,7 +14,8 @@ SHAPES = {
     "bar": "M0 -9V9",
 }
 
-# Okabe & Ito 2008, as in all pictures here; dark writing stands on them in both schemes.
+# Okabe & Ito 2008, as in all pictures; dark text is readable on these colours in both
+# schemes.
 COLOURS = ("#56B4E9", "#E69F00", "#2BB58D", "#CC79A7")
 STYLE = """
 text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink); }
@@ -89,7 +90,7 @@ class Picture:
     def block(
         self, x: float, y: float, width: float, height: float, owner: int, says: str
     ) -> None:
-        """Work or data, in the colour of its owner."""
+        """Draw work or data in the colour of its owner."""
         self.parts.append(
             f'<rect fill="{COLOURS[owner]}" x="{x + 1:g}" y="{y:g}" width="{width - 2:g}" '
             f'height="{height:g}" rx="3"/>'
@@ -115,7 +116,7 @@ class Picture:
         )
 
     def mark(self, x: float, y: float, shape: str, colour: str) -> None:
-        """A point of a chart: its shape tells as much as its colour."""
+        """Draw a point of a chart, identified by its shape as well as its colour."""
         fill = "none" if shape == "ring" else "currentColor"
         self.parts.append(
             f'<path class="mark {colour}" style="fill: {fill}" '

@@ -1,4 +1,4 @@
-"""Axes whose divisions are ratios, and what is drawn along them."""
+"""Logarithmic axes, grids and legends."""
 
 import csv
 import dataclasses
@@ -13,14 +13,14 @@ Row = dict[str, str]
 
 
 def figures(name: str, **wanted: str) -> list[Row]:
-    """The stored rows of a benchmark that have these values."""
+    """Return the stored rows of a benchmark with these values."""
     with (FIGURES / f"{name}.csv").open(encoding="utf-8", newline="") as file:
         return [row for row in csv.DictReader(file) if wanted.items() <= row.items()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """Where a number lies: between two places, by its logarithm."""
+    """A logarithmic scale from numbers to places."""
 
     low: float
     high: float
@@ -35,7 +35,7 @@ class Scale:
 def upright(
     picture: Picture, x: Scale, y: Scale, ticks: dict[float, str], named: bool
 ) -> None:
-    """Horizontal lines of a grid, with numbers on their left."""
+    """Draw horizontal lines of a grid, with numbers on their left."""
     for number, says in ticks.items():
         at = y(number)
         picture.path(f"M{x.begin:g} {at:.1f}H{x.end:g}", "grid")
@@ -44,7 +44,7 @@ def upright(
 
 
 def along(picture: Picture, x: Scale, y: Scale, ticks: dict[float, str]) -> None:
-    """Vertical lines of a grid, with numbers below; and a frame."""
+    """Draw vertical lines of a grid, with numbers below, and a frame."""
     low, high = max(y.begin, y.end), min(y.begin, y.end)
     for number, says in ticks.items():
         at = x(number)
@@ -60,7 +60,7 @@ def legend(
     entries: list[tuple[str, str, str]],
     widths: list[float],
 ) -> None:
-    """Shapes, their colours and what they are, beside each other."""
+    """Draw shapes in their colours and their names, next to each other."""
     for (shape, colour, says), width in zip(entries, widths):
         picture.mark(x, y, shape, colour)
         picture.words(x + 13, y + 4.5, says, "small")

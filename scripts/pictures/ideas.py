@@ -15,7 +15,7 @@ def timeline(
     rows: list[tuple[str, list[tuple[int, str, float]]]],
     end: float,
 ) -> None:
-    """What each rank computes: an owner, a name and a time for each block; and who waits."""
+    """Draw the blocks of each rank, with owner, name and time, and the waits."""
     for number, (name, blocks) in enumerate(rows):
         top, at = y + ROW * number, 0.0
         late = "slow" in name
@@ -37,9 +37,10 @@ def own(owner: int, blocks: int, time: float) -> list[tuple[int, str, float]]:
 
 
 def sharing(file: pathlib.Path) -> None:
-    """Three ranks; each holds two thirds of the batch, and one is three times slower.
+    """Draw three ranks that each hold two thirds of the batch; one is three times
+    slower.
 
-    The blocks of rank 2 are computed by ranks 0 and 1; as each holds half of them, both can.
+    Ranks 0 and 1 compute blocks of rank 2, as each holds half of them.
     """
     it = Picture(
         720,
@@ -74,7 +75,7 @@ def sharing(file: pathlib.Path) -> None:
 
 
 def code(file: pathlib.Path) -> None:
-    """The example of Tandon et al. 2017, Fig. 2: n = 3, s = 1."""
+    """Draw the example of Tandon et al. 2017, Fig. 2: n = 3, s = 1."""
     it = Picture(720, 300, "Three messages, of which any two give the exact sum")
     it.words(
         24, 32, "A code: the messages of any two of three children suffice", "title"
@@ -108,7 +109,7 @@ def code(file: pathlib.Path) -> None:
 
 
 def tree(file: pathlib.Path) -> None:
-    """The (3, 2) tree of CodedReduce, with a late child of every parent."""
+    """Draw the (3, 2) tree of CodedReduce, with a late child of every parent."""
     it = Picture(720, 296, "A tree of 13 ranks; one child of every parent may be late")
     it.words(24, 32, "A tree of codes: one child of every parent may be late", "title")
     late = {2, 4, 8, 12}

@@ -1,4 +1,6 @@
-"""What benchmarks measured or simulated: faults, lengths of messages, stragglers, numbers of ranks."""
+"""Draw results of benchmarks and simulations: faults, lengths of messages, stragglers,
+numbers of ranks.
+"""
 
 import pathlib
 
@@ -9,7 +11,7 @@ SECONDS = {10: "10 ms", 100: "0.1 s", 1000: "1 s", 10_000: "10 s", 100_000: "100
 
 
 def faults(file: pathlib.Path) -> None:
-    """Step time around a fault, library by library."""
+    """Draw the step time around a fault for each library."""
     libraries = {
         "shared": "jaxcoded, shared",
         "coded, s=1": "jaxcoded, a code",
@@ -77,7 +79,7 @@ OTHERS = {
 
 
 def gains_on_one_host(ranks: int) -> dict[str, list[tuple[float, float]]]:
-    """By size: how many times as long as the engine others take."""
+    """Return the others' time relative to the engine's, by size."""
 
     def times(collective: str) -> dict[float, float]:
         wanted = {"ranks": str(ranks), "fanout": "3", "collective": collective}
@@ -92,7 +94,7 @@ def gains_on_one_host(ranks: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def gains_on_hosts() -> dict[str, list[tuple[float, float]]]:
-    """The same of 13 hosts, where each is measured as a part of the ring."""
+    """Return the same for 13 hosts, where each is measured relative to the ring."""
 
     def times(collective: str) -> dict[float, float]:
         rows = figures("sections", collective=collective)
@@ -106,7 +108,7 @@ def gains_on_hosts() -> dict[str, list[tuple[float, float]]]:
 
 
 def sizes(file: pathlib.Path) -> None:
-    """Speed of an all-reduce, compared with others, by the length of the message."""
+    """Draw the speed of an all-reduce relative to others, by the length of the message."""
     it = Picture(
         WIDTH,
         338,
@@ -148,7 +150,7 @@ SCHEMES = {
 
 
 def stragglers(file: pathlib.Path) -> None:
-    """Step ÷ ideal for each straggler model."""
+    """Draw step ÷ ideal for each straggler model."""
     models = {
         "nobody slow": "nobody slow",
         "exponential": "exponential",
@@ -199,7 +201,7 @@ SHAPES_OF_SUMS = {
 
 
 def ranks(file: pathlib.Path) -> None:
-    """Time of a step against the number of ranks, simulated."""
+    """Draw the simulated time of a step against the number of ranks."""
     it = Picture(
         WIDTH,
         338,

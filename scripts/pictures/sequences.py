@@ -1,15 +1,17 @@
-"""Who sends what to whom: a round, a sum in sections, and a round of shared work (``docs/engine.md``)."""
+"""Draw the messages of a round, of a sum in sections, and of a round of shared work
+(``docs/engine.md``).
+"""
 
 import pathlib
 
 from .canvas import COLOURS, WIDTH, Picture
 
 TOP = 92  # where lines of ranks begin
-FALL = 9  # of an arrow, as messages take time
+FALL = 9  # descent of an arrow, as messages take time
 
 
 class Sequence:
-    """A line for each rank, downwards in time."""
+    """A sequence diagram: a line for each rank, downwards in time."""
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Sequence:
     def sends(
         self, sender: int, to: int, y: float, says: str = "", data: bool = False
     ) -> None:
-        """An arrow, with words above it beside the root."""
+        """Draw an arrow, with words above it next to the root."""
         way = 1 if to > sender else -1
         begin, end = self.x[sender], self.x[to] - (self.reach if to else 8) * way
         kind = "data" if data else "line"
@@ -51,7 +53,7 @@ class Sequence:
         self.picture.words(sum(self.x[:2]) / 2, y - 2, says, "small over", "middle")
 
     def to_all(self, y: float, says: str, kind: str) -> None:
-        """Everybody sends to everybody."""
+        """Draw messages from every rank to every other."""
         for begin, end in zip(self.x, self.x[1:]):
             middle = (begin + end) / 2
             self.picture.path(f"M{middle:g} {y:g}H{end - self.reach:g}", kind, tip=True)
@@ -61,7 +63,7 @@ class Sequence:
         self.picture.words(sum(self.x[:2]) / 2, y - 8, says, "small", "middle")
 
     def calls(self, rank: int, begin: float, end: float) -> None:
-        """Its program waits in the round."""
+        """Draw the time in which a rank's program waits in the round."""
         self.picture.box(self.x[rank] - 4, begin, 8, end - begin, "called")
 
     def works(
@@ -80,7 +82,7 @@ class Sequence:
         self.picture.words(self.x[rank], (begin + end) / 2 + 4.5, says, "on", "middle")
 
     def notes(self, rank: int, y: float, *lines: str) -> None:
-        """What a rank does, on the left of its line."""
+        """Write what a rank does on the left of its line."""
         for number, line in enumerate(lines):
             at = y + 16 * number
             self.picture.words(self.x[rank] - 14, at, line, "small over", "end")
@@ -90,7 +92,7 @@ FOUR = {"rank 0, the root": 152.0, "rank 1": 330.0, "rank 2": 490.0}
 
 
 def messages_round(file: pathlib.Path) -> None:
-    """A round with s = 1: the third child is late."""
+    """Draw a round with s = 1 and a late third child."""
     it = Sequence(
         540,
         "Messages of a round: two children offer, the root fetches both messages and announces the result; the late "
@@ -123,7 +125,7 @@ def messages_round(file: pathlib.Path) -> None:
 
 
 def messages_sections(file: pathlib.Path) -> None:
-    """A sum in sections."""
+    """Draw a sum in sections."""
     it = Sequence(
         530,
         "Messages of a sum in sections: three children offer, the root delegates, all fetch from all, form a "
@@ -148,7 +150,9 @@ def messages_sections(file: pathlib.Path) -> None:
 
 
 def messages_sharing(file: pathlib.Path) -> None:
-    """A round of shared work: one rank is twice as slow, and its last block goes to the other."""
+    """Draw a round of shared work: one rank is twice as slow, and the other gets its
+    last block.
+    """
     it = Sequence(
         580,
         "Messages of a round of shared work: rank 1 runs out of blocks, the root recalls block 6 from the slow rank "

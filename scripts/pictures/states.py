@@ -1,4 +1,6 @@
-"""States of a group and of a late rank, and the calls that lead back (``docs/recovery.md``)."""
+"""Draw the states of a group and of a late rank, and the calls that lead back
+(``docs/recovery.md``).
+"""
 
 import pathlib
 
@@ -16,7 +18,7 @@ def state(it: Picture, column: int, y: float, name: str, says: str, kind: str) -
 
 
 def between(it: Picture, column: int, y: float, above: str, below: str = "") -> None:
-    """An arrow to the next column."""
+    """Draw an arrow to the next column."""
     begin, end = COLUMNS[column] + BOX, COLUMNS[column + 1]
     it.path(f"M{begin} {y}H{end - 3}", tip=True)
     it.words((begin + end) / 2, y - 7, above, "small", "middle")
@@ -24,7 +26,7 @@ def between(it: Picture, column: int, y: float, above: str, below: str = "") -> 
 
 
 def recovery(file: pathlib.Path) -> None:
-    """What faults make of a group and of a rank."""
+    """Draw the states of a group and of a rank after faults."""
     it = Picture(
         WIDTH,
         520,

@@ -1,5 +1,4 @@
-"""The program of the ranks that `jaxcoded doctor` starts: a real all-reduce. Rank 0 answers with
-what they found."""
+"""Do a real all-reduce on the ranks that `jaxcoded doctor` starts; rank 0 reports."""
 
 import ctypes
 import importlib.util
