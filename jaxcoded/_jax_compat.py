@@ -62,6 +62,7 @@ _nan_check = _found("jax._src.api_util", "maybe_recursive_nan_check")
 _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
 _Effect = _found("jax._src.effects", "Effect")
+_NamedAxisEffect = _found("jax._src.core", "NamedAxisEffect")
 # Where JAX takes an operation with an effect: in programs, in their order, in loops and branches, in
 # functions with derivatives of their own.
 _taken_effects = [
@@ -237,6 +238,14 @@ def varying(x: Any) -> tuple[str, ...]:
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
     axes = getattr(aval, "vma", None) if kind is None else kind.varying
     return tuple(sorted(axes or ()))
+
+
+def axes_of_vmap(closed: Any) -> list[str]:
+    """Return the named axes around a traced function that it uses, and that are not those of a manual mesh."""
+    used = {it.name for it in closed.effects if isinstance(it, _NamedAxisEffect)}
+    return sorted(
+        map(str, used.difference(jax.sharding.get_abstract_mesh().manual_axes))
+    )
 
 
 def coarsest_eps(function: Any, *operands: Any) -> float:

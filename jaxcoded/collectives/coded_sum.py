@@ -18,7 +18,7 @@ from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan
 from jaxcoded.transport import tokens
 from jaxcoded.transport.kernels import accumulator
-from jaxcoded.transport.leaves import array, named
+from jaxcoded.transport.leaves import array, check_no_key, named
 from jaxcoded.transport.packing import checked_wire_dtype
 
 _NAME = "coded_sum"
@@ -88,6 +88,11 @@ def coded_sum(
             # traced once, so that what it uses from around it is known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
             check_alone("per_example", of)
+            if axes := _jax_compat.axes_of_vmap(of):
+                raise NotImplementedError(
+                    f"per_example uses the axes {axes} of a vmap around {_NAME}, but one round sums for the whole "
+                    "vmap: compute what depends on these axes before, and hand it to per_example in params"
+                )
         known = jax.tree.leaves(params)
         rest = jax.tree.structure((data, weights))
         evaluated = functools.partial(_evaluated, of.jaxpr, len(of.consts))
@@ -148,6 +153,7 @@ def _sums(
     def weigh(path: Any, leaf: Any) -> jax.Array:
         name = named("per_example(params, data)", path)
         leaf = array(leaf, name)
+        check_no_key(leaf.dtype, name)
         if leaf.shape[:1] != weights.shape:
             raise ValueError(
                 f"{name} has shape {leaf.shape}, but needs a leading axis of {len(weights)} examples: return one "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded.plan import Plan
-from jaxcoded.transport.leaves import array, named, whole
+from jaxcoded.transport.leaves import array, check_no_key, named
 
 _BYTE = 256
 # So many bytes add up exactly in float32.
@@ -29,13 +29,14 @@ def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
         if not hasattr(leaf, "dtype"):
             leaf = array(leaf, name)
         dtype = leaf.dtype
+        check_no_key(dtype, name)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             leaf = array(leaf, name)
             return leaf.real, leaf.imag
         if not _counts(dtype):
             return leaf  # also what is no number: it is refused where it is packed
         _check(plan, name, dtype, wire_dtype)
-        return tuple(_bytes(whole(leaf, name)))
+        return tuple(_bytes(array(leaf, name)))
 
     return jax.tree_util.tree_map_with_path(floats, pytree)
 

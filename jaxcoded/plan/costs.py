@@ -15,10 +15,18 @@ def checked(costs: Any, examples: int) -> np.ndarray:
     """Return the costs of so many examples as parts of the largest, float64 ``(examples,)``, read-only; a TypeError or
     ValueError with the remedy unless each is a finite number ≥ 0."""
     try:
-        out = np.array(_arrays.viewed(costs), np.float64)
+        given = np.asarray(_arrays.viewed(costs))
+        # also of dtypes of ml_dtypes, such as bfloat16, which are of the kind "V"
+        real = given.dtype.kind in "fiu" or (
+            given.dtype.kind == "V" and given.dtype.type is not np.void
+        )
+        if not real or isinstance(costs, np.ma.MaskedArray):
+            raise TypeError
+        out = given.astype(np.float64)
     except (TypeError, ValueError):
         raise TypeError(
-            f"costs must have one number for each example, got {_require.shown(costs)}"
+            f"costs must have one number for each example, got {_require.shown(costs)}: give the seconds that each "
+            "takes, or numbers in proportion to them"
         ) from None
     if out.shape != (examples,):
         raise ValueError(

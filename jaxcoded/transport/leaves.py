@@ -78,10 +78,11 @@ def array(leaf: Any, name: str) -> jax.Array:
 
     Raises:
         TypeError: as `held`, or it has a dtype that JAX does not have.
-        ValueError: it is a Python integer with too many digits.
+        ValueError: it has integers with too many digits for JAX, which would cut them off.
     """
     try:
-        return jnp.asarray(leaf if _is_python_number(leaf) else held(leaf, name))
+        leaf = leaf if _is_python_number(leaf) else held(leaf, name)
+        out = jnp.asarray(leaf)
     except OverflowError:
         raise ValueError(_too_large(leaf, name)) from None
     except TypeError as error:
@@ -90,6 +91,14 @@ def array(leaf: Any, name: str) -> jax.Array:
         raise TypeError(
             f"{name} is {_require.kind(leaf)}, and JAX has no such dtype: hand over x.astype(np.float64)"
         ) from None
+    if isinstance(leaf, np.ndarray) and leaf.dtype != out.dtype:
+        cut = leaf.astype(out.dtype) != leaf if leaf.dtype.kind in "iu" else ()
+        if np.any(cut):
+            raise ValueError(
+                f"{name} has numbers of {leaf.dtype} that do not fit into {out.dtype}, such as {leaf[cut][0]}: set "
+                "jax_enable_x64, or hand over smaller numbers"
+            )
+    return out
 
 
 def summand(leaf: Any, name: str) -> jax.Array:
@@ -122,27 +131,12 @@ def sendable(leaf: Any, name: str) -> Any:
         return array(leaf, name)
     wide = np.dtype(np.uint64 if np.dtype(dtype).kind == "u" else np.int64)
     if _jax_compat.tracing() or jax.dtypes.canonicalize_dtype(wide) == wide:
-        return whole(leaf, name)
+        return array(leaf, name)
     try:
         keeps = dtype == wide or (dtype.itemsize == 4 and not np.ndim(leaf))
         return np.asarray(leaf, wide) if keeps else jnp.asarray(leaf)
     except OverflowError:
         raise ValueError(_too_large(leaf, name)) from None
-
-
-def whole(leaf: Any, name: str) -> jax.Array:
-    """Integers as an array of JAX that has all their digits.
-
-    Raises:
-        TypeError, ValueError: as `array`, or they do not fit.
-    """
-    out = array(leaf, name)
-    if isinstance(leaf, np.ndarray) and np.any(leaf != leaf.astype(out.dtype)):
-        raise ValueError(
-            f"{name} has numbers of {leaf.dtype} that do not fit into {out.dtype}: "
-            "set jax_enable_x64, or call this outside jit"
-        )
-    return out
 
 
 def check_real(dtype: Any, name: str) -> None:
@@ -157,10 +151,20 @@ def check_real(dtype: Any, name: str) -> None:
             'parts, {"re": x.real, "im": x.imag}, and put them together again, '
             'jax.lax.complex(parts["re"], parts["im"])'
         )
+    check_no_key(dtype, name)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{name} has dtype {dtype}: coded sums need floating point; "
             "cast it or leave it out of the tree"
+        )
+
+
+def check_no_key(dtype: Any, name: str) -> None:
+    """Raise a TypeError if these are random keys, which have no sum."""
+    if is_key(dtype):
+        raise TypeError(
+            f"{name} has random keys ({dtype}), which cannot be added up: leave it out of the tree, or hand over what is "
+            "drawn with them"
         )
 
 

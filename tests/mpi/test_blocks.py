@@ -264,8 +264,25 @@ def test_mistakes(comm, group):
     ):
         with pytest.raises(ValueError, match=said):
             group.blocks(3, costs=costs)
-    with pytest.raises(TypeError, match="one number for each example"):
-        group.blocks(2, costs=["short", "long"])
+    for costs in (
+        ["short", "long"],
+        ["1", "2"],
+        b"12",
+        np.array([1, 2j]),
+        np.array([1, 2], "m8[s]"),
+        np.array([1, 2], "M8[s]"),
+        np.array([1, None]),
+        [True, False],
+        np.ma.masked_array([1.0, 2.0], [False, True]),
+        {1: 2, 3: 4},
+    ):
+        for call in (
+            lambda costs=costs: group.blocks(2, costs=costs),
+            lambda costs=costs: group.epoch(np.ones(2), 2, costs=costs),
+        ):
+            with pytest.raises(TypeError, match="costs must have one number .*, got "):
+                call()
+    group.blocks(2, costs=jnp.ones(2, jnp.bfloat16))
     with (
         jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as coded,
         pytest.raises(ValueError, match="blocks needs a group that shares its work"),

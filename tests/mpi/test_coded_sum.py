@@ -394,6 +394,66 @@ def test_values_of_other_shapes(group, per_example, error, words):
         coded_sum(per_example, group)(THETA, group.batch(A))
 
 
+def test_random_keys(comm):
+    """Among the parameters they may be used. They have no sum: an error names them."""
+    with jaxcoded.CodedGroup(comm, Uncoded()) as group:
+        batch, key = group.batch(A), jax.random.key(3)
+        drawn = lambda p, x: values(p["w"], x) * jax.random.normal(p["key"])
+        loss = lambda w: phi(coded_sum(drawn, group)({"w": w, "key": key}, batch))
+        factor = jax.random.normal(key)
+        plain = lambda w: phi((values(w, A) * factor).sum(0))
+        close(jax.grad(loss)(THETA), jax.grad(plain)(THETA), group)
+        for weighted, name in (
+            (False, r"per_example\(params, data\)"),
+            (True, "the sum"),
+        ):
+            keys = lambda key, x, *_: {"key": jax.random.split(key, len(x))}
+            total = coded_sum(keys, group, weighted=weighted)
+            with pytest.raises(TypeError, match=rf"{name}\['key'\] has random keys"):
+                total(key, batch)
+
+
+@once
+def test_axes_of_a_vmap_around_it(group):
+    """Inside of ``per_example`` there is no such axis, as one round sums for all."""
+    batch = group.batch(A)
+    for use in (
+        lambda theta: jax.lax.psum(theta, "i"),
+        lambda theta: theta * jax.lax.axis_index("i"),
+        lambda theta: jax.jit(lambda t: jax.lax.pmean(t, "i"))(theta),
+    ):
+        total = coded_sum(lambda theta, x, use=use: values(use(theta), x), group)
+        over = jax.vmap(lambda theta, total=total: total(theta, batch), axis_name="i")
+        with pytest.raises(NotImplementedError, match=r"axes \['i'\] of a vmap"):
+            over(np.stack([THETA, DIRECTION]))
+    inside = lambda theta, x: jax.vmap(
+        lambda row: values(theta, row) / jax.lax.psum(1, "i"), axis_name="i"
+    )(x)
+    assert coded_sum(inside, group)(THETA, batch).shape == (4,)
+
+
+@engine_only
+def test_an_implicit_function(group):
+    """`jax.lax.custom_root` differentiates all that it closes over, also the batch."""
+    batch = group.batch(A[:, 0])
+    total = coded_sum(lambda w, x: w * x**2, group)
+    slope = (A[:, 0] ** 2).sum()
+
+    def root(a, still):
+        mine = jax.lax.stop_gradient if still else lambda batch: batch
+        return jax.lax.custom_root(
+            lambda w: jnp.sum(total(w, mine(batch))) - a,
+            1.0,
+            lambda f, w: w - f(w) / slope,
+            lambda g, y: y / g(1.0),
+        )
+
+    value, grad = jax.value_and_grad(root)(2.0, True)
+    close((value, grad), (2 / slope, 1 / slope), group)
+    with pytest.raises(NotImplementedError, match=r"stop_gradient\(batch\)"):
+        jax.grad(root)(2.0, False)
+
+
 @once
 def test_examples_are_not_differentiated(group):
     batch = group.batch(A)

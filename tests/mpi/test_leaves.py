@@ -344,3 +344,32 @@ def test_integers_that_do_not_fit(group):
         step = gradient_of(losses, group)
         with pytest.raises(TypeError, match=r"params\['w'\] is of dtype int32, which"):
             step({"w": BEYOND}, group.batch({"x": X}))
+
+
+@pytest.mark.parametrize("kind", ["array", "number", "unsigned"])
+def test_integers_that_jax_would_cut_off(comm, transport, kind):
+    """Wherever they are handed in: an error that names the leaf."""
+    beyond = {
+        "array": np.array([BEYOND, 1]),
+        "number": np.int64(-BEYOND),
+        "unsigned": np.uint64(2**63),
+    }[kind]
+    rows = np.full(BATCH, beyond.reshape(-1)[0])
+    with (
+        jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group,
+        jax.enable_x64(False),
+    ):
+        total = jaxcoded.coded_sum(lambda w, data: data["x"] @ w["w"], group)
+        params = {"w": np.ones(3, np.float32), "ids": beyond}
+        x = X.astype(np.float32)
+        batch, with_ids = group.batch({"x": x}), group.batch({"x": x, "ids": rows})
+        for name, call in (
+            ("params", lambda: total(params, batch)),
+            ("params", lambda: jaxcoded.spread(params, group)),
+            ("data", lambda: total({"w": params["w"]}, with_ids)),
+            ("leaf at ", lambda: coded_allreduce({"ids": beyond}, group)),
+        ):
+            with pytest.raises(ValueError, match=rf"{name}\['ids'\].*do not fit into"):
+                call()
+        fits = jaxcoded.spread({"ids": np.array([2**31 - 1])}, group)
+        assert fits["ids"].tolist() == [2**31 - 1]
