@@ -474,3 +474,72 @@ def test_a_multiple_is_of_rounds_from_their_beginning():
     for _ in range(8):
         assert one_round(world, [0], 1.0).outcome == DONE
     assert one_round(world, [1, 2], 2.0).outcome == DONE
+
+
+COMPARING = {
+    "nothing": {},
+    "what has come": {"verify": "raise"},
+    "until the deadline": {"verify": "raise", "verify_wait": True},
+    "all": {"debug": True},
+}
+
+
+def stopped_before_they_are_fetched(code, action, **options):
+    """A world of four ranks, whose root has chosen the messages of ranks 1 and 2. These have stopped
+    after their offers, before it has fetched anything."""
+    plan = make_plan(4, Coded(stragglers=1, code=code))
+    script = probed_script(plan, random.Random(0))[:1]
+    world = World(
+        plan,
+        script,
+        random.Random(0),
+        hosts=[0, 1, 2, 3],
+        limits=limits(action),
+        **options,
+    )
+    for rank in (1, 2):
+        world.submit(rank)
+        world.advance(rank)
+    world.frozen = {1, 2}
+    world.sweep_all()  # no time passes
+    assert {source for _, source, *_ in world.requests} == {1, 2}
+    return world
+
+
+@pytest.mark.parametrize("compares", COMPARING)
+@pytest.mark.parametrize("code", ["cyclic_repetition", "ignore_stragglers"])
+def test_a_deadline_while_messages_are_fetched(code, compares):
+    """Children that have stopped, and whose messages the root has chosen, do not keep it from failing
+    the round."""
+    if code == "ignore_stragglers" and compares != "nothing":
+        pytest.skip("an approximate code compares nothing")
+    world = stopped_before_they_are_fetched(code, "raise", **COMPARING[compares])
+    world.settle()
+    said = "DeadlineExceeded: round 1 was not decided within 5 s: rank 0 waits for ranks 1, 2"
+    assert world.ends[0][1].error.startswith(said)
+    world.frozen = set()
+    world.settle()
+    assert all(ends[1] == world.ends[0][1] for ends in world.ends)
+
+
+@pytest.mark.parametrize("compares", COMPARING)
+def test_who_is_waited_for_while_messages_are_fetched(compares):
+    """Without a deadline that ends the round, the log names them, and the round ends once they go on."""
+    world = stopped_before_they_are_fetched(
+        "cyclic_repetition", "wait", **COMPARING[compares]
+    )
+    world.settle()
+    assert "rank 0 waits for ranks 1, 2" in world.nodes[0].waiting_for()
+    world.frozen = set()
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_approximation_while_messages_are_fetched(dies):
+    """It is of the messages that have come, also where MPI says that a chosen one will not."""
+    world = stopped_before_they_are_fetched("ignore_stragglers", "approximate")
+    if dies:
+        world.kill(1, known=True)
+    world.settle()
+    world.assert_done({0, 3})

@@ -723,6 +723,32 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
         assert "rank 0 waits for rank 1" in ends[1].error
 
 
+def test_the_deadline_while_what_was_computed_is_fetched():
+    """A rank stops between its offer of the sum after the blocks and the fetch of its message."""
+    call = Sum((("float32", 40),), 1)
+    its = World(
+        make_plan(4, Shared(replicas=0, blocks=1)),
+        [Call((), 0), call],
+        random.Random(0),
+        shared={1},
+        hosts=[0, 1, 2, 3],
+        limits={
+            "on_deadline": getattr(simulation._engine.OnDeadline, "raise"),
+            "deadline_seconds": 1.0,
+        },
+    )
+    its.open = 1
+    its.sweep_all()
+    its.open = 2
+    its.submit(1)
+    its.advance(1)
+    its.frozen = {1}
+    its.settle()
+    for rank in (0, 2, 3):
+        assert its.ends[rank][2].outcome == FAILED
+        assert "rank 0 waits for rank 1" in its.ends[rank][2].error
+
+
 @pytest.mark.parametrize("deadline", [0.0, 1.0], ids=["none", "passes"])
 def test_the_root_sleeps_while_its_program_repeats_a_finished_block(deadline):
     plan = make_plan(3, Shared(replicas=2, blocks=4))

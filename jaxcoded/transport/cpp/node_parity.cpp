@@ -61,6 +61,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
   if (up_.decoding) return up_.decoding;
   const std::uint32_t last = up_.incoming.size() - 1;
   for (const bool with_stalled : {false, true}) {
+    if (with_stalled && gives_up()) break;
     std::vector<bool> heard(decoder_.rows());
     up_.brought.clear();
     for (std::size_t row = 0; row < heard.size(); ++row) {

@@ -361,7 +361,7 @@ std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
   auto out = std::make_shared<Decoding>();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (up_.call.leaves_out(i)) continue;
-    if (here(i) && !(some && stalled(children_[i]))) {
+    if (here(i) && !(gives_up() && stalled(children_[i]))) {
       out->rows.push_back(i);
     } else if (!some) {
       return nullptr;

@@ -56,10 +56,13 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (up_.call.shared) return choose_sealed(piece);
   if (sums_blocks()) return choose_dealt(piece);
   if (decoder_.checked()) return choose_checked();
-  if (up_.decoding && pinned()) {
-    const bool there = std::ranges::all_of(up_.decoding->rows,
-                                           [&](std::size_t row) { return usable(row, piece); });
-    return there ? up_.decoding : nullptr;
+  if (const auto chosen = up_.decoding; chosen && pinned()) {
+    const auto withdrawn = [&](std::size_t row) { return child_of_row(row).offer.withdrawn; };
+    const auto here = [&](std::size_t row) { return usable(row, piece); };
+    if (std::ranges::none_of(chosen->rows, withdrawn)) {
+      return std::ranges::all_of(chosen->rows, here) ? chosen : nullptr;
+    }
+    start_again_without(chosen->rows);
   }
   if (up_.decoding && std::ranges::all_of(up_.decoding->rows, [&](std::size_t row) {
         return usable(row, piece) && !stalled(child_of_row(row));
@@ -410,7 +413,9 @@ void Node::watch_for_stalls() {
   if (up_.call.shared) return watch_members();
   if (up_.delegated) return;  // see `mend_sections`
   if (!calling() || !up_.decoding || up_.all_decoded()) return;
-  if (awaits_all()) return;  // nobody's message will do instead
+  // Until the deadline they are waited for where nobody's message will do instead.
+  const bool others_only = !up_.overdue;
+  if (others_only && awaits_all()) return;
   const double now = wire_.now();
   const double least = std::max(limits_.stall_seconds, up_.waiting_since - up_.started);
   if (now - up_.waiting_since < least) return;
@@ -420,7 +425,7 @@ void Node::watch_for_stalls() {
     const bool waits = decoder_.checked() && limits_.compares == Compares::until_deadline && !up_.overdue;
     std::vector<std::size_t> late;
     for (std::size_t row : decoder_.checked() ? up_.brought : up_.decoding->rows) {
-      if (waits && !child_of_row(row).dead) continue;
+      if ((waits && !child_of_row(row).dead) || stalled(child_of_row(row))) continue;
       const auto& slots = child_of_row(row).offer.slots;
       const auto slot = slots.find(up_.piece_of_row(row, up_.decoded.pieces));
       const bool asked = slot != slots.end();
@@ -431,7 +436,7 @@ void Node::watch_for_stalls() {
       if (usable(row, 0) && std::ranges::find(late, row) == late.end()) others.push_back(row);
     }
     if (late.empty()) return;
-    if (!up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // nobody else
+    if (others_only && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // nobody else
     for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});
   }
