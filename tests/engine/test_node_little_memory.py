@@ -448,3 +448,29 @@ def test_too_little_memory_for_a_snapshot():
     while child.advance():
         pass
     assert (child.state_round(), child.state()) == (5, state)
+
+
+def test_a_rank_without_memory_between_two_blocks():
+    """Its call ends with the error, although its program does not come for another block."""
+    world = sharing_world(
+        random.Random(1),
+        size=4,
+        work=Shared(replicas=2, blocks=3),
+        rounds=2,
+        handed_over=False,
+        audited=False,
+    )
+    world.shared = {1}
+    world.open = 1
+    world.submit(1)
+    assert world.may_extend(1)  # it computes
+    world.idle.add(1)
+    world.nodes[1].lack_memory(True)
+    world.settle()
+    for ends in world.ends:
+        assert ends[1].error == f"CodedError: {LITTLE}"
+    world.running[1] = None
+    world.idle.clear()
+    world.open = 2
+    world.settle()
+    assert all(ends[2].outcome == DONE for ends in world.ends)

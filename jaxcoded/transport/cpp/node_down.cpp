@@ -137,7 +137,8 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .layout = laid_out(news.segments)};
   const bool mine = calling() && next_ == frontier_;
   // its program comes for it at once
-  if (mine && up_.call.shared && !up_.call.complete && listeners_.empty()) return nullptr;
+  const bool comes = mine && up_.call.shared && !up_.call.complete && !up_.call.lacks_memory;
+  if (comes && listeners_.empty()) return nullptr;
   const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
