@@ -322,9 +322,7 @@ std::string Engine::returned(std::uint64_t index) {
   Member& its = still->second;
   its.running = false;
   if (its.mixed_up.empty()) return {};
-  in_memory(its, [&] {
-    if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
-  });
+  leave_open_share(its);
   leave(its, its.mixed_up);
   return its.mixed_up;
 }
@@ -336,17 +334,9 @@ void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   if (!breaks_off) return;
   const auto at = its.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
-  if (!before->shared) {
-    its.queue.erase(at);
-    flight->submitted = before->submitted;
-  }
-  in_memory(its, [&] {
-    if (before->shared) {
-      leave_share(its, *before);
-    } else if (before->submitted) {
-      its.node->break_off(std::move(flight->call));
-    }
-  });
+  if (before->shared) return leave_share(its, *before);
+  its.queue.erase(at);
+  flight->replaces = before->submitted ? before : before->replaces;
 }
 
 void Engine::enqueue_unmade(Member& its) {
@@ -387,11 +377,19 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
   }
 }
 
-// The program comes for no more blocks. Others do the rest, and the round ends without it.
+// The program comes for no more blocks. Others do the rest, and the round ends without it. With too little memory for
+// that, `fly` does it.
 void Engine::leave_share(Member& its, Flight& flight) {
   flight.open = false;
-  if (flight.submitted) return its.node->leave_share();
-  flight.call.skipped = flight.call.complete = true;
+  if (flight.submitted) {
+    in_memory(its, [&] { its.node->leave_share(); });
+  } else {
+    flight.call.skipped = flight.call.complete = true;
+  }
+}
+
+void Engine::leave_open_share(Member& its) {
+  if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
 }
 
 // A turn of a member. Whether it says that there was anything. With too little memory its round fails, once there is enough to say so.
@@ -421,11 +419,16 @@ bool Engine::fly(Member& its) {
     Flight& flight = *its.queue.front();
     if (!flight.submitted) {
       flight.submitted = news = true;
-      node.submit(std::move(flight.call));
+      if (const auto before = std::move(flight.replaces)) {
+        node.break_off(std::move(flight.call));
+      } else {
+        node.submit(std::move(flight.call));
+      }
       // a process that was stopped finds out the time first, and then what has come meanwhile
       if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
     }
+    if (flight.shared && !flight.open) node.leave_share();
     if (node.outcome() == Outcome::pending || flight.open) break;
     flight.outcome = node.outcome();
     flight.error = node.error();
@@ -485,9 +488,7 @@ Result Engine::run(std::uint64_t index, Request request) {
 void Engine::leave_share(std::uint64_t index) {
   std::unique_lock lock(mutex_);
   Member& its = member(index);
-  in_memory(its, [&] {
-    if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
-  });
+  leave_open_share(its);
   work(its);
   page_->wake_up.send();
 }
@@ -892,9 +893,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     wait_until_nobody_is_in(lock, its.inside);
   }
   // With too little memory for one of these steps the others have to do without what it says.
-  in_memory(its, [&] {
-    if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
-  });
+  leave_open_share(its);
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   in_memory(its, [&] { its.node->leave({}); });
   if (!drive(lock, [&] { return its.node->left(); }, until)) in_memory(its, [&] { its.node->give_up(); });

@@ -32,6 +32,7 @@ struct Flight {
   std::uint32_t number = 0;  // by which a started one is called for; others have none
   Call call;                 // until the node has it
   bool submitted = false;    // the node has it
+  std::shared_ptr<Flight> replaces = {};  // whose call the node has until then, in the same round
   bool open = false;         // more parts of its vectors follow
   bool shared = false;       // or blocks, until the round is over,
   bool looped = false;       // in a loop on the host, which says when it ends
@@ -225,6 +226,7 @@ class Engine {
   std::string why_not(Member& member);
   std::string returned(std::uint64_t index);
   void leave_share(Member& member, Flight& flight);
+  void leave_open_share(Member& member);
   bool fly(Member& member);
   void work(Member& member);
   template <class Turn>

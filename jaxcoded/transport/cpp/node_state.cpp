@@ -7,8 +7,9 @@
 namespace jaxcoded {
 
 State Node::keep_state(Round round, State state) {
+  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // without memory for it nothing changes
   withdraw(Object::What::state, snapshot_.number() + 1);
-  return snapshot_.keep(round, std::move(state), limits_.piece_bytes);
+  return snapshot_.keep(round, std::move(state), std::move(layout));
 }
 
 void Node::tell_state(Rank rank, Listener& listener) {

@@ -189,7 +189,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
   call_ = call;
   program_eps_ = program_eps;
   if (rows != rows_) {
-    rows_ = rows;
+    rows_.clear();  // with too little memory for the rest, the next call makes the checks
     std::vector<std::size_t> absent;
     for (std::size_t row = 0; row < rows.size(); ++row) {
       if (!rows[row]) absent.push_back(row);
@@ -201,6 +201,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
       // no message, however large, shows in a check that has nothing to do with it
       for (double& h : check) h = std::abs(h) < nothing * norm(check) ? 0 : h;
     }
+    rows_ = rows;
   }
   finite_.assign(rows.size(), true);
   sums_.clear();

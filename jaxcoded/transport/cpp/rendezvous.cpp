@@ -35,14 +35,18 @@ void Rendezvous::end(Meeting& meeting) {
   changed_.notify_all();
 }
 
+void Rendezvous::remember(std::int64_t run, const std::string& failure) {
+  failed_.emplace_back(run, failure);
+  while (failed_.size() > most_failed) failed_.pop_front();
+}
+
 // Whatever there is too little memory for, such as for the words, nobody waits any more.
 template <class Words>
 void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words) {
   open_.erase(group);
   end(*meeting);
   meeting->met.error = words();
-  failed_.emplace_back(meeting->run, meeting->met.error);
-  while (failed_.size() > most_failed) failed_.pop_front();
+  remember(meeting->run, meeting->met.error);
   try {  // this rank was not in the round: the others hear of it with its next one
     Engine::instance().note_failure(group, " after a call of which devices were missing");
   } catch (const Closed&) {
@@ -53,19 +57,24 @@ void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeti
 template <class Words>
 Met Rendezvous::refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting, Words words) {
   fail(arrival.group, meeting, words);
-  if (arrival.run != meeting->run) failed_.emplace_back(arrival.run, meeting->met.error);
+  if (arrival.run != meeting->run) remember(arrival.run, meeting->met.error);
   return meeting->met;
 }
 
-void Rendezvous::miss(std::uint64_t group, std::int64_t run, bool begins) {
+void Rendezvous::miss(const Arrival& arrival) {
   std::unique_lock lock(mutex_);
-  if (failure_of(run)) return;
-  if (begins) Engine::instance().note_unmade(group);
-  if (const auto open = open_.find(group); open != open_.end() && open->second->run == run) {
+  miss_now(arrival);
+}
+
+void Rendezvous::miss_now(const Arrival& arrival) {
+  if (failure_of(arrival.run)) return;
+  if (arrival.begins) Engine::instance().note_unmade(arrival.group);
+  const auto open = open_.find(arrival.group);
+  if (open != open_.end() && open->second->run == arrival.run) {
     end(*open->second);
     open_.erase(open);
   }
-  failed_.emplace_back(run, no_memory);
+  remember(arrival.run, no_memory);
 }
 
 Met Rendezvous::meet(const Arrival& arrival,
@@ -73,9 +82,15 @@ Met Rendezvous::meet(const Arrival& arrival,
   std::unique_lock lock(mutex_);
   if (const std::string* const why = failure_of(arrival.run)) return {.failed = true, .error = *why};
   auto opened = open_.find(arrival.group);
-  if (opened == open_.end()) {  // where there is too little memory for it, nothing has changed
-    auto begun = std::make_shared<Meeting>(arrival.run, arrival.call, std::vector<void*>(arrival.devices, nullptr));
-    opened = open_.emplace(arrival.group, std::move(begun)).first;
+  if (opened == open_.end()) {
+    try {
+      auto begun =
+          std::make_shared<Meeting>(arrival.run, arrival.call, std::vector<void*>(arrival.devices, nullptr));
+      opened = open_.emplace(arrival.group, std::move(begun)).first;
+    } catch (const std::bad_alloc&) {
+      miss_now(arrival);
+      throw;
+    }
   }
   const std::shared_ptr<Meeting> meeting = opened->second;
   if (meeting->run != arrival.run) return refuse(arrival, meeting, [] { return two_programs; });

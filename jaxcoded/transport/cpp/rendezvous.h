@@ -21,6 +21,7 @@ struct Arrival {
   std::uint64_t group = 0;
   std::int64_t run = 0;      // of the compiled program, the same on all its devices
   std::string call = {};     // what it calls, the same on all
+  bool begins = false;       // a round
   std::size_t device = 0;    // its place on the mesh
   std::size_t devices = 1;   // of the program
   double seconds = 0;        // for which the others are waited for
@@ -42,8 +43,8 @@ class Rendezvous {
   // here where programs are mixed up, devices call different things, or one does not come. Raises
   // `Closed` where the group is closed.
   Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
-  // A device has too little memory to come: the run fails on all, and with it the round that the call `begins`.
-  void miss(std::uint64_t group, std::int64_t run, bool begins);
+  // A device has too little memory to come: the run fails on all, and with it the round that the call begins.
+  void miss(const Arrival& arrival);
 
  private:
   struct Meeting {
@@ -57,6 +58,8 @@ class Rendezvous {
 
   const std::string* failure_of(std::int64_t run) const;
   void end(Meeting& meeting);
+  void remember(std::int64_t run, const std::string& failure);
+  void miss_now(const Arrival& arrival);
   template <class Words>
   void fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words);
   template <class Words>

@@ -16,8 +16,8 @@ State::State(std::uint64_t bytes) : bytes_(bytes) {
 
 // --- Kept here ---
 
-State Snapshot::keep(Round round, State state, std::uint64_t piece_bytes) {
-  layout_ = Layout({{DType::bytes, state.bytes()}}, piece_bytes);
+State Snapshot::keep(Round round, State state, Layout layout) {
+  layout_ = std::move(layout);
   ++number_;
   round_ = round;
   return std::exchange(state_, std::move(state));

@@ -33,7 +33,7 @@ class State {
 class Snapshot {
  public:
   // Returns the one before.
-  State keep(Round round, State state, std::uint64_t piece_bytes);
+  State keep(Round round, State state, Layout layout);
   Round round() const { return round_; }  // those before it have made the state
   // Those of one round, and of rounds called again, differ in their number.
   std::uint64_t number() const { return number_; }

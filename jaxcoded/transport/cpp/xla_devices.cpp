@@ -1,7 +1,9 @@
 // The handlers for programs on several devices of this process: XLA calls them once for each, on a
 // thread of its own.
 #include <cstring>
+#include <functional>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "rendezvous.h"
@@ -83,23 +85,11 @@ class Together {
   Owners owners_;
 };
 
-// What a device brings, where there is enough memory for it.
-template <class Make>
-Brought brought(ffi::RunId run, std::int64_t group, bool begins, Make make) {
-  try {
-    return make();
-  } catch (const std::bad_alloc&) {
-    Rendezvous::instance().miss(static_cast<std::uint64_t>(group), run.run_id, begins);
-    throw;
-  }
-}
-
-// Let all devices call together. One of them makes the call, which may begin a round, for all.
-template <class Action>
-ffi::Error meet(ffi::RunId run, Place place, Brought& brings, std::string call, std::int64_t group,
-                bool begins, std::int64_t devices, double patience, Action action) {
-  pass_on(brings.call);
-  read(brings.call);
+// Let all devices call together. One of them makes the call of what they bring, which may begin a round, for all; with too
+// little memory at a device to come there, it fails for all.
+template <class Make, class Action>
+ffi::Error meet(ffi::RunId run, Place place, std::int64_t group, bool begins, std::int64_t devices, double patience,
+                Make make, Action action) {
   const auto made = [&](const std::vector<void*>& brought) {
     Met met;
     const ffi::Error error = guarded(group, begins, [&] {
@@ -108,16 +98,27 @@ ffi::Error meet(ffi::RunId run, Place place, Brought& brings, std::string call, 
     });
     return error.success() ? met : Met{.failed = true, .error = error.message()};
   };
-  const Met met = Rendezvous::instance().meet({.group = static_cast<std::uint64_t>(group),
-                                               .run = run.run_id,
-                                               .call = std::move(call),
-                                               .device = static_cast<std::size_t>(*place.typed_data()),
-                                               .devices = static_cast<std::size_t>(devices),
-                                               .seconds = patience,
-                                               .brings = &brings},
-                                              made);
-  if (!met.failed) return ffi::Error::Success();
-  return error_of({met.desynchronized ? Outcome::desynchronized : Outcome::failed, met.error});
+  return guarded(group, false, [&] {
+    std::optional<Brought> brings;
+    Arrival arrival{.group = static_cast<std::uint64_t>(group),
+                    .run = run.run_id,
+                    .begins = begins,
+                    .device = static_cast<std::size_t>(*place.typed_data()),
+                    .devices = static_cast<std::size_t>(devices),
+                    .seconds = patience};
+    try {
+      arrival.call = make(brings);
+      pass_on(brings->call);
+      read(brings->call);
+    } catch (const std::bad_alloc&) {
+      Rendezvous::instance().miss(arrival);
+      throw;
+    }
+    arrival.brings = &*brings;
+    const Met met = Rendezvous::instance().meet(arrival, std::ref(made));
+    if (!met.failed) return ffi::Error::Success();
+    return error_of({met.desynchronized ? Outcome::desynchronized : Outcome::failed, met.error});
+  });
 }
 
 ffi::Error round_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
@@ -127,19 +128,16 @@ ffi::Error round_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       std::int64_t erases, ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples, std::int64_t devices, Owners owners,
                       double patience) {
-  return guarded(group, false, [&] {
-    Brought brings = brought(run, group, last_part == 0, [&]() -> Brought {
-      return {.call = round_call(args, results, signature, fingerprint, up, down, parts, last_part,
-                                 skips, erases, apart, examples)};
-    });
-    return meet(run, place, brings, std::string(signature), group, last_part == 0, devices, patience,
-                [&](const std::vector<void*>& brought) {
-                  const Together all(brought, owners);
-                  const Met met = met_of(
-                      Engine::instance().run(static_cast<std::uint64_t>(group), all.request()));
-                  if (!met.failed) all.hand_out();
-                  return met;
-                });
+  const auto make = [&](std::optional<Brought>& brings) {
+    brings = {.call = round_call(args, results, signature, fingerprint, up, down, parts, last_part, skips, erases,
+                                 apart, examples)};
+    return std::string(signature);
+  };
+  return meet(run, place, group, last_part == 0, devices, patience, make, [&](const std::vector<void*>& brought) {
+    const Together all(brought, owners);
+    const Met met = met_of(Engine::instance().run(static_cast<std::uint64_t>(group), all.request()));
+    if (!met.failed) all.hand_out();
+    return met;
   });
 }
 
@@ -150,39 +148,37 @@ ffi::Error start_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                       std::int64_t erases, ffi::Span<const std::int64_t> apart,
                       ffi::Span<const double> examples,
                       std::int64_t devices, Owners owners, double patience) {
-  return guarded(group, false, [&] {
-    Brought brings = brought(run, group, true, [&]() -> Brought {
-      return {.call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart,
-                                 examples),
+  const auto make = [&](std::optional<Brought>& brings) {
+    brings = {.call = start_call(args, *order, signature, fingerprint, parts, slices, skips, erases, apart, examples),
               .number = number->typed_data()};
-    });
-    return meet(run, place, brings, "the start of " + std::string(signature), group, true, devices, patience,
-                [&](const std::vector<void*>& brought) -> Met {
-                  const Together all(brought, owners);
-                  const Started started =
-                      Engine::instance().start(static_cast<std::uint64_t>(group), all.request());
-                  if (!started.error.empty()) return {.failed = true, .error = started.error};
-                  all.hand_out(started.number);
-                  return {};
-                });
+    return "the start of " + std::string(signature);
+  };
+  return meet(run, place, group, true, devices, patience, make, [&](const std::vector<void*>& brought) -> Met {
+    const Together all(brought, owners);
+    const Started started = Engine::instance().start(static_cast<std::uint64_t>(group), all.request());
+    if (!started.error.empty()) return {.failed = true, .error = started.error};
+    all.hand_out(started.number);
+    return {};
   });
 }
 
 ffi::Error done_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
                      ffi::RemainingRets results, std::int64_t group, std::int64_t devices,
                      Owners owners, double patience) {
-  return guarded(group, false, [&] {
-    auto [call, number] = done_call(args, results);
-    Brought brings{.call = std::move(call)};
-    return meet(run, place, brings, "the end of started round " + std::to_string(number), group,
-                false, devices, patience, [&, number = number](const std::vector<void*>& brought) {
-                  const Together all(brought, owners);
-                  const Request wanted = all.request();
-                  const Met met = met_of(Engine::instance().finish(static_cast<std::uint64_t>(group),
-                                                                   number, wanted.total, wanted.out));
-                  if (!met.failed) all.hand_out();
-                  return met;
-                });
+  std::uint32_t number = 0;
+  const auto make = [&](std::optional<Brought>& brings) {
+    auto called = done_call(args, results);
+    number = called.second;
+    brings = {.call = std::move(called.first)};
+    return "the end of started round " + std::to_string(number);
+  };
+  return meet(run, place, group, false, devices, patience, make, [&](const std::vector<void*>& brought) {
+    const Together all(brought, owners);
+    const Request wanted = all.request();
+    const Met met = met_of(
+        Engine::instance().finish(static_cast<std::uint64_t>(group), number, wanted.total, wanted.out));
+    if (!met.failed) all.hand_out();
+    return met;
   });
 }
 
@@ -190,13 +186,13 @@ ffi::Error done_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
 ffi::Error lag_impl(ffi::RunId run, Place place, ffi::AnyBuffer order,
                     ffi::Result<ffi::AnyBuffer> next, ffi::ResultBufferR0<ffi::S32> lag,
                     std::int64_t group, std::int64_t devices, double patience) {
-  return guarded(group, false, [&] {
-    Brought brings{.call = {.order = order, .next = *next}, .number = lag->typed_data()};
-    return meet(run, place, brings, "lag", group, false, devices, patience,
-                [&](const std::vector<void*>& brought) -> Met {
-                  Together(brought, {nullptr, 0}).hand_out(lag_of(group));
-                  return {};
-                });
+  const auto make = [&](std::optional<Brought>& brings) {
+    brings = {.call = {.order = order, .next = *next}, .number = lag->typed_data()};
+    return "lag";
+  };
+  return meet(run, place, group, false, devices, patience, make, [&](const std::vector<void*>& brought) -> Met {
+    Together(brought, {nullptr, 0}).hand_out(lag_of(group));
+    return {};
   });
 }
 
