@@ -66,6 +66,11 @@ struct Device {
   std::size_t bytes;
 };
 
+// Of a function, that is to fail.
+struct Failures {
+  int after, times;
+};
+
 // Never destroyed: streams work until the process is gone.
 std::mutex& mutex = *new std::mutex;
 std::condition_variable& changed = *new std::condition_variable;
@@ -74,7 +79,7 @@ auto& devices = *new std::map<char*, Device>;  // memory of the GPU
 auto& pinned = *new std::map<const char*, std::size_t>;
 auto& pending = *new std::list<Pending>;
 auto& misuses = *new std::vector<std::string>;
-auto& failing = *new std::map<std::string, int>;  // calls of a function until one fails
+auto& failing = *new std::map<std::string, Failures>;  // by function
 int copies_until_lost = 0;
 std::uint64_t copies = 0, copied_bytes = 0, pins = 0;
 int most_delay = 200;                          // microseconds
@@ -94,8 +99,8 @@ int enter(const char* name, Context* of) {
   if (of && of != current) misuse(std::string(name) + " is called in another context");
   if (current->lost) return lost;
   const auto found = failing.find(name);
-  if (found == failing.end() || --found->second > 0) return 0;
-  failing.erase(found);
+  if (found == failing.end() || --found->second.after > 0) return 0;
+  if (--found->second.times == 0) failing.erase(found);
   return invalid_value;
 }
 
@@ -446,10 +451,10 @@ API fake_read(Stream* stream, void* to, unsigned long long from, std::size_t byt
   return stream->context->lost ? lost : 0;
 }
 
-// The `after`th call of this function from now on fails.
-API fake_fail(const char* function, int after) {
+// The `after`th call of this function from now on fails, and so many in all.
+API fake_fail(const char* function, int after, int times) {
   std::unique_lock lock(mutex);
-  failing[function] = after;
+  failing[function] = {after, times};
   return 0;
 }
 

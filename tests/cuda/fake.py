@@ -120,8 +120,8 @@ class Gpu:
     def no_context(self):
         self._lib.fake_no_context()
 
-    def fail(self, function, after=1):
-        self._lib.fake_fail(function.encode(), after)
+    def fail(self, function, after=1, times=1):
+        self._lib.fake_fail(function.encode(), after, times)
 
     def lose(self, after=1):
         self._lib.fake_lose(after)

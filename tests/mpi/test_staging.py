@@ -638,7 +638,8 @@ def test_a_failure_of_the_driver_fails_the_round(
         )
         fresh = function == "cuMemHostRegister_v2"  # otherwise it reuses memory
         if RANK == who:
-            gpu.fail(function, after)
+            # memory is asked for once more after unused memory was given back
+            gpu.fail(function, after, times=1 + fresh)
         if fresh:
             tree = gradients((8 + who) * CHUNK)  # longer than all before
         texts = errors_of(comm, gpu, stream, group, tree)
@@ -653,6 +654,17 @@ def test_a_failure_of_the_driver_fails_the_round(
         again = gpu.renew()
         check(
             comm, group, device_round(gpu, again, group, vectors_of(group, tree)), tree
+        )
+
+
+@not_alone
+def test_memory_that_the_driver_registers_at_the_second_try(comm, gpu, stream):
+    """In between, the engine has given back what it did not use."""
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
+        tree = gradients(4 * CHUNK)
+        gpu.fail("cuMemHostRegister_v2")
+        check(
+            comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree
         )
 
 
