@@ -150,10 +150,10 @@ def check_not_again(call: Any) -> None:
     called the compiled function."""
     if call is not None and runs_again():
         raise FloatingPointError(
-            "jax_debug_nans, or jax_debug_infs, has found NaN or infinities in the results of a compiled "
-            "function, and JAX runs it again to see where they come from. What ranks do together is done once: this rank "
-            f"stops before it calls again {call}. Nothing before that call is NaN or infinite: its result is, as some "
-            "rank hands in such numbers, or what is computed from it. Check both on all ranks with jnp.isfinite"
+            "jax_debug_nans or jax_debug_infs has found NaN or infinities in the results of a compiled function, and "
+            f"JAX repeats it to locate them. Rounds cannot be repeated: this rank stops before it repeats {call}. "
+            "Values before that call are finite. Its result is not, as some rank contributes such numbers, or values "
+            "computed from the result are not. Check both on all ranks with jnp.isfinite"
         )
 
 

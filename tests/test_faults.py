@@ -739,7 +739,7 @@ def test_as_many_ranks_die_as_the_plan_tolerates(tmp_path, fault_tolerant):
         more(
             "few", "ValueError: no plan for the 6 ranks that live: size=6 ranks are too"
         ),
-        ("stopped", "CodedError: ranks [6] live, but have not called recovered"),
+        ("stopped", "CodedError: ranks [6] are alive, but have not called recovered"),
     ],
 )
 def test_ranks_that_cannot_continue_get_an_error_and_live(
@@ -905,7 +905,7 @@ def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
     [
         ("", ""),
         ("another user", "Operation not permitted"),
-        more("another namespace", "no rank that has come can see it"),
+        more("another namespace", "no rank in this call can see it"),
     ],
 )
 def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
@@ -923,7 +923,7 @@ def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
             )
         elif why:
             (then,) = then
-            assert then.startswith("ranks [2] live, but have not called recovered")
+            assert then.startswith("ranks [2] are alive, but have not called recovered")
             assert "They could not be put out: rank 2 (process " in then
             assert then.endswith(words)
 
@@ -972,7 +972,9 @@ def test_live_ranks_meet_at_last(tmp_path, way, size, gone, status):
     assert job.of_all("same") == (size == 5)
     if way.startswith("late"):
         for rank in range(1, 4):
-            assert "rank 0, which is to say who is left" in job.reports[rank]["said"][0]
+            assert (
+                "rank 0, which coordinates the recovery" in job.reports[rank]["said"][0]
+            )
     assert "has killed" not in job.stderr
 
 
@@ -1014,7 +1016,7 @@ def test_a_program_that_catches_its_error_is_not_killed(tmp_path):
     for rank in (0, 2):
         said = job.reports[rank]["said"]
         assert said.startswith(
-            "ranks [1] live, but have not called recovered: of these [1] have closed"
+            "ranks [1] are alive, but have not called recovered: of these [1] have closed"
         )
     assert "has killed" not in job.stderr
 
@@ -1150,7 +1152,7 @@ def test_a_rank_that_is_stopped_while_others_join(tmp_path):
     events = "loses 2 connect stops", "join 1"
     # the rank that should join has waited too long, and ends with an error
     job = extend(tmp_path, 4, 4, "code", *events, status=1)
-    assert "ranks [2] live, but" in failed(job)
+    assert "ranks [2] are alive, but" in failed(job)
 
 
 @pytest.mark.exhaustive
@@ -1346,7 +1348,7 @@ group.close(2.0)
             "group.close(); left.touch(); os.read(0, 1); sys.exit()",
             0,
             False,
-            "ranks [2] live, but have not called recovered: of these [2] have closed the group",
+            "ranks [2] are alive, but have not called recovered: of these [2] have closed the group",
         ),
         ("group.close(); left.touch(); signal.pause()", 0, True, "3"),
         # Python does not report it
@@ -1442,11 +1444,11 @@ def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
     )
     assert said == sorted(
         [
-            "True ranks [1, 2] live, but have not called extended",
+            "True ranks [1, 2] are alive, but have not called extended",
             *(f"False rank {rank} {theirs}" for rank in (1, 2)),
-            *["False ranks [1] live, but have not called recovered"] * 2,
+            *["False ranks [1] are alive, but have not called recovered"] * 2,
             f"True rank 1 {theirs}",
-            *["False ranks [2] live, but have not called recovered"] * 2,
+            *["False ranks [2] are alive, but have not called recovered"] * 2,
             f"True rank 2 {theirs}",
             *["[3.0, 3.0, 3.0]"] * 3,
         ]
@@ -1516,7 +1518,7 @@ def test_a_rank_that_calls_recovered_alone_kills_no_other(
     job = played(tmp_path, program, 7)
     assert job.returncode == 0, job.stderr
     assert "another thread of this rank is in recovered" in job.stdout
-    assert "nobody was put out: do all ranks call recovered" in job.stdout
+    assert "no rank was put out: do all ranks call recovered" in job.stdout
     assert "has killed" not in job.stderr
 
 
@@ -1526,7 +1528,9 @@ def test_a_rank_that_calls_something_other_than_recovered(tmp_path, fault_tolera
     job = recover(tmp_path, fault_tolerant, "apart", "3")
     assert set(job.reports) == {0, 1, 2, 4, 5, 6}
     for rank, report in job.reports.items():
-        assert rank == 2 or report["said"][0].startswith("ranks [2] live, but have")
+        assert rank == 2 or report["said"][0].startswith(
+            "ranks [2] are alive, but have"
+        )
 
 
 def test_no_rank_can_be_left_behind_where_mpi_is_not_fault_tolerant(tmp_path):

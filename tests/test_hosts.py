@@ -138,7 +138,7 @@ def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, ranks, why):
     }
     if why:
         assert set(said) == {0, 1}
-        assert said[0][1].endswith("no rank that has come can see it")
+        assert said[0][1].endswith("no rank in this call can see it")
     else:
         assert set(said) == {0, 1, 2}
         (line,) = re.findall("rank . has killed .*", job.stderr)

@@ -46,7 +46,7 @@ def test_a_full_disk(tmp_path, caplog):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     (said,) = caplog.messages
     assert "ends with round 1" in said
-    assert "the job goes on without it" in said
+    assert "the job continues without it" in said
     assert read(path, PLAN) == ROUNDS[:1]
 
 
@@ -66,7 +66,7 @@ def test_a_file_that_is_slower_than_the_rounds(tmp_path, caplog):
         writer.add(dealt)
     writer.close()
     (said,) = caplog.messages
-    assert "ends with round 1: 7 rounds are lost; the job goes on" in said
+    assert "ends with round 1: 7 rounds are lost; the job continues" in said
     assert read(path, PLAN) == ROUNDS[:1]
 
 

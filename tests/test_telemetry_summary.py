@@ -158,7 +158,7 @@ def test_a_silent_rank_is_not_slow():
         )
         words = {1.6: "1.6 s", 60.0: "60 s"}[silent]
         assert line == (
-            f"rank 3 was last heard of {words} before the newest result: it is slow, stopped, dead, or late this once"
+            f"rank 3 was last active {words} before the newest result: it is slow, stopped, dead, or late once"
         )
 
 

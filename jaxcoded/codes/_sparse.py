@@ -104,7 +104,7 @@ def stochastic_block(
     probability = np.where(own, inside * load / size, (1 - inside) * load / (n - size))
     if probability.max() > 1:
         raise ValueError(
-            f"a child cannot hold {inside * load:g} partitions of its own block of "
+            f"a child cannot hold {inside * load:g} partitions of its block of "
             f"{size.min()} and {(1 - inside) * load:g} of the others; take another "
             "load, inside or blocks"
         )

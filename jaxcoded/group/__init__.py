@@ -1,1 +1,1 @@
-"""A plan on the ranks of a communicator, and what it has seen of its rounds."""
+"""Groups: a plan on the ranks of a communicator, and the telemetry of its rounds."""

@@ -71,8 +71,9 @@ class Batch:
 
 
 def check_length(data: Any, length: int) -> None:
-    """Raise a TypeError or ValueError that names the leaf unless all leaves have so
-    many examples."""
+    """Raise a TypeError or ValueError that names the leaf unless all leaves have this
+    many examples.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         name = named("data", path)
         described = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -87,8 +88,10 @@ def check_length(data: Any, length: int) -> None:
 
 
 def number_of_examples(data: Any) -> int:
-    """Return how many examples a data set has, which may be this number itself. A TypeError or ValueError names
-    a leaf that is no array with a leading axis of as many examples."""
+    """Return how many examples a data set has, which may be this number itself. A
+    TypeError or ValueError names a leaf that is not an array with this number of
+    examples along its first axis.
+    """
     if isinstance(data, numbers.Integral):
         return _require.integer(
             "n, the number of examples,", data, 1, np.iinfo(np.int64).max
@@ -118,7 +121,9 @@ def number_of_examples(data: Any) -> int:
 
 
 def read(data: Any, indices: np.ndarray) -> Any:
-    """Return these examples of a data set; ``None`` of one of which only the number is known."""
+    """Return these examples of a data set; ``None`` if only its number of examples is
+    known.
+    """
     if isinstance(data, numbers.Integral):
         return None
     return jax.tree.map(lambda leaf: leaf[indices], data)

@@ -112,13 +112,14 @@ class Blocks:
 
 
 def _failed() -> list[jax.Array]:
-    """Return the arrays without a value: the program that should have computed them has failed, and saw that error
-    where it waited."""
+    """Return the arrays without a value: the program that should have computed them has
+    failed, and got the error when it waited.
+    """
     failed = []
     for array in _live():
         try:
             array.block_until_ready()
-        except Exception:  # noqa: BLE001  # whatever it is
+        except Exception:  # noqa: BLE001  # any error
             failed.append(array)
     return failed
 

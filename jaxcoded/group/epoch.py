@@ -1,4 +1,4 @@
-"""The batches of an epoch, and what a rank reads of each."""
+"""The batches of an epoch, and the examples that a rank reads of each."""
 
 import operator
 import zlib

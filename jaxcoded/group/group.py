@@ -49,8 +49,8 @@ class CodedGroup:
         transport: ``"engine"``, which does not wait for stragglers; ``"mpi4jax"``, in which every rank takes part
             in every round; or ``"auto"``: the engine if all ranks have it, otherwise mpi4jax with a warning, which
             shared work refuses.
-        options: how the group makes its rounds: deadlines, memory, telemetry, what is
-            verified; see `Options`.
+        options: how the group makes its rounds: deadlines, memory, telemetry and
+            checks; see `Options`.
         record: with shared work, a file in which rank 0 writes which blocks each rank has computed in each round,
             in which order.
         replay: a file written with ``record`` by a group of the same plan. Each round is divided as it was then, so
@@ -138,7 +138,7 @@ class CodedGroup:
             'one rank: nothing to plan'
         """
 
-        # others do without the planner
+        # other groups do not need the planner
         from jaxcoded.tools.planner.automatic import Automatic
 
         check_joined()
@@ -156,7 +156,7 @@ class CodedGroup:
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         self._callback: Callable[[RoundSeen], Any] | None = None
-        # where warnings are errors, the others have the group
+        # if warnings are errors, the others still have the group
         for warning in session.warnings:
             if session.rank == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=3)
@@ -222,7 +222,7 @@ class CodedGroup:
         return self._session.closed
 
     def batch(self, data: Any, *, multiple: int = 1) -> Batch:
-        """Return what this rank reads of one fixed batch.
+        """Return this rank's part of one fixed batch.
 
         Args:
             data: as for `epoch`, of the examples of the batch.
@@ -654,10 +654,11 @@ class CodedGroup:
             if not group.alike:
                 number, params, state = jaxcoded.tree_bcast((number, params, state), group)
 
-        This group is closed then: take the new one's `rank`, `size` and `epoch`, and compile the step
-        with it. A ``with`` block of this group closes the new one at its end. The root stays the root. The others
-        keep their order, and new ranks come after them. MPI.COMM_WORLD is what it was: that of the new ranks
-        has them alone, so take ``group.comm`` instead.
+        This group is closed then: take the new one's `rank`, `size` and `epoch`, and
+        compile the step with it. A ``with`` block of this group closes the new one at
+        its end. The root stays the root. The others keep their order, and new ranks
+        come after them. MPI.COMM_WORLD does not change, and that of the new ranks holds
+        only them: use ``group.comm`` instead.
 
         On several hosts they run on the one with the fewest ranks of the group. It needs Open MPI 5 and
         ``jaxcoded run --ft``.
@@ -692,7 +693,7 @@ class CodedGroup:
             ...     group.extended(1)
             Traceback (most recent call last):
                 ...
-            ValueError: extended needs the engine, and an MPI that goes on where a rank dies: start the job with ...
+            ValueError: extended needs the engine, and an MPI that survives the death of a rank: start the job with ...
         """
         check_open(self)
         return self._followed_by(
@@ -707,7 +708,7 @@ class CodedGroup:
         session.transport.enter()
         if self._callback is not None:
             other.on_round(self._callback)
-        # all ranks are in this call and know all results, so there is no one to wait for
+        # all ranks are in this call and know all results, so no rank has to wait
         self._session.withdraw()
         return other
 
@@ -770,7 +771,7 @@ class CodedGroup:
         if error is None:
             group.close()
         elif not group.closed:
-            # the other ranks may be anywhere: wait for nobody, and leave them a
+            # the other ranks may be anywhere: do not wait for them, and leave them a
             # communicator to fail on
             group._session.withdraw(error)
 

@@ -17,13 +17,13 @@ from jaxcoded.transport.check import DEBUG, VARIABLE, Check
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
-LONG = 30.0  # seconds of waiting for the others, after which a rank says so
+LONG = 30.0  # seconds after which a rank logs that it waits for the others
 logger = logging.getLogger("jaxcoded")
 
 
 def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a duplicate that only the group's messages use. Collective: MPI waits silently for all ranks."""
-    words = "rank %d has waited %g s for others to make a group: whoever does not say so has ended, or not got to it"
+    words = "rank %d has waited %g s for others to make a group: ranks without this message have ended, or not called it yet"
     waits = threading.Timer(LONG, logger.warning, (words, comm.rank, LONG))
     waits.daemon = True
     waits.start()
@@ -34,9 +34,10 @@ def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
-    """Return the plan for a rank on each of these hosts, of a strategy or a plan; by
-    default of the strategy that works on any number of ranks. A TypeError or ValueError
-    if it is neither, or does not fit so many ranks."""
+    """Return the plan for a rank on each of these hosts, from a strategy or a plan; by
+    default from the strategy that works on any number of ranks. A TypeError or
+    ValueError if it is neither, or does not fit the number of ranks.
+    """
     if not isinstance(strategy, Plan):
         return make_plan(
             len(hosts), Shared() if strategy is None else strategy, hosts=hosts
@@ -55,12 +56,12 @@ def agreed_plan(
     request: dict[str, Any],
     planner: Callable[[], Plan],
 ) -> Plan:
-    """Return this rank's plan, once all ranks are known to have the same one and to have asked for the
-    same. Otherwise the same error on all of them. Collective.
+    """Return this rank's plan, once all ranks have the same plan and the same request.
+    Otherwise raise the same error on all of them. Collective.
 
     Raises:
         GroupMismatch: ranks asked for different groups.
-        Exception: that of ``planner``, if it is the same on all.
+        Exception: the error of ``planner``, if it is the same on all.
     """
     plan: Plan | None = None
     failure: BaseException | None = None
@@ -80,7 +81,7 @@ def agreed_plan(
         "ranks made a group with different arguments",
     )
     if failure is not None and not isinstance(failure, Exception):
-        raise failure  # this process is to end
+        raise failure  # this process must end
     if said is not None:
         raise GroupMismatch(said) from failure
     if plan is None:
@@ -97,13 +98,14 @@ def agreed_transport(
     options: Options,
     explicit: bool,
 ) -> tuple[Transport, Options, list[str]]:
-    """Return the transport asked for, the same on all ranks, its options, and what to warn of.
-    Collective.
+    """Return the requested transport, the same on all ranks, its options, and a warning
+    or an empty text. Collective.
 
-    ``explicit``: a call asked for a ``check``, and not the environment.
+    ``explicit``: whether a call asked for a ``check``, not the environment.
 
     Raises:
-        ValueError: there is no such transport here, or the options do not go with it. On every rank.
+        ValueError: the transport is not available, or does not support the options.
+            Raised on every rank.
     """
     reason = "" if transport == "mpi4jax" else engine.missing()
     reasons = gathered(comm, reason)
@@ -156,8 +158,10 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
 def _checking(
     plan: Plan, transport: str, options: Options, explicit: bool
 ) -> tuple[Options, list[str]]:
-    """Return the options with the ``check`` that this group can have, if one was asked for; and what to
-    warn of. A ValueError if it cannot have what a call asked for."""
+    """Return the options with the ``check`` that this group supports, if requested, and
+    a warning or an empty text. A ValueError if it does not support a check that a call
+    requested.
+    """
     if not isinstance(check := options.check, Check):
         return options, []
     name = "DEBUG" if check == DEBUG else repr(check)
@@ -171,6 +175,8 @@ def _checking(
 
 
 def has_died(failure: BaseException | None) -> bool:
-    """Return whether a rank's death may explain why not all ranks have made a group. ``failure`` is what failed
-    here, if anything; errors of other kinds are the same on all ranks."""
+    """Return whether a rank's death may explain why not all ranks have made a group.
+    ``failure`` is this rank's error, if any; errors of other kinds are the same on all
+    ranks.
+    """
     return failure is None or isinstance(failure, MPI.Exception | Unreadable)

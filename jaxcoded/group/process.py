@@ -1,4 +1,4 @@
-"""A process of a rank, and how it is killed."""
+"""The process of a rank, which others can kill."""
 
 import errno
 import os
@@ -11,13 +11,13 @@ from mpi4py import MPI
 
 
 class Process(NamedTuple):
-    """A process that is not taken for a later one of the same number.
+    """A process, distinguished from later ones with the same number.
 
     Attributes:
         host: the name of its host.
-        numbers: within which its number means it: a start of the host, and a namespace of pids.
+        numbers: the scope of its number: a boot of the host and a pid namespace.
         pid: its number.
-        started: when, in ticks of the kernel's clock.
+        started: its start time in ticks of the kernel's clock.
     """
 
     host: str
@@ -27,7 +27,7 @@ class Process(NamedTuple):
 
     @classmethod
     def own(cls) -> Self:
-        """This process. Where there is no ``/proc`` nobody can kill it."""
+        """Return this process. Without ``/proc`` no rank can kill it."""
         pid = os.getpid()
         try:
             boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -38,14 +38,15 @@ class Process(NamedTuple):
         return cls(MPI.Get_processor_name(), numbers, pid, started)
 
     def reachable(self, other: "Process") -> bool:
-        """Whether the other one can signal this one, if it may."""
+        """Return whether the other process can signal this one, given permission."""
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:
-        """Kill it, also where it is stopped, and nothing else. Return 0, or the number
-        of an error."""
+        """Kill exactly this process, even if it is stopped. Return 0, or the number of
+        an error.
+        """
         try:
-            # while this is open, no other process gets the number unnoticed
+            # while this is open, the kernel does not confuse it with a later process
             handle = os.pidfd_open(self.pid)
             try:
                 if _started(self.pid) != self.started:
@@ -58,10 +59,12 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Whether no other process of this host has asked this of this one, as far as those live."""
+        """Return whether this call is the first on this host about this process by a
+        live one.
+        """
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # a name in no file system, which one alone can have
+            # an abstract name, which a single process can hold
             line.bind(f"\0jaxcoded.{self.pid}.{self.started}")
         except OSError as error:
             line.close()

@@ -1,4 +1,6 @@
-"""The ledger of a run in a file: who computed which blocks of each round, in which order."""
+"""The ledger of a run in a file: which rank computed which blocks of each round, in
+which order.
+"""
 
 import itertools
 import json
@@ -26,27 +28,28 @@ Path = str | os.PathLike[str]
 
 
 class Record:
-    """What a group writes of its ledger to ``path``, and what it follows of another run's in
-    ``replay``, if they are given. The root alone reads and writes.
+    """The ledger that a group writes to ``path``, and the ledger of another run that it
+    follows from ``replay``, if given. Only the root reads and writes.
 
-    A file has a line of JSON for its plan, and one for each round whose work was shared: its
-    number, the call in words if it is another one than before, and the blocks of each rank.
+    A file has a line of JSON for its plan, and one for each round with shared work: its
+    number, the call's description if it has changed, and the blocks of each rank.
 
     Attributes:
-        request: the arguments that were given, by name.
+        request: the given arguments, by name.
     """
 
     def __init__(self, path: Path | None, replay: Path | None) -> None:
         self._path, self._replay = path, replay
         given = {"record": path, "replay": replay}
         self.request = {name: it for name, it in given.items() if it is not None}
-        self._rounds: list[Dealt] = []  # of the root
+        self._rounds: list[Dealt] = []  # on the root
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
 
     def check(self, plan: Plan, deadline: Deadline) -> None:
         """Raise a TypeError or ValueError, with the value and the remedy, unless a
-        group of this plan can do as it is asked."""
+        group of this plan supports the request.
+        """
         for name, path in self.request.items():
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be the path of a file, got {path!r}")
@@ -64,8 +67,9 @@ class Record:
             )
 
     def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
-        """Read what is to be read, and begin the file. Collective; a CodedError on
-        every rank if the root cannot."""
+        """Read the file to follow, and begin the file to write. Collective; a
+        CodedError on every rank if the root cannot.
+        """
 
         def mine() -> None:
             if comm.rank != plan.root:
@@ -79,7 +83,7 @@ class Record:
             on_all(comm, mine, undo=lambda _: self.close())
 
     def follow(self, transport: Transport) -> None:
-        """Let the rounds of this transport be those of the files."""
+        """Connect the rounds of this transport with the files."""
         if self._replay is not None:
             SharedWork.of(transport).replay(self._rounds)
         if self._writer is not None:
@@ -90,7 +94,7 @@ class Record:
             )
 
     def close(self) -> None:
-        """Wait until all is written, once there are no more rounds."""
+        """Wait until everything is written, after the last round."""
         if self._thread is not None:
             self._thread.join()
         if self._writer is not None:
@@ -98,8 +102,9 @@ class Record:
 
 
 class Writer:
-    """Writes rounds to a file, one by one. Where that fails, as on a full disk, it says so
-    in the log and writes no more. An OSError if there can be no such file."""
+    """A writer of rounds to a file. If a write fails, as on a full disk, it logs that
+    and writes no more. An OSError if the file cannot be made.
+    """
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self._path = path
@@ -127,7 +132,7 @@ class Writer:
     def while_whole(
         self, following: Callable[[], Dealt | None]
     ) -> Callable[[], Dealt | None]:
-        """The source of the next round, until an earlier one is lost."""
+        """Return the source of the next round, until an earlier one is lost."""
 
         def whole() -> Dealt | None:
             try:
@@ -141,7 +146,7 @@ class Writer:
     def _fail(self, error: Exception) -> None:
         self._failed = True
         logger.error(
-            "the record %s ends with round %d: %s; the job goes on without it",
+            "the record %s ends with round %d: %s; the job continues without it",
             *(self._path, self._last, error),
         )
 
@@ -157,7 +162,7 @@ class Writer:
 def read(path: Path, plan: Plan) -> list[Dealt]:
     """Return the rounds of a record, for a group of this plan to follow; a ValueError
     if it is no record, or one of another plan."""
-    # the last line of a job that was killed may be cut off
+    # the last line of a killed job may be incomplete
     head, *lines = contents(path).split(b"\n")[:-1] or [b""]
     fields = _parsed(head)
     if fields.get("format") != FORMAT:
@@ -192,7 +197,7 @@ def read(path: Path, plan: Plan) -> list[Dealt]:
 
 
 def _divides(division: Any, ranks: int, blocks: int) -> bool:
-    """Whether it gives each block to one of the ranks."""
+    """Return whether a division gives each block to one of the ranks."""
     if not (
         isinstance(division, list)
         and len(division) == ranks

@@ -1,4 +1,6 @@
-"""The parts of a group: its own communicator, and what its ranks have agreed on there."""
+"""The session of a group: its communicator, and its ranks' agreement on plan, transport
+and options.
+"""
 
 import contextlib
 import copy
@@ -21,7 +23,7 @@ from jaxcoded.transport.agreement import check_communicator, gathered
 from jaxcoded.transport.capabilities import LosesRanks
 from jaxcoded.transport.options import Options
 
-# What ranks must have in common of their options.
+# The options that must be the same on all ranks.
 _COMMON = (
     "piece_bytes",
     "sections_from",
@@ -32,14 +34,14 @@ _COMMON = (
 
 
 class Choice(NamedTuple):
-    """The plan that a group has chosen itself, the same on all ranks.
+    """The plan that `CodedGroup.auto` has chosen, the same on all ranks.
 
     Attributes:
-        plan: of the group.
-        piece: bytes in which its messages move; ``None``: the usual ones.
-        sections_from: bytes from which it is to form sums in sections; ``None``: as it would
-            without being told.
-        words: why.
+        plan: the group's plan.
+        piece: bytes of a piece of its messages; ``None``: the default.
+        sections_from: bytes from which on it forms sums in sections; ``None``: the
+            default.
+        words: the reason for the choice.
     """
 
     plan: Plan
@@ -52,26 +54,30 @@ _MOST_KEPT = 16
 
 
 class Session:
-    """What a group is made of. Collective: all ranks of the communicator, which is the group's own, make it,
+    """The parts of a group. Collective: all ranks of the group's communicator make it,
     or none. Arguments and errors are those of `CodedGroup`, and:
 
     Args:
-        request: what else was asked for, by name.
-        planner: makes this rank's plan, for a rank on each of these hosts.
-        chooser: chooses another plan for the final options, once all ranks have the first one.
-        record: what is written of its rounds, or followed.
-        ahead: where ranks do not know the same, how many different amounts others know that are less than this
-            rank's.
+        request: the other arguments, by name.
+        planner: a function that makes this rank's plan, for a rank on each of these
+            hosts.
+        chooser: a function that chooses another plan for the final options, once all
+            ranks have the first one.
+        record: the record of its rounds that is written or followed.
+        ahead: if ranks have different numbers of results, how many different smaller
+            numbers other ranks have.
 
     Attributes:
-        processes, hosts: of each rank.
-        wanted: the options that a group in its place is asked for with.
-        planned: why a plan was chosen, in words.
-        warnings: of which it is to warn.
-        words: what coded calls say of the plan, which a replan may have passed some ranks by.
-        spreads: whether `jaxcoded.spread` was called, without which a sum has no reverse mode.
-        blocks: whether the program computes blocks of its own, whose sums need no weights.
-        hands_on: whether the root's state is handed on, if this works. The engine knows whether it has.
+        processes, hosts: the process and the host of each rank.
+        wanted: the options that a replacing group requests.
+        planned: the reason for the chosen plan, as text.
+        warnings: the warnings to give.
+        words: the plan's description in coded calls: some ranks may have missed a
+            replan.
+        spreads: whether `jaxcoded.spread` was called; otherwise a sum has no reverse
+            mode.
+        blocks: whether the program loops over blocks, whose sums need no weights.
+        hands_on: whether the root hands its state on. The engine knows whether it has.
     """
 
     def __init__(
@@ -128,7 +134,7 @@ class Session:
         except Exception as error:
             self.record.close()
             if opening.has_died(error) and engine.fault_tolerant():
-                comm.Revoke()  # others wait in it
+                comm.Revoke()  # free the others that wait in it
             raise
         self.record.follow(self.transport)
         self.wanted = dataclasses.replace(self.options, check=given.check)
@@ -136,13 +142,15 @@ class Session:
 
     @classmethod
     def opened(cls, comm: MPI.Intracomm, *arguments: Any, **options: Any) -> Self:
-        """One on a duplicate of ``comm``, that all ranks have; otherwise as the class."""
+        """Return a session on a duplicate of ``comm`` that all ranks have; otherwise as
+        the class.
+        """
         check_communicator(comm)
         own = opening.communicator_of_its_own(comm)
         try:
             session = cls(own, *arguments, **options)
         except Exception as error:
-            # that in which others wait is not freed: see `agreed`
+            # a communicator in which others wait is not freed: see `agreed`
             if not (opening.has_died(error) and engine.fault_tolerant()):
                 own.Free()
             raise
@@ -160,7 +168,7 @@ class Session:
         planner: Callable[[Sequence[str]], Plan],
         ahead: int | None,
     ) -> Self:
-        """One that takes the place of another, once all agree that they have it."""
+        """Return a session that replaces another, once all agree that they have it."""
         session = cls(comm, "engine", options, request, planner, ahead=ahead)
         if ahead is not None:
             LosesRanks.of(session.transport).expect_state()
@@ -168,7 +176,7 @@ class Session:
 
     @property
     def index(self) -> int:
-        """By which compiled code finds its transport."""
+        """Return the index by which compiled code finds the transport."""
         return self.transport.index
 
     @property
@@ -188,7 +196,7 @@ class Session:
         """Return the cached value of this key, if it is among the latest ones; otherwise make it."""
         try:
             made = self._kept.pop(key, None)
-        except TypeError:  # something in it has no hash
+        except TypeError:  # the key is not hashable
             return make()
         made = self._kept[key] = made or make()
         if len(self._kept) > _MOST_KEPT:
@@ -197,7 +205,8 @@ class Session:
 
     def check_alike(self) -> None:
         """Raise a CodedError unless all ranks have had the sums of the same rounds:
-        some would go on with other values than the rest."""
+        otherwise some would continue with other values than the rest.
+        """
         if not (self.hands_on or self.alike):
             raise CodedError(
                 "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
@@ -206,11 +215,11 @@ class Session:
 
     @contextlib.contextmanager
     def failing(self, call: str) -> Iterator[None]:
-        """Remember an error in this rank's arguments, which keeps it from a round.
+        """Record an error in this rank's arguments, which keeps it from a round.
 
-        Other ranks may be in that round already. They hear of the error when this rank
-        begins its next one; if all ranks erred, all go on. What JAX runs again, to find
-        where a NaN comes from, has had its round.
+        Other ranks may be in that round already. They get the error when this rank
+        begins its next one; if all ranks had errors, all continue. A computation that
+        JAX repeats to locate NaN has had its round.
         """
         try:
             yield
@@ -221,7 +230,9 @@ class Session:
             raise
 
     def replanned(self, strategy: Strategy) -> Self:
-        """This one with another strategy from the next round on. This one is then closed."""
+        """Return a session with another strategy from the next round on, and close this
+        one.
+        """
         other = copy.copy(self)
         other.plan = dataclasses.replace(self.plan, strategy=strategy)
         other.words = f", replanned ({other.plan.fingerprint[:8]})"
@@ -236,17 +247,16 @@ class Session:
         call: str,
         whose: str,
     ) -> Plan:
-        """Return the plan of a group of other ranks in its place, or raise a
-        ValueError.
+        """Return the plan of a replacing group of other ranks, or raise a ValueError.
 
         Args:
-            speeds: of each; none if they count as equal.
-            strategy: to take instead, if one is given.
-            call, whose: what asks for it, and for which ranks, in words.
+            speeds: the speed of each rank; none if they count as equal.
+            strategy: the strategy to use instead, if given.
+            call, whose: names of the call and of the ranks, for errors.
         """
         if self.record.request:
             raise ValueError(
-                "a record is of all ranks of its group: a group with record or replay cannot go on "
+                "a record covers all ranks of its group: a group with record or replay cannot continue "
                 "with others"
             )
         size = len(hosts)
@@ -255,13 +265,13 @@ class Session:
             return make_plan(size, other, hosts=hosts)
         except ValueError as error:
             raise ValueError(
-                f"no plan for the {size} ranks {whose}: {error}. Or say which strategy to take: "
+                f"no plan for the {size} ranks {whose}: {error}. Or give a strategy: "
                 f"{call}(strategy=jaxcoded.Shared()) fits any number of ranks; "
-                "this group goes on as it is"
+                "this group continues unchanged"
             ) from None
 
     def close(self, timeout: float) -> str:
-        """End it in order, see `CodedGroup.close`: what to warn of, if anything."""
+        """Close the session, see `CodedGroup.close`; return a warning or an empty text."""
         begun = time.monotonic()
         try:
             absent = self.transport.close(timeout)
@@ -281,7 +291,9 @@ class Session:
         )
 
     def withdraw(self, error: BaseException | None = None) -> None:
-        """Leave it again: not all have it, or (``error``) this rank is not to have it."""
+        """Leave the session: some ranks lack it, or (``error``) this rank must not have
+        it.
+        """
         registry.remove(self.index)
         if error is None:
             self.transport.close(0.0)

@@ -1,4 +1,4 @@
-"""Snapshots of a state, from which a rank that is too late goes on: as bytes, and back."""
+"""Snapshots of a state as bytes, from which a rank that is too late continues."""
 
 import hashlib
 import json
@@ -21,27 +21,28 @@ _DIGEST = 32  # bytes
 def keep(transport: Transport, state: Any) -> None:
     """Keep a snapshot of a rank's state, see `CodedGroup.snapshot`."""
     copy = np.concatenate([_digest_of_plan(transport), to_bytes(state)])
-    if isinstance(transport, Snapshots):  # with others nobody is late
+    if isinstance(transport, Snapshots):  # other transports have no late ranks
         transport.keep_state(copy)
 
 
 def newest(transport: Transport, like: Any, timeout: float) -> Any:
-    """The newest state of the nearest rank above, with which this one goes on, see `CodedGroup.resync`."""
+    """Return the newest state of the nearest rank above, to continue from; see
+    `CodedGroup.resync`.
+    """
     above = Snapshots.of(transport)
     round_, data = above.fetch_state(timeout)
     if not round_:
         raise Desynchronized(
-            f"no rank above rank {transport.rank} has a snapshot from which it could go "
-            f"on and for which it has enough memory, or none has answered within "
-            f"{timeout} s: call group.snapshot on all ranks after each step, and every "
-            "so often that the rounds since are still kept. Only a rank whose calls raise Desynchronized needs to "
+            f"no rank above rank {transport.rank} has a usable snapshot that fits into its memory, or "
+            f"none has answered within {timeout} s: call group.snapshot on all ranks after each step, with an every= "
+            "so small that the rounds since are still kept. Only a rank whose calls raise Desynchronized needs to "
             "resync"
         )
     plan = _digest_of_plan(transport)
     if data[: len(plan)] != plan.tobytes():
         raise Desynchronized(
-            f"the ranks of this group went on with another plan after rank "
-            f"{transport.rank} lost touch: call replan before a rank can be that late, "
+            f"the group has replanned since rank {transport.rank} fell out of its history: "
+            "call replan before a rank can be that late, "
             "or keep a longer history (history_bytes)"
         )
     state = from_bytes(data[len(plan) :], like)
@@ -55,9 +56,10 @@ def _digest_of_plan(transport: Transport) -> np.ndarray:
 
 
 def to_bytes(state: Any) -> np.ndarray:
-    """Return the leaves of a pytree one after the other, behind a digest of its
-    structure, shapes and dtypes: uint8 ``(bytes,)``. Waits until they are computed. A
-    TypeError if a leaf is not an array of numbers or random keys."""
+    """Return the leaves of a pytree one after the other, after a digest of its
+    structure, shapes and dtypes: uint8 ``(bytes,)``. Wait until they are computed. A
+    TypeError if a leaf is not an array of numbers or random keys.
+    """
     leaves = [
         _bytes_of(leaf, path)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -66,10 +68,11 @@ def to_bytes(state: Any) -> np.ndarray:
 
 
 def from_bytes(data: bytes, like: Any) -> Any:
-    """Return the pytree that `to_bytes` was given, with leaves of the kinds that ``like``
-    has, a pytree of the same structure, shapes and dtypes: Python numbers, numpy arrays,
-    random keys, and for anything else JAX arrays (numpy where JAX has no 64 bits). A
-    ValueError if it has others, or the data are damaged."""
+    """Return the pytree that `to_bytes` was given. Its leaves have the types of
+    ``like``, a pytree of the same structure, shapes and dtypes: Python numbers, NumPy
+    arrays, random keys, and otherwise JAX arrays (NumPy if JAX has no 64 bits). A
+    ValueError if these differ, or the data are damaged.
+    """
     if data[:_DIGEST] != _digest(like).tobytes():
         state = Packing.of(jax.tree.map(_aval, like))
         raise ValueError(f"the snapshot is not of this state: {state}")
@@ -96,19 +99,19 @@ def _bytes_of(leaf: Any, path: Any) -> np.ndarray:
     if is_key(array.dtype):
         array = numbers(array)
     elif isinstance(leaf, np.ndarray | np.generic):
-        array = np.asarray(leaf)  # in its own byte order
+        array = np.asarray(leaf)  # in the leaf's byte order
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _as(leaf: Any, values: np.ndarray) -> Any:
-    """The values as the kind of thing that a leaf is."""
+    """Return the values as the type of a leaf."""
     if isinstance(leaf, bool | int | float | complex) and not isinstance(
         leaf, np.generic
     ):
         return values.item()
     if not isinstance(leaf, np.ndarray | np.generic):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of fewer bits
+            warnings.simplefilter("ignore")  # warnings about fewer bits
             array = jnp.array(values)
         if array.dtype == values.dtype:
             return array
@@ -119,7 +122,7 @@ def _digest(pytree: Any) -> np.ndarray:
     table = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         its = _aval(leaf)
-        # not the structure, which may name functions by where they lie in this process
+        # not the structure, which may contain addresses of functions
         name = jax.tree_util.keystr(path)
         order = getattr(its.dtype, "byteorder", "")  # keys have none
         table.append((name, its.shape, its.dtype.name, order))

@@ -1,4 +1,6 @@
-"""What a rank has seen of its rounds: which ranks were in time, and how long each step took."""
+"""The telemetry of a rank: which ranks were in time in each round, and how long each
+step took.
+"""
 
 import dataclasses
 import logging
@@ -16,22 +18,23 @@ from jaxcoded.transport.following import follow
 
 logger = logging.getLogger("jaxcoded")
 
-# A rank that was hardly ever heard of still gets some data.
+# A rank that was almost never active still gets some data.
 SLOWEST = 0.05
-# In more rounds than this share a child is called late.
+# A child that is late in more than this share of the rounds is called late.
 _OFTEN = 0.1
-# A rank is called slow that takes so many times as long as the median rank, times what rounds
-# differ by anyway.
+# A rank is called slow if it takes this many times as long as the median rank, times
+# the variation of rounds.
 _SLOW = 2.0
-# A living rank is heard of once a second, and after each of its rounds.
+# A live rank reports once a second, and after each of its rounds.
 TOLD = 1.0
-# Granting and reporting a block costs about as much as one that takes less.
+# Granting and reporting a block costs about as much as computing one of fewer seconds
+# than this.
 _SHORT = 1e-3
-_DONE = 1  # outcome of a round
+_DONE = 1  # the outcome of a successful round
 
 
 class RoundSeen(NamedTuple):
-    """One round as this rank has seen it; see `Telemetry` for the fields."""
+    """One round, as recorded by this rank; see `Telemetry` for the fields."""
 
     number: int
     work: float
@@ -46,49 +49,51 @@ class RoundSeen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Telemetry:
-    """The latest rounds of a group as one of its ranks has seen them.
+    """The latest rounds of a group, as recorded by one of its ranks.
 
-    Made by `CodedGroup.telemetry`. ``R`` rounds, ``C`` children of this rank, ``N`` ranks
-    and ``L`` ranks that this one has got something from. Times are in seconds on this
-    rank's own monotonic clock, NaN where something did not happen.
+    Made by `CodedGroup.telemetry`. Axes have ``R`` rounds, ``C`` children of this rank,
+    ``N`` ranks, and ``L`` ranks from which this one has received data. Times are in
+    seconds on this rank's monotonic clock, NaN if something did not happen.
 
     Attributes:
-        rank: whose telemetry it is.
+        rank: the rank that recorded it.
         plan: the group's, as text; see `Plan.from_json`.
         parents: int64 ``(N,)``, the parent of each rank, -1 at the root.
         loads: float64 ``(N,)``, the part of the batch that each rank computes.
         rounds: int64 ``(R,)``, their numbers, in order.
-        work: float64 ``(R,)``, seconds from the end of the call before to this one.
+        work: float64 ``(R,)``, seconds from the end of the previous call to this one.
         started: float64 ``(R,)``, when this rank called.
-        decided: float64 ``(R,)``, when its sum was complete; NaN where it was late or
-            has no children.
-        ended: float64 ``(R,)``, when the result was here.
-        decided_by: int64 ``(R,)``, whose message or call completed the sum, a child or
-            this rank; -1 where there was none.
+        decided: float64 ``(R,)``, when its sum was complete; NaN if it was late or has
+            no children.
+        ended: float64 ``(R,)``, when this rank had the result.
+        decided_by: int64 ``(R,)``, the child or this rank whose message or call
+            completed the sum; -1 if none did.
         failed: bool ``(R,)``, whether the round ended with an error.
-        payload: int64 ``(R,)``, bytes of what was summed, or handed down, once.
+        payload: int64 ``(R,)``, bytes of the result.
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
-        approximate: bool ``(R,)``, whether this rank's deadline was over and it went on
-            with what had come.
-        shared: bool ``(R,)``, whether its work was shared (``docs/sharing.md``).
+        approximate: bool ``(R,)``, whether this rank continued after its deadline with
+            the messages that had come.
+        shared: bool ``(R,)``, whether the round had shared work (``docs/sharing.md``).
         loop: bool ``(R,)``, whether it was a loop over `CodedGroup.blocks`, whose sum is
             the next round.
-        busy: float64 ``(R,)``, seconds for which this rank computed blocks of it.
-        blocks: int64 ``(R,)``, how many, also those not used.
-        computed: int64 ``(R, N, 3)``, at the root: how many of its own and of others' blocks each rank has computed
-            for the sum, and how many that were not used, as far as the root knows. Zeros elsewhere.
+        busy: float64 ``(R,)``, seconds for which this rank computed blocks of the
+            round.
+        blocks: int64 ``(R,)``, number of these blocks, including unused ones.
+        computed: int64 ``(R, N, 3)``, on the root: for each rank its number of own
+            blocks and of others' blocks in the sum, and of unused blocks, as far as the
+            root knows. Zeros elsewhere.
         children: int64 ``(C,)``, this rank's children.
-        arrived: float64 ``(R, C)``, when each was first heard of in that round, or in a
-            later one.
+        arrived: float64 ``(R, C)``, when the first message of each child in that round,
+            or in a later one, arrived.
         used: bool ``(R, C)``, whether its message entered the sum.
         peers: int64 ``(L,)``, ranks.
-        link_bytes: int64 ``(L,)``, bytes that came from each since the group was made.
+        link_bytes: int64 ``(L,)``, bytes received from each since the group was made.
         link_seconds: float64 ``(L,)``, seconds for which vectors were on their way.
-        step_times: float64 ``(N,)``, median seconds of work of each rank's latest rounds,
-            as far as this rank was told: of itself and those below it, a second late at
-            most in each layer. Where work is shared, with what its own blocks would take, at
-            the pace of those that it has computed.
-        silent: float64 ``(N,)``, seconds for which a rank had not been heard of when the
+        step_times: float64 ``(N,)``, median seconds of work in each rank's latest
+            rounds, for this rank and those below it. Reports are up to a second old for
+            each layer. With shared work it is the time of the rank's own blocks at the
+            pace of the blocks that it has computed.
+        silent: float64 ``(N,)``, seconds since a rank's last sign of life when the
             newest round ended; 0 for ranks in time.
 
     Example:
@@ -138,7 +143,7 @@ class Telemetry:
         loads: np.ndarray,
         columns: dict[str, list[Any]],
     ) -> Self:
-        """Return the telemetry made of the engine's records."""
+        """Return the telemetry from the engine's records."""
 
         rounds, ranks = len(columns["outcome"]), len(parents)
         lengths = {
@@ -177,20 +182,23 @@ class Telemetry:
 
     @property
     def lateness(self) -> np.ndarray:
-        """Seconds by which each child's message missed the sum: float64 ``(R, C)``. Not positive if it was in time,
-        infinite if it never arrived, NaN in rounds in which this rank formed no sum."""
+        """Return the seconds by which each child's message missed the sum: float64
+        ``(R, C)``. Not positive if it was in time, infinite if it never arrived, NaN in
+        rounds in which this rank formed no sum.
+        """
         decided = np.broadcast_to(self.decided[:, None], self.arrived.shape)
         missing = np.isnan(self.arrived) & ~np.isnan(decided)
         return np.where(missing, np.inf, self.arrived - decided)
 
     @property
     def speeds(self) -> np.ndarray:
-        """How fast each rank works through its data, relative to the fastest: float64
-        ``(N,)`` in `SLOWEST` … 1, for `CodedGroup.replan`.
+        """Return each rank's speed relative to the fastest: float64 ``(N,)`` in
+        `SLOWEST` … 1, for `CodedGroup.replan`.
 
-        Load divided by the time between calls. A rank that has been silent for longer than that, and longer than
-        the second between two signs of life, counts with the time of its silence. Only the root knows of all ranks.
-        One that has not been measured, or has no data, counts as the median of the others.
+        A speed is the load divided by the time between calls. If a rank has been silent
+        for longer than that, and longer than the second between two signs of life, the
+        time of its silence counts. Only the root knows all ranks. A rank without
+        measurements or data counts as the median of the others.
         """
         known = self.measured
         if not known.any():
@@ -202,17 +210,17 @@ class Telemetry:
 
     @property
     def _seconds(self) -> np.ndarray:
-        """Seconds of a round of each rank, without waiting for others."""
+        """Return the seconds of a round of each rank, without waits for others."""
         told = np.isnan(self.step_times) | (self.silent > TOLD)
         return np.fmax(self.step_times, np.where(told, self.silent, 0.0))
 
     @property
     def measured(self) -> np.ndarray:
-        """Whether each rank's speed can be computed: bool ``(N,)``."""
+        """Return whether each rank's speed can be computed: bool ``(N,)``."""
         return (self.loads > 0) & (self._seconds > 0) & np.isfinite(self._seconds)
 
     def summary(self) -> str:
-        """Return the findings in words."""
+        """Return the findings as text."""
         if not len(self.rounds):
             return f"rank {self.rank} has not called a round yet"
         begins_step = ~np.concatenate([[False], self.loop[:-1]])
@@ -265,8 +273,8 @@ class Telemetry:
         uneven = high / low if low > 0 else np.inf
         slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
         return [
-            f"rank {rank} was last heard of {_format.seconds(self.silent[rank])} before the "
-            "newest result: it is slow, stopped, dead, or late this once"
+            f"rank {rank} was last active {_format.seconds(self.silent[rank])} before the "
+            "newest result: it is slow, stopped, dead, or late once"
             if self._seconds[rank] == self.silent[rank]
             else f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data as "
             f"the median rank, {_format.seconds(self._seconds[rank])} a round"
@@ -275,7 +283,9 @@ class Telemetry:
 
     @property
     def divided(self) -> np.ndarray:
-        """The rounds whose division of work is known on this rank: bool ``(R,)``."""
+        """Return the rounds whose division of work is known on this rank: bool
+        ``(R,)``.
+        """
         return np.asarray(self.computed.any(axis=(1, 2)))
 
     def _divided_work(self) -> list[str]:
@@ -284,7 +294,7 @@ class Telemetry:
         placement = Plan.from_json(self.plan).placement
         own = self.shared & (self.blocks > 0)
         if own.any():
-            # the first ones compile
+            # the first rounds compile
             each = np.median(self.busy[own] / self.blocks[own])
             lines.append(
                 f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "
@@ -327,7 +337,8 @@ class Telemetry:
                     break
                 missed = lateness[lateness[:, column] > 0, column]
                 known = missed[np.isfinite(missed)]
-                # a rank that is always late differs from a dead one only in this: it was heard of a moment ago
+                # a rank that is always late differs from a dead one only by a recent
+                # sign of life
                 silent = self.silent[self.children[column]]
                 signs = f"its last sign of life was {_format.seconds(silent)} old"
                 words = f"child {self.children[column]} was too late in {late[column]:.0%} of "
@@ -344,15 +355,16 @@ class Telemetry:
         return lines
 
     def _usually_late(self) -> float:
-        """The share of rounds in which a child that is as fast as the others is too late: so many of
-        them are not waited for."""
+        """Return the share of rounds in which a child as fast as the others is too
+        late, since parents do not wait for all.
+        """
         coding = Plan.from_json(self.plan).codings[self.rank]
         return coding.code.stragglers / len(self.children) if coding else 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to an ``.npz`` file that needs no pickle; see `load`.
 
-        An existing file is replaced by a whole one, or stays unchanged.
+        An existing file is replaced completely, or stays unchanged.
 
         Raises:
             OSError: it cannot be written.
@@ -362,10 +374,10 @@ class Telemetry:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Inverse of `save`.
+        """Load what `save` has written.
 
         Raises:
-            ValueError: the file is something else, or does not fit together.
+            ValueError: the file is something else, or inconsistent.
             OSError: it cannot be read.
         """
         return cls(**telemetry_file.read(path))
@@ -375,14 +387,15 @@ def report(
     following: Callable[[], tuple[Any, ...] | None],
     callback: Callable[[RoundSeen], Any],
 ) -> None:
-    """Call ``callback`` on a thread of its own with each of the rounds that
-    ``following`` waits for, until they end."""
+    """Call ``callback`` in a separate thread with each of the rounds that ``following``
+    waits for, until they end.
+    """
 
     def seen(values: tuple[Any, ...]) -> None:
         record = RoundSeen(*values)
         try:
             callback(record._replace(failed=record.failed != _DONE))
-        # Also what would end this thread, and with it the reports.
+        # Also errors that would end this thread, and with it the reports.
         except BaseException:
             logger.exception("the function given to on_round raised")
 

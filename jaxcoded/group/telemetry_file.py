@@ -10,8 +10,8 @@ import numpy as np
 from jaxcoded._files import array, contents
 from jaxcoded.plan import Plan
 
-# The dtype and the axes of each array: rounds R, children C, ranks N, and ranks that this one has got
-# something from L; K kinds of blocks. See `Telemetry`.
+# The dtype and the axes of each array: rounds R, children C, ranks N, ranks L from
+# which this one has received data, kinds K of blocks. See `Telemetry`.
 ARRAYS: dict[str, tuple[type, str]] = {
     "parents": (np.int64, "N"),
     "loads": (np.float64, "N"),
@@ -44,9 +44,9 @@ _LONGEST = 1e15  # seconds
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote; a
-    ValueError if it is something else, or does not fit together.
+    ValueError if it is something else, or inconsistent.
 
-    Nothing in it is unpickled, and it takes no more memory than the file is long."""
+    This unpickles nothing, and takes no more memory than the length of the file."""
     values = _arrays(contents(path))
     if values.keys() != {"rank", "plan", *ARRAYS}:
         raise ValueError(
@@ -60,11 +60,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
-    """By name; none if it is no file of arrays."""
+    """Return the arrays by name; none if it is no file of arrays."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             members = file.infolist()
-            # what is compressed could be of any length
+            # compressed data could have any length
             if any(each.compress_type != zipfile.ZIP_STORED for each in members):
                 return {}
             values = {

@@ -44,13 +44,15 @@ class Weights:
     losses)``, ``weights.shape``. The results, slices too, are plain arrays.
 
     Attributes:
-        values: the array, read-only of `numpy` or, once JAX has had it, a ``jax.Array``.
-        examples: how many examples the batch has, int32: ``batch_size``, or fewer in a smaller last batch.
-            To divide by; a leaf of the pytree, so that a smaller batch is no other program.
-        number: int32, the same on all ranks: which batch of which epoch of which data set. A leaf, too.
+        values: the array: read-only from NumPy or, after a use by JAX, a ``jax.Array``.
+        examples: the batch's number of examples, int32, for divisions: ``batch_size``,
+            or fewer in a smaller last batch. It is a leaf of the pytree, so that a
+            smaller batch compiles no other program.
+        number: int32, the same on all ranks: it identifies the batch, the epoch and the
+            data set. Also a leaf.
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan, equal for equal plans.
-        rank: whose weights they are.
+        rank: the rank of these weights.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded
@@ -70,8 +72,9 @@ class Weights:
 
     @property
     def counts(self) -> dict[Any, Any] | None:
-        """The cache of counts of these examples, by plan and rank. ``None`` if the values may still change: they
-        are not a read-only NumPy array."""
+        """Return the cache of counts of these examples, by plan and rank; ``None`` if
+        the values may still change, as they are not a read-only NumPy array.
+        """
         values = self.values
         fixed = (
             isinstance(values, np.ndarray)
@@ -81,8 +84,9 @@ class Weights:
         return vars(self).setdefault("_counts", {}) if fixed else None
 
     def check(self, plan: Plan, rank: int) -> None:
-        """Raise a ValueError unless they are of this rank of this plan, with all their
-        digits."""
+        """Raise a ValueError unless the weights belong to this rank and plan, in full
+        precision.
+        """
         remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(
@@ -102,7 +106,7 @@ class Weights:
 
     # Like an array.
 
-    # numpy leaves operators to this class
+    # NumPy leaves operators to this class
     __array_priority__ = 100
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -112,7 +116,7 @@ class Weights:
         return jnp.asarray(self.values)
 
     def __getattr__(self, name: str) -> Any:
-        # what looks for special methods takes them for those of this class
+        # code that looks up special methods would find those of this class
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.values, name)
@@ -143,8 +147,9 @@ class Weights:
 def assigned(
     plan: Plan, rank: int, batch_size: int, multiple: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a rank reads of a batch and the values of its weights, in JAX's default float dtype; see
-    `jaxcoded.plan.assignment.assignment`."""
+    """Return a rank's part of a batch and the values of its weights, in JAX's default
+    float dtype; see `jaxcoded.plan.assignment.assignment`.
+    """
     multiple = _require.integer("multiple", multiple, 1)
     indices, weights = assignment(plan, rank, batch_size)
     if multiple > 1:

@@ -189,9 +189,9 @@ class CodeTree(Strategy, named=False):
         if not ranks:
             return ""
         return (
-            f"what the children of rank{s(len(ranks))} "
-            f"{', '.join(map(str, ranks))} send cannot be checked, as there is no "
-            "redundancy in it or a code below is approximate"
+            f"messages of the children of rank{s(len(ranks))} "
+            f"{', '.join(map(str, ranks))} cannot be checked, as they have no "
+            "redundancy or a code below is approximate"
         )
 
     # Others in its place.
@@ -235,7 +235,7 @@ class CodeTree(Strategy, named=False):
             slowest = speeds[out.index(min(out))]
             raise ValueError(
                 "speeds must be at least 1/1000 of the fastest, got "
-                f"{float(slowest):g} beside {float(fastest):g}"
+                f"{float(slowest):g} and {float(fastest):g}"
             )
         return out or None
 

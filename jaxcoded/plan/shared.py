@@ -100,9 +100,9 @@ class Shared(Strategy):
             f"any {others} ranks" if others > 1 else "any rank" if others else "no rank"
         )
         helped = (
-            "whoever is done computes blocks of others"
+            "a rank that is done computes blocks of others"
             if others
-            else "with replicas=0 nobody else has its data, and everybody waits for it"
+            else "with replicas=0 no other rank has its data, and all wait for it"
         )
         each = Fraction(1, n)
         with_data = "with" if self.root_computes else "without"
@@ -116,7 +116,7 @@ class Shared(Strategy):
                 ),
                 (
                     f"a rank computes {fraction(each)} of the batch, in {placed.blocks} "
-                    f"block{s(placed.blocks)}, where nobody is late; {helped}"
+                    f"block{s(placed.blocks)}, if no rank is late; {helped}"
                 ),
                 (
                     f"a rank holds the data of {fraction((1 + others) * each)} of the batch: "
@@ -166,7 +166,7 @@ class Shared(Strategy):
         return [starts[first : first + blocks + 1] for first in owners]
 
     def refuse(self, *given: str) -> None:
-        why = "who computes what is settled during the round, and the sum is of the whole batch"
+        why = "blocks are assigned during the round, and the sum is of the whole batch"
         if "residual" in given:
             why = 'its sums are exact, unless on_deadline="approximate"'
         for name in given:
@@ -179,11 +179,11 @@ class Shared(Strategy):
     def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
         if debug or plan.placement.replicas:
             return ""  # examples are counted, and blocks are audited
-        return "has nothing to compare: each block lies on one rank alone; take replicas=1 or more"
+        return "has nothing to compare: each block is on one rank only; take replicas=1 or more"
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
         raise ValueError(
-            f"{self!r} finds out by itself how fast ranks are: leave speeds={list(speeds)} out"
+            f"{self!r} measures the speeds of ranks itself: leave speeds={list(speeds)} out"
         )
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:

@@ -218,7 +218,7 @@ def _bytes(value: Any) -> np.ndarray:
 def _check_length(rank: int, length: int) -> None:
     if not 0 <= length <= LONGEST:
         raise Unreadable(
-            f"rank {rank} says something of {length} bytes, more than {LONGEST}: {_WHY}"
+            f"the answer of rank {rank} has {length} bytes, more than {LONGEST}: {_WHY}"
         )
 
 
@@ -227,7 +227,7 @@ def _said(rank: int, data: np.ndarray) -> Any:
         return json.loads(data.tobytes())
     except (ValueError, RecursionError):
         raise Unreadable(
-            f"what rank {rank} says cannot be read: {data[:80].tobytes()!r}: {_WHY}"
+            f"the answer of rank {rank} cannot be read: {data[:80].tobytes()!r}: {_WHY}"
         ) from None
 
 

@@ -49,8 +49,8 @@ def check(comm: MPI.Intracomm) -> str:
     if (said := disagreement(comm, required(), what)) is not None:
         raise GroupMismatch(said)
     what = (
-        "sums are the same bits on all ranks, but what they compute of them may differ in the last "
-        "ones: install the same JAX for all of them, or hand on parameters with tree_bcast from "
+        "sums have the same bits on all ranks, but values computed from them may differ in the last "
+        "bits: install the same JAX for all of them, or broadcast parameters with tree_bcast from "
         "time to time"
     )
     return disagreement(comm, wanted(), what) or ""

@@ -11,7 +11,7 @@ from jaxcoded.transport.deadline import Deadline
 VARIABLE = "JAXCODED_DEBUG"
 ACTIONS = {
     "warn": "a line in the log",
-    "drop": "the round goes on without who is wrong, where that is known, and fails otherwise",
+    "drop": "the round continues without the wrong rank if that is known, and fails otherwise",
     "raise": "the round fails",
 }
 
@@ -82,8 +82,8 @@ class Check:
             return why
         if self.wait is True and strategy.by_blocks:
             return (
-                "waits for messages, but where work is shared there are no more "
-                "than needed: leave out wait=True"
+                "waits for surplus messages, but shared work has none: leave out "
+                "wait=True"
             )
         return ""
 

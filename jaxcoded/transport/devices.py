@@ -24,7 +24,7 @@ mesh, in the order of a token:
         out = jaxcoded.coded_allreduce(x, group, batch.weights, token=token)
         return out.value, out.token
     reduce = jax.shard_map(reduce, mesh=mesh, in_specs=(P(), P()), out_specs=P())
-P() for what is the same on all devices, P("axis") for shards. Or, on one of them, in a jit of its own:
+P() for replicated arrays, P("axis") for shards. Or, on a single device, in a separate jit:
     reduce = jax.jit(lambda x: jaxcoded.coded_allreduce(x, group, batch.weights))
     total = reduce(jax.device_put(local, jax.local_devices()[0]))
 or sum a numpy array, outside jit:
@@ -92,8 +92,8 @@ def of_program() -> Devices | None:
     found = Devices(axes)
     if not _jax_compat.varying(found.place()):
         raise ValueError(
-            "inside shard_map(check_vma=False), and pmap, JAX does not tell what is split over the "
-            f"devices from what is the same on all: leave out check_vma. For {REMEDY}"
+            "inside shard_map(check_vma=False), and pmap, JAX does not show which arrays are split over the "
+            f"devices: leave out check_vma. For {REMEDY}"
         )
     return found
 

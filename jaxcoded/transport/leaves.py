@@ -48,8 +48,8 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
         return leaf.__jax_array__()
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array of {leaf.dtype}, which JAX does not take: hand over x.filled(0), and "
-            "x.mask as an array of its own where the loss needs it"
+            f"{name} is a masked array of {leaf.dtype}, which JAX does not accept: pass x.filled(0), and "
+            "x.mask as a separate array if the loss needs it"
         )
     try:
         array = np.asarray(_arrays.viewed(leaf))

@@ -45,12 +45,12 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
         >>> jaxcoded.leave_on_sigterm(notice=120.0)
         Traceback (most recent call last):
             ...
-        ValueError: leave_on_sigterm needs an MPI that goes on where a rank ends: start the job with ...
+        ValueError: leave_on_sigterm needs an MPI that survives the end of a rank: start the job with ...
     """
     notice = _require.not_negative("notice", notice)
     if not engine.fault_tolerant():
         raise ValueError(
-            "leave_on_sigterm needs an MPI that goes on where a rank ends: start the job with "
+            "leave_on_sigterm needs an MPI that survives the end of a rank: start the job with "
             "jaxcoded run --ft, which needs Open MPI 5"
         )
     process = os.getpid()

@@ -84,7 +84,7 @@ RULES = {
     "take": Rules(
         not_differentiated="shared work cannot be differentiated: coded_value_and_grad gives the "
         "gradient, without jax.grad around it",
-        not_batched="shared work cannot be batched by vmap: there is one of it in a round",
+        not_batched="shared work cannot be batched by vmap: a round has one of it",
     ),
     # the blocks that this rank has computed
     "computed": Rules(alone=True, not_differentiated=_AHEAD),
@@ -286,7 +286,7 @@ def _batch(
     for name, axis in zip(round.leading, axes):
         if axis is not None:
             raise NotImplementedError(
-                f"{round}: {name} cannot be batched by vmap: there is one for the round"
+                f"{round}: {name} cannot be batched by vmap: a round has one"
             )
     vectors = list(zip(operands[leading:], axes[leading:]))
     size = next(v.shape[axis] for v, axis in vectors if axis is not None)

@@ -16,8 +16,8 @@ from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ad, mlir
 
 _NO_DERIVATIVE = (
-    "{}: the round of its derivative needs a token of its own. Let the token be a float32 number, such as "
-    "jnp.float32(0), let the function return the last one, and hand that in again:\n"
+    "{}: the round of its derivative needs a separate token. Make the token a float32 number, such as "
+    "jnp.float32(0), return the last one from the function, and pass that in again:\n"
     "    (value, token), back = jax.vjp(loss, params, token)\n"
     "    grads, token = back((jnp.ones_like(value), token))\n"
     "or, in forward mode, jax.jvp(loss, (params, token), (direction, token))"

@@ -124,9 +124,7 @@ def test_messages_are_valid_or_an_error(message):
 @messages
 @pytest.mark.parametrize("data", [*ODD, b"{}", b"3", b'["Call", {}]'])
 def test_errors_name_the_sender_of_unreadable_messages(message, data):
-    words = (
-        "what number 0 says of ranks that join cannot be read: .*do all run the same"
-    )
+    words = "a message of number 0 about ranks that join cannot be read: .*do all run the same"
     with (
         a_channel(data, type(message)) as channel,
         pytest.raises(CodedError, match=words),
@@ -135,7 +133,7 @@ def test_errors_name_the_sender_of_unreadable_messages(message, data):
 
 
 def test_a_message_that_is_too_long_is_not_received():
-    words = f"number 0 says .* cannot be read: {LONGEST + 1} bytes, not 0 to {LONGEST}"
+    words = f"a message of number 0 .* cannot be read: {LONGEST + 1} bytes, not 0 to {LONGEST}"
     with a_channel(b"0" * (LONGEST + 1), Ready) as channel:
         for _ in range(2):
             with pytest.raises(CodedError, match=words):
@@ -158,7 +156,9 @@ def test_invalid_invitations(changes, words):
 
 
 def test_other_ranks_than_invited():
-    with pytest.raises(CodedError, match="2 ranks were to join 3, but there are 1"):
+    with pytest.raises(
+        CodedError, match="2 ranks should join 3, but both together are 1"
+    ):
         INVITATION.own(MPI.COMM_SELF)
 
 
@@ -226,7 +226,7 @@ def test_a_rank_whose_answer_cannot_be_read():
     right = json.dumps(RIGHT).encode()
     wrong = right.replace(b'"its"', b"3")
     verdict, told = asked([right, wrong])
-    assert "what rank 2 says of ranks that join cannot be read" in verdict.why_not
+    assert "a message of rank 2 about ranks that join cannot be read" in verdict.why_not
     assert "visit of Wants must be of type str, got 3" in verdict.why_not
     (first,), second = told[1], told[2]
     assert first == ("Tells", dataclasses.asdict(Tells("its", verdict)))
@@ -258,7 +258,7 @@ def test_the_variable_is_read_as_it_is_written(monkeypatch, seconds):
     monkeypatch.setenv(started.MARK, started.mark("abc", seconds))
     assert started.awaited() == max(round(seconds), 1)
     monkeypatch.setenv(started.MARK, "abc:soon")
-    with pytest.raises(CodedError, match="JAXCODED_JOINS says behind its colon must"):
+    with pytest.raises(CodedError, match="the seconds in JAXCODED_JOINS must"):
         started.awaited()
 
 

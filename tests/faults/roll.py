@@ -23,7 +23,7 @@ SECONDS = 20.0
 
 directory, what, told = sys.argv[1:]
 told = {int(rank) for rank in told.split(",") if rank}
-kind = messages.Anew if what == "regroup" else messages.Stay
+kind = messages.Regroup if what == "regroup" else messages.Stay
 board = Board(directory)
 comm = board.comm.Dup()
 for it in board.comm, comm:

@@ -292,7 +292,7 @@ def test_without_waiting_the_ranks_that_have_come_are_compared(comm):
         ),
         (
             {"strategy": jaxcoded.Shared(replicas=0), "wait": False},
-            "each block lies on one rank alone; take replicas=1 or more",
+            "each block is on one rank only; take replicas=1 or more",
         ),
         (
             {"strategy": jaxcoded.Shared(replicas=min(2, SIZE - 1))},

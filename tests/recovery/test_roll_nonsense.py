@@ -18,7 +18,7 @@ from jaxcoded.group.membership import messages, roll
 VISITS = 4
 KINDS = {
     roll._FROM_CALLER: (
-        *(messages.Call, messages.Kill, messages.Stay, messages.Late, messages.Anew),
+        *(messages.Call, messages.Kill, messages.Stay, messages.Late, messages.Regroup),
     ),
     roll._TO_CALLER: (messages.Answer, messages.GivesUp),
 }

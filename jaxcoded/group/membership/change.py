@@ -1,4 +1,4 @@
-"""A group that takes the place of another, with other ranks, as far as it is made."""
+"""The change of a group to a new one with other ranks, while it is being made."""
 
 import contextlib
 import threading
@@ -13,30 +13,31 @@ from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.opening import has_died
 from jaxcoded.group.session import Session
 
-OPENS = 120.0  # seconds in which ranks have made a group, and more
+OPENS = 120.0  # more seconds than ranks need to make a group
 
 
 class Change:
-    """What is made in the place of a group, of which all ranks that live have come. What has been begun is waited
-    for again by the next call, where one has given up.
+    """A new group in place of an old one, made once all live ranks have come. If a call
+    gives up, the next one continues to wait for the same work.
 
     Attributes:
-        died: what to say where a rank has died on the way.
+        died: the error if a rank dies meanwhile.
     """
 
     died: ClassVar[str]
 
     def __init__(self, old: Session, roll: Roll) -> None:
         self._old, self._roll = old, roll
-        self._rounds = 0  # of the old one that were decided before
+        self._rounds = 0  # rounds of the old group decided before
         self._new: Session | None = None
-        self._failure: BaseException | None = None  # here
+        self._failure: BaseException | None = None  # of this rank
         self._agreement: Future[bool] | None = None  # whether all have it
 
     def session(self, rounds: int) -> Session:
-        """Return the new one, once they agree. ``rounds``: of the old group, that this
-        rank knows now. A CodedError if not all have it, or it is not what follows on
-        those rounds; or what has failed on all."""
+        """Return the new session, once all ranks agree. ``rounds``: the decided rounds
+        of the old group that this rank knows. A CodedError if not all ranks have the
+        session, or more rounds were decided meanwhile; or the error that all have.
+        """
         assert self._agreement is not None
         new, failure = self._new, self._failure
         if not self._agreement.result(0.0):
@@ -52,21 +53,21 @@ class Change:
             return new
         self._roll.next_attempt()
         overtaken = CodedError(
-            f"rank {self._old.rank} had given up while the group was made anew, and rounds of the old one were "
+            f"rank {self._old.rank} gave up while the ranks made a new group, and rounds of the old one were "
             "decided since then: call recovered again"
         )
         new.withdraw(overtaken)
         raise overtaken
 
     def _tell(self) -> None:
-        """All have it."""
+        """Act after all ranks have the new group."""
 
     def _end(self) -> None:
-        """Not all have it."""
+        """Clean up if some ranks lack the new group."""
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Inside, an error is kept, as the others wait for an answer."""
+        """Keep an error in this block, as the others wait for an answer."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -75,9 +76,10 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Inside, a rank that waits this long for others in these communicators, or in added ones, gets an error
-    instead. Without it, the death of a rank at the wrong moment may leave ranks of Open MPI 5.0 in ``MPI_Comm_dup``
-    forever."""
+    """In this block a rank that waits this long for others in these communicators, or
+    in added ones, gets an error. Without it, the death of a rank at the wrong moment
+    may leave ranks of Open MPI 5.0 in ``MPI_Comm_dup`` forever.
+    """
 
     def revoke() -> None:
         for comm in comms:
@@ -90,4 +92,4 @@ def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[
         yield
     finally:
         timer.cancel()
-        timer.join()  # it may be at work
+        timer.join()  # it may be running

@@ -1,5 +1,6 @@
-"""What two ranks say to each other: messages, each a frozen dataclass with a check. They go as JSON, so that nothing is
-unpickled, and nobody waits in MPI for one."""
+"""Messages between two ranks, each a frozen dataclass with a check. They are sent as
+JSON, so that nothing is unpickled, and no rank waits for them in MPI.
+"""
 
 import dataclasses
 import functools
@@ -22,16 +23,18 @@ from jaxcoded.transport.agreement import LONGEST, plain
 Ranks = Annotated[list[int], "which ranks"]
 OfEach = Annotated[list[int], "a number of each rank"]
 _MOST = 2**31 - 1
-PAUSE = 2e-3  # seconds between two looks
+PAUSE = 2e-3  # seconds between two polls
 
 
 class Message:
-    """A message of a rank to another. A subclass is a frozen dataclass of values that JSON has, and of such
-    dataclasses."""
+    """A message from a rank to another. A subclass is a frozen dataclass of JSON values
+    and of such dataclasses.
+    """
 
     def check(self, ranks: int) -> None:
-        """Raise a ValueError that names the field unless a rank may say it in a
-        communicator of so many ranks."""
+        """Raise a ValueError that names the field unless this is valid in a
+        communicator of ``ranks`` ranks.
+        """
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value = field.name, getattr(self, field.name)
             if field.type is int:
@@ -49,7 +52,8 @@ class Message:
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _Moving = tuple[MPI.Request, np.ndarray]
-# What is on its way, of all channels: MPI reads and writes it later, also when a group is no more.
+# Messages on their way, of all channels: MPI reads and writes them later, even after a
+# group has ended.
 _sent: list[_Moving] = []
 _coming: list[dict[int, _Moving]] = []
 _lock = threading.Lock()
@@ -60,16 +64,16 @@ class Gone(Exception):
 
 
 class Dead(Gone):
-    """MPI reports it dead."""
+    """MPI reports that a rank is dead."""
 
 
 class Channel(Generic[M]):
-    """Messages of two ranks, for which nobody waits in MPI.
+    """The messages between two ranks, for which no rank waits in MPI.
 
     Args:
-        kinds: of messages that may come.
-        about: what they say, in words that follow "says of".
-        who: says a rank, in words.
+        kinds: the classes of messages that may come.
+        about: their subject, in words that follow "about".
+        who: a function that names a rank.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class Channel(Generic[M]):
         _coming.append(self._coming)
 
     def say(self, to: int, message: Message) -> None:
-        """Dead ranks do not receive it."""
+        """Send a message; dead ranks do not receive it."""
         fields = plain(dataclasses.asdict(message))  # type: ignore[call-overload]
         said = json.dumps([type(message).__name__, fields])
         data = np.frombuffer(bytearray(said.encode()), np.uint8)
@@ -100,9 +104,10 @@ class Channel(Generic[M]):
             _sent.append(moving)
 
     def heard(self, rank: int) -> M | None:
-        """Return what a rank has said next; None: nothing yet. `Gone` if it is dead, or has given up. A CodedError
-        if the message cannot be read, or is longer than 16 MiB: it stays in the channel, and nothing more is
-        received from this rank."""
+        """Return a rank's next message; None: nothing yet. `Gone` if it is dead, or has
+        given up. A CodedError if the message cannot be read, or is longer than 16 MiB:
+        it stays in the channel, and nothing more is received from this rank.
+        """
         try:
             if rank not in self._coming:
                 status = MPI.Status()
@@ -126,27 +131,27 @@ class Channel(Generic[M]):
             raise self._unreadable(rank, f"{error}: {data[:80].tobytes()!r}") from None
 
     def all_heard(self, rank: int) -> Iterator[M]:
-        """Return its later messages, see `heard`."""
+        """Yield a rank's messages that have arrived, see `heard`."""
         while (message := self.heard(rank)) is not None:
             yield message
 
     def _read(self, said: Any) -> M:
         name, its = _parse.items("a message", said, {"kind": str, "fields": dict})
         if name not in self._kinds:
-            raise ValueError(f"nobody says {name!r:.80} here")
+            raise ValueError(f"unknown message {name!r:.80}")
         message = read(self._kinds[name], its)
         message.check(self._comm.size)
         return message
 
     def _unreadable(self, rank: int, why: str) -> CodedError:
         return CodedError(
-            f"what {self._who(rank)} says of {self._about} cannot be read: {why}: do all run the same jaxcoded?"
+            f"a message of {self._who(rank)} about {self._about} cannot be read: {why}: do all run the same jaxcoded?"
         )
 
 
 def read(kind: type[T], said: Any) -> T:
-    """Return a dataclass, of its fields in an object of JSON, each of its kind; a
-    ValueError if they are others.
+    """Return a dataclass from its fields in a JSON object; a ValueError if fields or
+    their types differ.
 
     Example:
         >>> from jaxcoded.group.membership.channel import read
@@ -164,7 +169,7 @@ def read(kind: type[T], said: Any) -> T:
 
 
 def _value(what: str, hint: Any, value: Any) -> Any:
-    """A field with this annotation."""
+    """Return the value of a field with this annotation."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
     kinds = [typing.get_origin(option) or option for option in options]
     for kind in kinds:
@@ -176,7 +181,7 @@ def _value(what: str, hint: Any, value: Any) -> Any:
 
 
 def looks(until: float) -> Iterator[None]:
-    """Time after time to look whether something has come, until then."""
+    """Yield at each time to poll, until ``until``."""
     yield
     while time.monotonic() <= until:
         time.sleep(PAUSE)
@@ -184,7 +189,7 @@ def looks(until: float) -> Iterator[None]:
 
 
 def _is_over(request: MPI.Request) -> bool:
-    """Whether a message has been sent, or nobody is there to have it."""
+    """Return whether a message has been sent, or has no receiver any more."""
     try:
         return request.Test()
     except MPI.Exception as error:
@@ -193,7 +198,9 @@ def _is_over(request: MPI.Request) -> bool:
 
 
 def _why_in_vain(error: MPI.Exception) -> Gone:
-    """Why nobody hears what is said, or is heard: raises what is no reason for that."""
+    """Return `Dead` or `Gone` for an error that ends a channel, and raise any other
+    error.
+    """
     kind = error.Get_error_class()
     if kind == MPI.ERR_PROC_FAILED:
         return Dead(str(error))

@@ -1,4 +1,4 @@
-"""A group with ranks that join, made by the existing ones."""
+"""Extend a group by ranks that join, on the existing ranks."""
 
 import dataclasses
 import functools
@@ -22,18 +22,18 @@ from jaxcoded.transport.agreement import plain
 from jaxcoded.transport.capabilities import LosesRanks
 from jaxcoded.transport.options import Options
 
-_GOES_ON = "; this group goes on as it is"
+_GOES_ON = "; this group continues unchanged"
 
 
 class Extending(Change):
-    """A group with more ranks.
+    """The change of a group to one with more ranks.
 
     Args:
         old, roll: as in `Change`; all ranks are alive.
         strategy, options, timeout: as in `CodedGroup.extended`.
-        command: as there; empty: as those that were there at the beginning were started.
-        rounds: of the group, that this rank knows.
-        drained: whether these are all that it has called.
+        command: as there; empty: the command that started the job's first ranks.
+        rounds: the group's decided rounds that this rank knows.
+        drained: whether all rounds that this rank has called are over.
     """
 
     died = (
@@ -61,12 +61,13 @@ class Extending(Change):
         self._old_ranks = OldRanks(old.comm, old.hosts, old.plan.root, self._agreed)
         self._invitation: Invitation | None = None
         self._copying: Future[MPI.Intracomm | None] | None = None
-        self._comms: list[MPI.Intracomm] = []  # of old and new ranks
-        self._until = 0.0  # it is to be made
+        self._comms: list[MPI.Intracomm] = []  # communicators of old and new ranks
+        self._until = 0.0  # until when the group must be made
 
     def make(self, timeout: float, put_out: bool) -> None:
-        """Make it with the others, and wait until all agree that they have it, or that they do not.
-        A CodedError if they have not come to that yet."""
+        """Make the group with the others, and wait until all agree whether they have
+        it. A CodedError if they have not agreed in time.
+        """
         wait = functools.partial(
             self._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )
@@ -77,11 +78,11 @@ class Extending(Change):
             self._copying = pending(lambda: self._old_ranks.copied(ready))
         wait(self._copying, patience=self._timeout + joining.LATER)
         self._agreement = self._agreement or self._agree(self._copying)
-        # others may go on as long as this one
+        # others may wait as long as this one
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
     def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
-        """Make it, where all are ready to, and ask whether all have."""
+        """Make the group if all are ready, and ask whether all have made it."""
         ranks: MPI.Intracomm | None = None
         try:
             ranks = copying.result(0.0)
@@ -94,7 +95,7 @@ class Extending(Change):
             if ranks is not None:
                 self._make(ranks)
         if self._failure is not None:
-            for comm in self._comms:  # in which others may wait
+            for comm in self._comms:  # others may wait in it
                 comm.Revoke()
         return pending(lambda: self._agreed(self._failure is None))
 
@@ -105,7 +106,7 @@ class Extending(Change):
         self._old_ranks.end()
 
     def _start(self) -> None:
-        """Have one rank start them, until all are there."""
+        """Let one rank start the new ranks, and wait until all are present."""
         old, place, wrong = self._old, 0, None
         try:
             self._options.complete().validate()
@@ -130,7 +131,7 @@ class Extending(Change):
         self._invitation = invitation
 
     def _make(self, ranks: MPI.Intracomm) -> None:
-        """Make the group with its ranks, and those that join."""
+        """Make the group with its old ranks and those that join."""
         old, invitation = self._old, self._invitation
         assert invitation is not None
         self._until = time.monotonic() + joining.opening_seconds(self._timeout)
@@ -156,7 +157,7 @@ class Extending(Change):
 
     def _planned(self, hosts: Sequence[str]) -> Plan:
         speeds = list(self._old.plan.speeds)
-        if speeds:  # of those that join nothing is known
+        if speeds:  # the speeds of new ranks are unknown
             speeds += [sum(speeds, Fraction(0)) / len(speeds)] * self._ranks
         return self._old.plan_for(
             hosts, speeds, self._strategy, "extended", "there are then"

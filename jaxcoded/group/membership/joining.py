@@ -1,10 +1,12 @@
-"""Processes that a running group starts and takes in, where MPI is fault-tolerant (ULFM).
+"""Processes that a running group starts as new ranks, with a fault-tolerant MPI (ULFM).
 
-One rank, the starter, starts them (`MPI_Comm_spawn`), on a thread: where one of them ends before it is in MPI, this
-never returns. They run on its host: the daemons of Open MPI 5.0 break as they connect processes of several hosts, with
-`MPI_Comm_spawn` as with `MPI_Comm_connect`. Once all of them say that they are there, both sides meet by the starter
-(`MPI_Intercomm_create`), which lets every old rank reach every new one without the daemons. What is said before goes
-as JSON in messages of two ranks, for which nobody waits in MPI.
+One rank, the starter, starts them (`MPI_Comm_spawn`) in a thread: the call never
+returns if one of them ends before it is in MPI. They run on the starter's host: the
+daemons of Open MPI 5.0 break as they connect processes of several hosts, with
+`MPI_Comm_spawn` as with `MPI_Comm_connect`. Once all new ranks have reported, both
+sides connect through the starter (`MPI_Intercomm_create`), so that every old rank
+reaches every new one without the daemons. Earlier messages are JSON between two ranks,
+for which no rank waits in MPI.
 """
 
 import dataclasses
@@ -22,24 +24,25 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import Options
 
-# 1 where the launcher goes on where such a process dies (`jaxcoded.tools.launch.rank`)
+# 1 if the launcher continues after the death of such a process
+# (`jaxcoded.tools.launch.rank`)
 FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
-# of messages between the starter and those that it has started, and in the communicator of all
+# tags of messages between the starter and the started ranks, and in the communicator of
+# all
 TAG_NEW, TAG_ALL = 32_011, 32_012
-_SERVES = 20e-3  # seconds between two looks, while MPI is at work
+_SERVES = 20e-3  # seconds between two polls, while MPI works
 LATER = 10.0  # seconds that others wait longer than the rank that decides
-_LEAST = 30.0  # seconds for making the group, and more
+_LEAST = 30.0  # least seconds for making the group
 MOST = 2**15  # ranks that join at once
-LONGEST = 1e6  # seconds for which others wait: more counts as forever, and exceeds the range of clocks
+LONGEST = 1e6  # seconds of a wait at most: clocks have a range
 
 
 def why_not(hosts: int) -> str:
-    """Return why no ranks can be taken in by a group on so many hosts, in words; empty
-    if they can."""
+    """Return why a group on this many hosts cannot be extended; empty if it can."""
     if os.environ.get(FORGIVES) != "1":
         return (
-            "extended needs a launcher that goes on where a rank dies that was started later: start the job with "
+            "extended needs a launcher that continues after the death of a rank started later: start the job with "
             f"jaxcoded run --ft, or set {FORGIVES}=1 and PRTE_MCA_state_base_recoverable=1 for mpirun --with-ft ulfm"
         )
     if hosts > 1 and os.environ.get(_HAN) != "-1":
@@ -51,7 +54,7 @@ def why_not(hosts: int) -> str:
 
 
 def opening_seconds(timeout: float) -> float:
-    """In which ranks make the group together, or give up."""
+    """Return the seconds in which ranks make the group together, or give up."""
     return max(timeout / 2, _LEAST)
 
 
@@ -66,10 +69,10 @@ class Invitation:
 
     Attributes:
         size: ranks of the old group.
-        ranks: that join.
-        root: of the old group.
+        ranks: number of ranks that join.
+        root: the root of the old group.
         place: its rank in the new one.
-        options: of the new group.
+        options: the new group's options.
     """
 
     size: int
@@ -79,7 +82,7 @@ class Invitation:
     options: Options
 
     def check(self) -> None:
-        """Raise a ValueError that names the value unless a group can be made so."""
+        """Raise a ValueError that names the value unless a group can be made with it."""
         _require.integer("size", self.size, 1)
         _require.integer("ranks", self.ranks, 1, MOST)
         _require.integer("root", self.root, 0, self.size - 1)
@@ -88,16 +91,17 @@ class Invitation:
 
     @property
     def request(self) -> dict[str, Any]:
-        """The arguments with which the new group is requested."""
+        """Return the arguments that request the new group."""
         return {"extended": [self.size, self.ranks]}
 
     def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
-        """Return the new group's communicator, in which the old root has its place, of
-        all old and then new ranks. Collective. A CodedError if these are not as many as
-        were invited."""
+        """Return the new group's communicator: the old ranks, with the old root at its
+        place, and then the new ones. Collective. A CodedError if their number differs
+        from the invitation.
+        """
         if both.size != self.size + self.ranks:
             raise CodedError(
-                f"{self.ranks} ranks were to join {self.size}, but there are {both.size} of both"
+                f"{self.ranks} ranks should join {self.size}, but both together are {both.size}"
             )
         order = [rank for rank in range(both.size) if rank != self.root]
         order.insert(self.place, self.root)
@@ -119,11 +123,12 @@ def joined(
     """Return all ranks, in one communicator. Collective of the old ranks (``first``) and the new ones.
 
     Args:
-        comm: of this side.
-        leader: the one of them that both sides meet by.
-        between: of the starter and those that it has started; None on all others.
-        until: when it is to be made; a CodedError if it has not been by then.
-        look: called meanwhile, may raise.
+        comm: the communicator of this side.
+        leader: the rank of this side through which both sides connect.
+        between: the intercommunicator of the starter and the started ranks; None on all
+            others.
+        until: the time by which it must be made; a CodedError if it is not.
+        look: a function called meanwhile, which may raise.
     """
     made: list[MPI.Comm] = []
 
@@ -132,10 +137,10 @@ def joined(
         return comm
 
     def make() -> MPI.Intracomm:
-        bridge = comm  # which counts on the leader alone
+        bridge = comm  # MPI uses it only on the leader
         if between is not None:
             bridge = kept(between.Merge(high=not first))
-        # there the starter is the first
+        # the starter is the first rank there
         other = 1 if first else 0
         apart = kept(comm.Create_intercomm(leader, bridge, other, TAG_ALL))
         return kept(apart.Merge(high=not first))
@@ -158,8 +163,9 @@ def joined(
 def plan_of_root(
     comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
 ) -> Plan:
-    """Return the plan of the root, on ranks that cannot make it themselves, too.
-    Collective. ``make`` makes this rank's; None on those that cannot."""
+    """Return the root's plan, also on ranks that cannot make it themselves. Collective.
+    ``make`` makes this rank's plan; None on ranks that cannot.
+    """
     plan, failure = None, None
     try:
         plan = make and make()

@@ -19,16 +19,18 @@ from jaxcoded.transport.options import Options
 
 
 class Membership:
-    """The ranks of a group as they come and go. One thread at a time changes them.
+    """The ranks of a group, which may leave and join. One thread at a time changes
+    them.
 
     Attributes:
-        session: of the group, another one of the same ranks after a `replan`.
+        session: the group's session; a `replan` replaces it by another one of the same
+            ranks.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._roll = Roll(session.comm, session.processes, session.plan.root)
-        # what takes its place, as far as that is made
+        # its replacement, while that is being made
         self._recovering: Recovering | None = None
         self._extending: Extending | None = None
         self._changes = threading.Lock()
@@ -107,7 +109,7 @@ class Membership:
         """Return whether the group must be made again: see `Roll.call`."""
         return self._roll.call(
             *(timeout, put_out, transport.departed),
-            # a round that failed here alone may have ended otherwise elsewhere
+            # a round that failed only here may have succeeded elsewhere
             broken=rounds < self.session.transport.rounds(),
             extends=extends,
             decided=transport.decided,
@@ -126,12 +128,13 @@ class Membership:
 
     @contextlib.contextmanager
     def _changing(self, call: str) -> Iterator[LosesRanks]:
-        """Inside, this thread alone changes the ranks of the group. A ValueError if
-        they cannot change, and a CodedError if another thread does so."""
+        """In this block only this thread changes the ranks of the group. A ValueError
+        if they cannot change, and a CodedError if another thread does so.
+        """
         transport = self.session.transport
         if not (isinstance(transport, LosesRanks) and engine.fault_tolerant()):
             raise ValueError(
-                f"{call} needs the engine, and an MPI that goes on where a rank dies: start the job "
+                f"{call} needs the engine, and an MPI that survives the death of a rank: start the job "
                 "with jaxcoded run --ft, which needs Open MPI 5"
             )
         if not self._changes.acquire(blocking=False):

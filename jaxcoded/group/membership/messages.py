@@ -62,7 +62,7 @@ class Late(Message):
 
 
 @dataclass(frozen=True)
-class Anew(Message):
+class Regroup(Message):
     """The group must be made again. This is never taken back."""
 
     attempt: int
@@ -98,9 +98,10 @@ class Verdict:
     """The starter's verdict on ranks that should join: the same on all old ranks.
 
     Attributes:
-        why_not: they do not; empty: all of them are there, and wait to be connected.
+        why_not: why they do not join; empty: all of them are present, and wait to be
+            connected.
         same: whether the arguments of all ranks were the same.
-        token: by which their processes are known, if there are any.
+        token: the token that identifies their processes, if any.
     """
 
     why_not: str = ""
@@ -110,14 +111,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Asks(Message):
-    """The starter's question: what do you want?"""
+    """The starter's question for the arguments of a rank."""
 
     visit: str
 
 
 @dataclass(frozen=True)
 class Wants(Message):
-    """The answer of a rank, in words."""
+    """The answer of a rank: its arguments as text."""
 
     asked: str
     visit: str
@@ -126,7 +127,7 @@ class Wants(Message):
 
 @dataclass(frozen=True)
 class Tells(Message):
-    """How that went, for the rank on this visit."""
+    """The starter's verdict, for a rank on this visit."""
 
     visit: str
     verdict: Verdict
@@ -137,7 +138,9 @@ class Tells(Message):
 
 @dataclass(frozen=True)
 class Invites(Message):
-    """A new rank is to be connected. ``command``: that starts more of them."""
+    """An invitation for a new rank to connect. ``command``: the command that starts
+    more new ranks.
+    """
 
     invitation: Invitation
     command: list[str]
@@ -152,7 +155,7 @@ class Invites(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """A new rank is as far as the next step; or it cannot go on, and why."""
+    """A new rank has reached the next step, or cannot continue, with the reason."""
 
     why_not: str
 

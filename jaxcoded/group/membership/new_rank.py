@@ -26,11 +26,11 @@ from jaxcoded.group.session import Session
 from jaxcoded.transport import engine
 
 T = TypeVar("T")
-_WHO = "who has started this process"
+_WHO = "the rank that started this process"
 
 
 class NewRank:
-    """This process, which was started to join: the rank that started it waits for so long."""
+    """This process, started to join: the rank that started it waits for ``seconds``."""
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
@@ -38,8 +38,9 @@ class NewRank:
         self._seconds = seconds
 
     def invited(self) -> tuple[MPI.Intracomm, Invitation]:
-        """Be connected with the old ranks: the communicator of all, and what is to be known. A
-        CodedError if the others have not gone on with this one, or what they say cannot be read.
+        """Connect with the old ranks; return the communicator of all, and the
+        invitation. A CodedError if the others have given this rank up, or their
+        messages cannot be read.
         """
         why = engine.missing()
         if not why and not engine.fault_tolerant():
@@ -62,17 +63,18 @@ class NewRank:
 
     @property
     def seconds(self) -> float:
-        """For which the group's ranks wait for this one."""
+        """Return the seconds for which the group's ranks wait for this one."""
         return self._seconds
 
     def ready(self, failure: BaseException | None) -> None:
-        """Tell the starter that the group is made here, or why not."""
+        """Tell the starter that this rank has made the group, or why not."""
         words = failure and f"{type(failure).__name__}: {failure}"
         self._line.say(0, Ready(words or ""))
 
     def enter(self, both: MPI.Intracomm, old: int) -> None:
         """Wait until the old ranks have agreed that all have made the group. A
-        CodedError if they have not, or say something else, or all are dead."""
+        CodedError if they have not, send something else, or are all dead.
+        """
         line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
 
         def told() -> TakenIn | None:
@@ -97,15 +99,16 @@ class NewRank:
                     return said
         except Gone:
             raise CodedError(
-                f"{_WHO} has died, or has not taken it in: see what its group says"
+                f"{_WHO} has died, or has not accepted it: see the errors of its group"
             ) from None
-        raise CodedError(f"{_WHO} has not taken it in")
+        raise CodedError(f"{_WHO} has not accepted it")
 
 
 def joined() -> Session | None:
-    """Return the group that this process is taken into; None where it was not started to
-    join one. A CodedError if the group has not taken it in, or this process has called this
-    before."""
+    """Return the session of the group that this process joins; None if it was not
+    started to join one. A CodedError if the group has not accepted it, or this process
+    has called this before.
+    """
     if not tries_to_join():
         return None
     new_rank = NewRank(MPI.Comm.Get_parent(), awaited())
@@ -113,7 +116,7 @@ def joined() -> Session | None:
         session = _taken_by(new_rank)
     except MPI.Exception as error:
         raise CodedError(
-            f"this process has not joined, as a rank has died on the way ({error}): see what its group says"
+            f"this process has not joined, as a rank died meanwhile ({error}): see the errors of its group"
         ) from None
     session.transport.enter()
     return session

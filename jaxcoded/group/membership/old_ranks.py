@@ -1,4 +1,4 @@
-"""Ranks of a group that take in others."""
+"""The old ranks of a group that others join."""
 
 import dataclasses
 import secrets
@@ -33,12 +33,14 @@ from jaxcoded.group.membership.started import MARK, Started, mark, wrapper
 from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import in_words
 
-_TAG = 32_010  # of messages in the group's own communicator
+_TAG = 32_010  # tag of messages in the group's communicator
 
 
 class OldRanks:
-    """The old ranks of a group, among which one starts ranks. Collective; all of them are here, as the roll
-    has told. ``agreed``: whether something is so on all of them, collective."""
+    """The old ranks of a group, one of which starts new ranks. Collective; by the roll
+    all of them take part. ``agreed``: a collective that returns whether something holds
+    on all of them.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class OldRanks:
             comm, _TAG, (Asks, Wants, Tells)
         )
         self._visit = secrets.token_hex(8)
-        self._visits: dict[int, str] = {}  # of others, on the starter
+        self._visits: dict[int, str] = {}  # visits of others, on the starter
         self._between: MPI.Intercomm | None = None
         self._new: Channel[Ready] | None = None
         self.verdict = Verdict()
@@ -61,13 +63,13 @@ class OldRanks:
     def ask(
         self, words: str, ranks: int, command: Sequence[str], seconds: float
     ) -> None:
-        """Have the starter start ranks, and know how that went: `verdict`. A CodedError
-        if it is dead, or says nothing, or what cannot be read.
+        """Let the starter start ranks, and set `verdict` to the outcome. A CodedError
+        if the starter is dead or silent, or its message cannot be read.
 
         Args:
-            words: what this rank wants: all must want the same.
-            command: that starts each; empty: as the starter was.
-            seconds: until they must be there.
+            words: this rank's arguments as text, which must be the same on all.
+            command: the command that starts each; empty: the starter's own.
+            seconds: seconds until they must be present.
         """
         if self._comm.rank == self._starter:
             try:
@@ -87,10 +89,10 @@ class OldRanks:
         why = "has not called it, or is late"
         try:
             for _ in looks(time.monotonic() + seconds + LATER):
-                # of earlier visits nothing counts any more
+                # messages of earlier visits no longer count
                 for said in self._old.all_heard(self._starter):
                     if isinstance(said, Asks):
-                        self.verdict = Verdict(token=said.visit)  # also if it dies now
+                        self.verdict = Verdict(token=said.visit)  # even if it dies now
                         wants = Wants(said.visit, self._visit, words)
                         self._old.say(self._starter, wants)
                     elif isinstance(said, Tells) and said.visit == self._visit:
@@ -99,17 +101,17 @@ class OldRanks:
         except Gone:
             why = "has died"
         raise CodedError(
-            f"rank {self._starter}, which starts ranks that join, {why}: this group goes on as it is. All ranks call "
-            "extended after the same step, and recovered before"
+            f"rank {self._starter}, which starts ranks that join, {why}: this group continues unchanged. Call recovered, "
+            "and then extended, on all ranks after the same step"
         )
 
     def _all_want(self, words: str, until: float) -> Verdict:
-        """Whether all want the same."""
+        """Return a verdict on whether all ranks gave the same arguments."""
         others = set(range(self._comm.size)) - {self._starter}
         for rank in others:
             self._old.say(rank, Asks(self._visit))
         said = {self._starter: words}
-        lost: dict[int, str] = {}  # and why
+        lost: dict[int, str] = {}  # with the reasons
         for _ in looks(until):
             for rank in others - set(lost):
                 try:
@@ -120,7 +122,7 @@ class OldRanks:
                     lost[rank] = f"rank {rank} has died: call recovered first"
                 except CodedError as error:
                     lost[rank] = str(error)
-            # whoever is not heard does not hear how it went
+            # ranks that have not answered get no verdict
             if not (late := others - set(lost) - set(said)):
                 break
         else:
@@ -140,7 +142,7 @@ class OldRanks:
         info = MPI.Info.Create()
         info["PMIX_ENVAR"] = f"{MARK}={mark(self._visit, seconds)}"
         info["host"] = MPI.Get_processor_name()
-        # both may be others by now
+        # both may have changed
         if _own_process.began_in is not None:
             info["wdir"] = _own_process.began_in
         command = command or _own_process.command
@@ -156,7 +158,7 @@ class OldRanks:
                     break
             else:
                 raise CodedError(
-                    f"they were not in MPI after {seconds:g} s: see what they say above, or give command=, or a "
+                    f"they were not in MPI after {seconds:g} s: see their output above, or give command=, or a "
                     "longer timeout="
                 )
             self._between = spawning.result(0.0)
@@ -187,17 +189,19 @@ class OldRanks:
         self.verdict = dataclasses.replace(self.verdict, why_not=why)
 
     def copied(self, mine: bool) -> MPI.Intracomm | None:
-        """Return a communicator of the old ranks alone: revoking it lets go whoever waits there, and leaves the group
-        as it is. None where not all of them are ready to connect, as none is to begin in MPI what others do not.
-        Collective."""
+        """Return a communicator of the old ranks alone, which can be revoked to free
+        waiting ranks without affecting the group. None if not all of them are ready to
+        connect: no rank may begin an MPI call that others do not make. Collective.
+        """
         return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
 
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
     ) -> MPI.Intracomm:
-        """Return all old ranks, of `copied`, and then the new ones, in one
-        communicator. Collective of both. A CodedError if it has not been made by then,
-        or some have died."""
+        """Return a communicator of all old ranks, from `copied`, and then the new ones.
+        Collective of both. A CodedError if it has not been made in time, or some have
+        died.
+        """
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
         engine.join()
@@ -213,7 +217,9 @@ class OldRanks:
             raise
 
     def ready(self, ranks: int, until: float) -> str:
-        """Why not all new ranks have made the group, on the starter; empty: they have, or this is another."""
+        """Return on the starter why not all new ranks have made the group; empty if
+        they have, and on other ranks.
+        """
         if self._new is None:
             return ""
         late = set(range(ranks))
@@ -228,7 +234,9 @@ class OldRanks:
         return "one of them takes too long"
 
     def _look(self) -> None:
-        """New ranks say nothing while they are connected, unless one fails."""
+        """Raise a CodedError if a new rank fails. Otherwise new ranks send nothing
+        while they connect.
+        """
         if self._new is None:
             return
         assert self._between is not None
@@ -237,7 +245,7 @@ class OldRanks:
                 raise CodedError(_has_not(rank, its))
 
     def _word_of(self, rank: int) -> str | None:
-        """Why a new rank has failed; empty: it has not; None: it says nothing yet."""
+        """Return why a new rank has failed; empty: it has not; None: no message yet."""
         assert self._new is not None
         try:
             said = self._new.heard(rank)
@@ -248,19 +256,21 @@ class OldRanks:
         return None if said is None else said.why_not
 
     def tell(self, both: MPI.Intracomm) -> None:
-        """Say to the new ranks that they are in: each of the old ones does, as some may die meanwhile."""
+        """Tell the new ranks that they have joined. Each old rank does, as some may die
+        meanwhile.
+        """
         new = Channel(both, TAG_ALL, (TakenIn,))
         for rank in range(self._comm.size, both.size):
             new.say(rank, TakenIn())
 
     def end(self) -> None:
-        """End the processes that were started, as far as this one sees them."""
+        """End the started processes that this process can see."""
         Started(self.verdict.token).end()
 
 
 def starter(names: Sequence[str], root: int) -> int:
-    """Return the rank that starts others: on the host with the fewest ranks, the root if it is
-    there.
+    """Return the rank that starts others: one on the host with the fewest ranks, the
+    root if it is on that host.
 
     Example:
         >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)
@@ -271,7 +281,7 @@ def starter(names: Sequence[str], root: int) -> int:
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
-    """Return a command that starts a process, or nothing; a TypeError if it is
+    """Return the command that starts a process, or an empty one; a TypeError if it is
     something else.
 
     Example:
@@ -293,7 +303,7 @@ def checked(command: Sequence[str] | None) -> list[str]:
 
 def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
     new: MPI.Intercomm = tolerant(
-        # others may do so in another thread
+        # another thread may do so, too
         MPI.COMM_SELF.Dup().Spawn(words[0], list(words[1:]), ranks, info)
     )
     info.Free()

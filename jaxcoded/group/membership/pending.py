@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 def pending(call: Callable[[], T]) -> Future[T]:
-    """Make a call on a thread of its own, which may be waited for and left alone."""
+    """Run a call in a separate thread; the caller may wait for it or abandon it."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001  # for whoever waits
+        except BaseException as error:  # noqa: BLE001  # for the waiting thread
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

@@ -1,4 +1,4 @@
-"""A group without its dead ranks, made by those that live."""
+"""Make a group without its dead ranks, on the live ones."""
 
 import contextlib
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from jaxcoded.transport.options import Options
 
 
 class Recovering(Change):
-    """A group without the dead."""
+    """The change of a group to one without its dead ranks."""
 
     died = (
-        "one more rank died while the group was made anew, or did not come: this one "
-        "goes on as it is; call recovered again"
+        "one more rank died while the ranks made a new group, or did not come: this group "
+        "continues unchanged; call recovered again"
     )
 
     def __init__(self, old: Session, roll: Roll) -> None:
@@ -38,9 +38,10 @@ class Recovering(Change):
         timeout: float,
         put_out: bool,
     ) -> None:
-        """Make it with the others, and wait until all agree that they have it, or that they do not.
-        A CodedError if they have not come to that yet. ``rounds``: of the old group, that this rank
-        knows."""
+        """Make the group with the others, and wait until all agree whether they have
+        it. A CodedError if they have not agreed in time. ``rounds``: the old group's
+        decided rounds that this rank knows.
+        """
         patience = 2 * timeout + 1
         self._roll.wait(self._shrinking, patience, timeout, put_out)
         self._agreement = self._agreement or self._make(rounds, strategy, options)
@@ -67,7 +68,7 @@ class Recovering(Change):
                 comms.append(smaller.Split(0, survivors.index(old.rank)))
             own = comms[-1]
             assert isinstance(own, MPI.Intracomm)
-            # others may not have heard of the last `replan`
+            # others may have missed the last `replan`
             known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
             speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
             of_those = [speeds[rank] for rank in survivors if speeds]
@@ -75,7 +76,8 @@ class Recovering(Change):
             def planned(hosts: Sequence[str]) -> Plan:
                 return old.plan_for(hosts, of_those, strategy, "recovered", "that live")
 
-            # No other is made: a death meanwhile crashes Open MPI 5.0.11 where one is being made.
+            # Make no other communicator: a death during its construction crashes Open
+            # MPI 5.0.11.
             self._new = Session.taking_over(
                 *(own, old.wanted if options is None else options),
                 {"recovered": survivors},
@@ -85,13 +87,14 @@ class Recovering(Change):
         failure = self._failure
         died = failure is not None and has_died(failure)
         if died or not isinstance(failure, Exception | None):
-            smaller.Revoke()  # in which others may wait; not those who agree
+            smaller.Revoke()  # others may wait in it, but not in the agreement
         return pending(lambda: agreed(smaller, failure))
 
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the ranks that live; a CodedError if MPI could not make
-    it. Collective of these."""
+    """Return a communicator of the live ranks; a CodedError if MPI could not make it.
+    Collective of these.
+    """
     try:
         smaller: MPI.Comm = comm.Shrink()
     except MPI.Exception as error:
@@ -100,7 +103,8 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
             "from a checkpoint"
         ) from error
     assert isinstance(smaller, MPI.Intracomm)
-    # Nobody leaves before all are out of Shrink. Open MPI 5.0.11 crashes ranks that are not when others revoke it.
+    # No rank leaves before all are out of Shrink: Open MPI 5.0.11 crashes ranks in it
+    # when others revoke the communicator.
     with contextlib.suppress(MPI.Exception):
         smaller.Agree(1)
     return smaller
@@ -113,17 +117,18 @@ def successors(
     known: tuple[bool, int],
     place: int = 0,
 ) -> tuple[list[int], int, int | None]:
-    """Return which ranks form a group that is made again. Collective of those that live. They keep their order; but
-    where they do not know the same, the best becomes the root of the new group.
+    """Return which ranks form the new group. Collective of the live ranks. They keep
+    their order; but if their results differ, the rank with the most becomes the root of
+    the new group.
 
     Args:
-        known: what this rank knows; who knows more has the greater tuple.
-        place: of the root in the new group.
+        known: a tuple that orders ranks by their results; more results give a greater
+            tuple.
+        place: the root's place in the new group.
 
-    Returns:
-        Its ranks, as the old group numbers them, and the one with the most results: the old root if it is one of
-        them. The third is None if all have the same results, or else how many different smaller amounts other ranks
-        have.
+    Returns: Its ranks, in the old group's numbering, and the one with the most results:
+        the old root if it is one of them. The third is None if all have the same
+        results, or else how many different smaller amounts other ranks have.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
@@ -141,12 +146,14 @@ def successors(
 
 
 def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
-    """Return whether something was done on all ranks and all of them live, the same on all; ``failure``:
-    why it was not on this one. Collective of the ranks that live: MPI waits for a stopped one without
-    end.
+    """Return whether a step succeeded on all ranks and all of them live, the same on
+    all; ``failure``: why it failed on this rank. Collective of the live ranks: MPI
+    waits for a stopped one without end.
 
-    Frees the communicator where the same has failed on all, but not where a rank may have died: MPI would
-    use its number again, and take what was sent in it and comes later for messages of the next one."""
+    This frees the communicator if the same error occurred on all, but not if a rank may
+    have died. MPI would reuse its number, and take its late messages for those of the
+    next communicator.
+    """
     try:
         done = bool(comm.Agree(int(failure is None)))
     except MPI.Exception as error:

@@ -15,12 +15,12 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.channel import Channel, Dead, Message
 from jaxcoded.group.membership.messages import (
-    Anew,
     Answer,
     Call,
     GivesUp,
     Kill,
     Late,
+    Regroup,
     State,
     Stay,
 )
@@ -28,19 +28,17 @@ from jaxcoded.group.process import Process
 
 logger = logging.getLogger("jaxcoded")
 
-# Tags of messages in the group's own communicator, which carries nothing else meanwhile: from the rank that calls
-# the roll, and to it.
+# Tags of messages in the group's communicator, which carries nothing else meanwhile:
+# from the rank that calls the roll, and to it.
 _FROM_CALLER, _TO_CALLER = 32_001, 32_002
-_ABOUT = "who is left"
+_ABOUT = "the remaining ranks"
 _PAUSE = 1e-3  # seconds between two looks
-# While MPI makes the group again, this process does not use the communicator: first for this share of the time for
-# which ranks wait, then between two looks. A process that read a message meanwhile crashed.
+# While MPI makes the new group, this process does not use the communicator: first for
+# this share of the time for which ranks wait, then between two polls. A process that
+# read a message meanwhile crashed.
 _AT_FIRST, _SERVES = 1 / 4, 20e-3
-_STOPPED = 1.0  # more than these, and it has not waited meanwhile: it was stopped
-_GO_ON = (
-    ". Rounds have been decided meanwhile, so that nobody was put out: do all ranks call recovered after the same "
-    "step?"
-)
+_STOPPED = 1.0  # a longer pause shows that this process was stopped
+_GO_ON = ". Rounds were decided meanwhile, so no rank was put out: do all ranks call recovered after the same step?"
 _CALLS = 3  # without success, if all living ranks take part and MPI does not continue
 REPORTED = 10.0  # seconds within which MPI has reported a killed rank
 
@@ -62,25 +60,25 @@ class Roll:
     ) -> None:
         self._size, self._rank, self._processes = comm.size, comm.rank, processes
         self._callers = [root, *(rank for rank in range(comm.size) if rank != root)]
-        self._from_caller: Channel[Call | Stay | Late | Anew] = Channel(
-            comm, _FROM_CALLER, (Call, Kill, Stay, Late, Anew), _ABOUT
+        self._from_caller: Channel[Call | Stay | Late | Regroup] = Channel(
+            comm, _FROM_CALLER, (Call, Kill, Stay, Late, Regroup), _ABOUT
         )
         self._to_caller: Channel[Answer | GivesUp] = Channel(
             comm, _TO_CALLER, (Answer, GivesUp), _ABOUT
         )
-        self._attempt = 0  # to make the group anew
-        self._anew = -1  # the latest attempt that all are to make
-        self._visits = 0  # of this rank
-        self._visit = _Visit("", 0.0, False)  # the latest
+        self._attempt = 0  # number of the attempt to make the new group
+        self._regrouping = -1  # the latest attempt that all ranks must make
+        self._visits = 0  # number of visits of this rank
+        self._visit = _Visit("", 0.0, False)  # the latest visit
         self._awaited: Future[Any] | None = None
-        self._since = 0.0  # it is
-        self._calls = 0  # by this rank
+        self._since = 0.0  # when it began
+        self._calls = 0  # number of roll calls by this rank
         self._dead: set[int] = set()
-        self._answers: dict[int, Answer] = {}  # to the latest call
-        self._answered: set[int] = set()  # callers, in this visit
-        # by callers, what is to be read yet
+        self._answers: dict[int, Answer] = {}  # answers to the latest call
+        self._answered: set[int] = set()  # callers answered in this visit
+        # unread messages, by caller
         self._verdicts: dict[int, Stay | Late] = {}
-        self._hindered = [0] * comm.size  # numbers of errors, of killing
+        self._hindered = [0] * comm.size  # numbers of errors that prevented killing
 
     def call(
         self,
@@ -92,13 +90,15 @@ class Roll:
         extends: bool = False,
         decided: Callable[[], int] = int,
     ) -> bool:
-        """Return whether the group must be made again, as some ranks are dead. The same on all ranks.
+        """Return whether a new group is needed, as some ranks are dead. The same on all
+        ranks.
 
         Args:
             seconds: to wait for living ranks that do not come.
-            put_out: whether these are put out then. On ranks other than the caller, the caller's value counts.
+            put_out: whether to put these out then. On ranks other than the caller, the
+                caller's value counts.
             left: the ranks below this one that make no more calls.
-            broken: whether the group must be made again in any case.
+            broken: whether a new group is needed in any case.
             extends: whether ranks will join. A rank that wants something else counts as missing.
             decided: how many rounds are over. While this number grows, no rank is killed.
 
@@ -126,9 +126,11 @@ class Roll:
         *,
         extends: bool = False,
     ) -> None:
-        """Wait for what all living ranks do. After ``patience`` seconds, missing ranks are looked for and put out
-        as in `call`, with its errors. Also a CodedError if the caller has decided that the group stays. Pending
-        work stays pending; wait for it again."""
+        """Wait for a joint action of all live ranks. After ``patience`` seconds, call
+        the roll, and put out missing ranks as in `call`, with its errors. Also a
+        CodedError if the caller has decided that the group stays. Pending work stays
+        pending; wait for it again.
+        """
         # others count from then on, even if this rank gives up and comes again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
@@ -141,16 +143,18 @@ class Roll:
         )
         if not self._attend(visit):
             raise CodedError(
-                "another rank has begun anew what this one waits for: call it again"
+                "another rank has restarted the call that this one waits in: call it again"
             )
 
     def next_attempt(self) -> None:
-        """Note that the group could not be made again, on any rank."""
+        """Note that no rank could make the new group."""
         self._attempt += 1
 
     def _attend(self, visit: "_Visit") -> bool:
-        """Answer, and call the roll if it is this rank's turn. Return True if the visit is over or all must make
-        the group again, False if the caller reports that no rank is dead."""
+        """Answer, and call the roll if it is this rank's turn. Return True if the visit
+        is over or all must make a new group, False if the caller reports that no rank
+        is dead.
+        """
         self._visit = visit
         self._visits += 1
         self._answered.clear()
@@ -172,7 +176,7 @@ class Roll:
             silent: dict[int, float] = {}
             if not visit.waits or now >= serves_at:
                 silent, serves_at = self._serve(), now + _SERVES
-            if not visit.waits and self._anew >= self._attempt:
+            if not visit.waits and self._regrouping >= self._attempt:
                 return True
             if now - looked > _STOPPED:
                 visit.until += now - looked
@@ -194,7 +198,7 @@ class Roll:
         return True
 
     def _lead(self, visit: "_Visit", now: float) -> bool | None:
-        """Call the roll. Return the outcome, if there is one yet."""
+        """Call the roll. Return the outcome, if decided."""
         if not visit.calling:
             if now < visit.until:
                 return None
@@ -202,7 +206,7 @@ class Roll:
             self._answers.clear()
             visit.calling, visit.calls = True, visit.calls + 1
             visit.asks = visit.silent, visit.kills
-            # all of which it may say nothing
+            # during which the caller may be silent
             self._tell(functools.partial(Call, self._calls, *visit.asks))
             visit.until = now + visit.seconds
         known = self._known(visit)
@@ -218,7 +222,7 @@ class Roll:
             )
             self._kill(late)
         elif not late and visit.calls < _CALLS:
-            # all are here, but MPI has them wait
+            # all take part, but MPI keeps them waiting
             visit.calling, visit.until = False, now + visit.patience
         else:
             late_ones = functools.partial(Late, visit.kills, known, self._hindered)
@@ -228,8 +232,9 @@ class Roll:
         return None
 
     def _follow(self, visit: "_Visit", now: float, silent: float | None) -> bool | None:
-        """Wait for the caller's verdict. Return the outcome, if there is one yet. ``silent``: seconds for which the
-        caller may be silent, if it has just called."""
+        """Wait for the caller's verdict. Return the outcome, if decided. ``silent``:
+        seconds for which the caller may be silent, if it has just called.
+        """
         caller = visit.caller
         verdict = self._verdicts.pop(caller, None)
         if isinstance(verdict, Stay):
@@ -244,7 +249,7 @@ class Roll:
                 )
             raise CodedError(self._in_words(verdict.known, visit.what, verdict.put_out))
         if silent is not None:
-            # it waits for others as long, and may kill some
+            # it waits as long for others, and may kill some
             visit.until = now + silent
         elif now >= visit.until and visit.kills and not visit.killed:
             visit.killed, visit.until = True, now + max(visit.seconds, REPORTED)
@@ -252,7 +257,7 @@ class Roll:
         elif now >= visit.until:
             number = self._hindered[caller]
             raise CodedError(
-                f"rank {caller}, which is to say who is left, lives, but does not answer: it is "
+                f"rank {caller}, which coordinates the recovery, is alive but does not answer: it is "
                 "late, stuck or stopped, or calls something else. Call this again later, or end its process, "
                 f"{self._processes[caller]}"
                 + (f" ({_why(number)})" if number else "")
@@ -268,7 +273,7 @@ class Roll:
             try:
                 for answer in self._to_caller.all_heard(rank):
                     self._count(rank, answer)
-                # what is said after a verdict is for the next visit
+                # messages after a verdict are for the next visit
                 while (
                     not self._is_answered(rank)
                     and (message := self._from_caller.heard(rank)) is not None
@@ -282,7 +287,7 @@ class Roll:
     def _count(self, rank: int, answer: Answer | GivesUp) -> None:
         if isinstance(answer, GivesUp):
             self._answers.pop(rank, None)
-            if self._visit.calling:  # for when it comes again
+            if self._visit.calling:  # for its next visit
                 self._from_caller.say(
                     rank, Call(self._calls, *self._visit.asks, visit=0)
                 )
@@ -294,14 +299,14 @@ class Roll:
         verdict = self._verdicts.get(caller)
         return verdict is not None and verdict.visit == self._visits
 
-    def _take(self, caller: int, message: Call | Stay | Late | Anew) -> float | None:
+    def _take(self, caller: int, message: Call | Stay | Late | Regroup) -> float | None:
         """Take a caller's message. If it is a call, return for how many seconds the caller may then be silent."""
-        if isinstance(message, Anew):
+        if isinstance(message, Regroup):
             self._go_on(message.attempt)
         elif isinstance(message, Call):
-            # that this rank was late for a call before
+            # the message that this rank was late for an earlier call
             self._verdicts.pop(caller, None)
-            # and not of long ago
+            # not of an old visit
             if isinstance(message, Kill) and message.visit == self._visits:
                 self._kill([rank for rank in message.late if rank != self._rank])
             its, below = self._visit, list(self._visit.left())
@@ -316,13 +321,15 @@ class Roll:
         return None
 
     def _go_on(self, attempt: int) -> None:
-        """Pass on that all ranks must make the group again: the sender may die before all have received it."""
-        if attempt > self._anew:
-            self._anew = attempt
-            self._tell(lambda visit: Anew(attempt))
+        """Pass on that all ranks must make a new group: the sender may die before all
+        have received it.
+        """
+        if attempt > self._regrouping:
+            self._regrouping = attempt
+            self._tell(lambda visit: Regroup(attempt))
 
     def _decide(self, known: list[int]) -> bool:
-        """All that live are here. Return whether the group must be made again."""
+        """Decide once all live ranks take part. Return whether a new group is needed."""
         broken = any(answer.broken for answer in self._answers.values())
         if self._visit.broken or broken or State.DEAD in known:
             self._go_on(self._attempt)
@@ -331,7 +338,7 @@ class Roll:
         return False
 
     def _known(self, visit: "_Visit") -> list[int]:
-        """Return the state of each rank, as answered to the latest call of this one."""
+        """Return the state of each rank, from the answers to this rank's latest call."""
         out: list[int] = [State.MISSING] * self._size
         answers = self._answers.items()
         for rank in visit.left():
@@ -353,14 +360,16 @@ class Roll:
         return [rank for rank in range(self._size) if rank not in gone]
 
     def _tell(self, message: Callable[..., Message]) -> None:
-        """Say something to all that live, with the visit of each."""
+        """Send a message to all live ranks, with the visit of each."""
         for rank in self._others():
             answer = self._answers.get(rank)
             visit = 0 if answer is None else answer.visit
             self._from_caller.say(rank, message(visit=visit))
 
     def _kill(self, late: list[int]) -> None:
-        """Kill the processes of ranks that this one can see, as others do, of which one says so."""
+        """Ask all ranks to kill the processes of late ranks, and kill those that this
+        one can see.
+        """
         for rank in late:
             process = self._processes[rank]
             if not process.reachable(self._processes[self._rank]):
@@ -373,33 +382,31 @@ class Roll:
                 )
 
     def _in_words(self, known: Sequence[int], what: str, put_out: bool) -> str:
-        """Return which ranks are missing, and what to do, in words."""
+        """Return a text on the missing ranks and the remedy."""
         late = _absent(known)
         if not late:
             return (
-                "all ranks that live have come to make the group anew, but MPI does not let them go on: start "
-                "the job again from a checkpoint"
+                "all live ranks have come to make a new group, but MPI does not let them continue: start the job "
+                "again from a checkpoint"
             )
-        words = f"ranks {late} live, but {what}: they are late, stuck or stopped"
+        words = f"ranks {late} are alive, but {what}: they are late, stuck or stopped"
         if left := _those(known, State.LEFT):
-            words = (
-                f"ranks {late} live, but {what}: of these {left} have closed the group"
-            )
+            words = f"ranks {late} are alive, but {what}: of these {left} have closed the group"
         words += ", and MPI would wait for them. "
         if put_out:
             words += f"They could not be put out: {self._why_not(known)}"
         elif left:
-            words += "End their processes, or say recovered(put_out=True)"
+            words += "End their processes, or call recovered(put_out=True)"
         else:
             words += (
-                "Call it again later, or with a longer timeout, or end their processes, or say "
+                "Call it again later, or with a longer timeout, or end their processes, or call "
                 "recovered(put_out=True)"
             )
         dead = _those(known, State.DEAD)
-        return f"{words}; dead are ranks {dead}" if dead else words
+        return f"{words}; ranks {dead} are dead" if dead else words
 
     def _why_not(self, known: Sequence[int]) -> str:
-        """Why ranks could not be put out, in words."""
+        """Return a text on why ranks could not be put out."""
         here = [self._processes[it] for it in _those(known, State.HERE)]
         words = []
         for rank in _absent(known):
@@ -409,27 +416,27 @@ class Roll:
             elif any(map(process.reachable, here)):
                 why = "it was killed, but has not ended"
             else:
-                why = "no rank that has come can see it"
+                why = "no rank in this call can see it"
             words.append(f"rank {rank} ({process}): {why}")
         return ", ".join(words)
 
 
 @dataclasses.dataclass
 class _Visit:
-    """A rank that has come, with what it comes for, and how far that is.
+    """The visit of a rank that takes part: its purpose and its state.
 
     Attributes:
-        what: those who are late have not done, in words.
+        what: what late ranks have not done, as text.
         seconds, put_out, left, broken, extends, decided: as in `Roll.call`.
-        patience: seconds after which those who are missing are looked for; 0: at once.
-        over: whether what it waits for is.
-        caller: who is to call the roll now.
+        patience: seconds after which the roll is called; 0: at once.
+        over: whether the awaited action has ended.
+        caller: the rank that must call the roll now.
         until: when its patience ends.
-        calling: whether this rank has called the roll, and waits for answers to
-        asks: for how many seconds it may say nothing then, and whether it kills.
-        calls: how many there were.
-        killed: whether it has killed those who were late.
-        busy: whether rounds are decided meanwhile: who has not come would be killed at its work.
+        calling: whether this rank has called the roll, and waits for answers.
+        asks: for how many seconds it may be silent then, and whether it kills.
+        calls: number of calls.
+        killed: whether it has killed the late ranks.
+        busy: whether rounds are decided meanwhile: a kill would hit a working rank.
     """
 
     what: str
@@ -451,22 +458,22 @@ class _Visit:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for what all do together."""
+        """Return whether it waits for a joint action."""
         return self.patience > 0
 
     @property
     def kills(self) -> bool:
-        """Whether those who are late are put out."""
+        """Return whether late ranks are put out."""
         return self.put_out and not self.busy
 
     @property
     def silent(self) -> float:
-        """Seconds for which this rank may say nothing after a call."""
+        """Return the seconds for which this rank may be silent after a call."""
         return self.seconds + self.patience
 
 
 def _those(known: Sequence[int], *states: State) -> list[int]:
-    """The ranks of which that is known."""
+    """Return the ranks known to be in one of these states."""
     return [rank for rank, state in enumerate(known) if state in states]
 
 

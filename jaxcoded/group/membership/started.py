@@ -1,4 +1,4 @@
-"""Processes of this host that were started to join a group, as Linux shows them."""
+"""Processes of this host that were started to join a group, from Linux's /proc."""
 
 import os
 import pathlib
@@ -12,35 +12,37 @@ from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.joining import LONGEST
 from jaxcoded.group.process import Process
 
-MARK = "JAXCODED_JOINS"  # of a process that was started so: TOKEN:SECONDS
-# the words before the command of a rank, one a line (`jaxcoded.tools.launch.rank`)
+MARK = "JAXCODED_JOINS"  # environment variable of such a process: TOKEN:SECONDS
+# the words before the command of a rank, one per line (`jaxcoded.tools.launch.rank`)
 _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two looks
-# of /proc/PID/stat, behind the name
+# fields of /proc/PID/stat, after the name
 _STATE, _PARENT, _BEGAN = 0, 1, 19
-_has_tried = False  # to join
+_has_tried = False  # whether it has tried to join
 
 
 def waits_to_join() -> bool:
-    """Whether this process was started to join a group, and has not tried to."""
-    # processes that it starts itself have the variable, too
+    """Return whether this process was started to join a group and has not tried to."""
+    # its child processes have the variable, too
     marked = os.environ.get(MARK, "").count(":") == 1
     return marked and not _has_tried and MPI.Comm.Get_parent() != MPI.COMM_NULL
 
 
 def check_joined() -> None:
-    """Raise a CodedError where a process that was started to join a group makes one of
-    its own, and has not tried to."""
+    """Raise a CodedError if a process started to join a group makes another one without
+    trying to join.
+    """
     if waits_to_join():
         raise CodedError(
             "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
-            "where it returns None"
+            "if it returns None"
         )
 
 
 def tries_to_join() -> bool:
-    """Return whether this process is to join a group now, for the first and last time;
-    a CodedError if it has tried before."""
+    """Return whether this process must join a group now, which it can try once; a
+    CodedError if it has tried before.
+    """
     global _has_tried
     if _has_tried:
         raise CodedError("this process has called joining already: call it once")
@@ -49,19 +51,21 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """Return what `MARK` is in processes that are known by this token, for which others
-    wait for so many seconds."""
-    # at least one: what is shorter than it takes to start need not be told apart
+    """Return the value of `MARK` in processes with this token, for which others wait
+    ``seconds``.
+    """
+    # at least one: a start takes longer anyway
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Return the seconds for which others wait for this process, which was started so;
-    a CodedError if `MARK` does not say."""
+    """Return the seconds for which others wait for this process; a CodedError if `MARK`
+    is invalid.
+    """
     said = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
-            f"what {MARK} says behind its colon", said.partition(":")[2]
+            f"the seconds in {MARK}", said.partition(":")[2]
         )
     except ValueError as error:
         raise CodedError(f"this process cannot join: {error}") from None
@@ -69,13 +73,16 @@ def awaited() -> float:
 
 
 def wrapper() -> list[str]:
-    """The command of the small process that is to be around a rank, and tells how it ends; empty: there is none."""
+    """Return the command of the small process that wraps a rank and reports its end;
+    empty: none.
+    """
     return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
 
 
 class Started:
-    """Processes that were started together, known by their token, and what they have
-    started. An empty one: there are none."""
+    """Processes that were started together, identified by their token, and their child
+    processes. With an empty token: none.
+    """
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -83,7 +90,7 @@ class Started:
         self._next = 0.0
 
     def look(self) -> None:
-        """See how they are, now and then; a CodedError if one has ended."""
+        """Check the processes now and then; a CodedError if one has ended."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOKS
@@ -91,16 +98,16 @@ class Started:
         self._seen |= first
         if not all(map(_lives, self._seen)):
             raise CodedError(
-                "one of them has ended before it called jaxcoded.CodedGroup.joining(): see what it says above, or "
+                "one of them has ended before it called jaxcoded.CodedGroup.joining(): see its output above, or "
                 "give command="
             )
 
     def end(self) -> None:
-        """Kill them, but for those around others, which tell how these end."""
+        """Kill them, except the wrappers, which report the ends of the others."""
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
-        # before those that they wait for
+        # before the processes that they wait for
         for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
@@ -113,10 +120,10 @@ class Started:
 
 
 def _marked(token: str) -> Iterator[tuple[Process, int]]:
-    """Processes that have the token, and their parents."""
+    """Return processes with the token, and their parents."""
     if not token:
         return
-    # another rank may have said the token: what is no text in UTF-8 is none's
+    # the token may come from another rank; no process has one that is invalid UTF-8
     begins = f"{MARK}={token}:".encode(errors="replace")
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         try:
