@@ -40,7 +40,7 @@ class Shared(Strategy):
         >>> import jaxcoded
         >>> print(jaxcoded.make_plan(4, jaxcoded.Shared(replicas=2)).describe())
         4 ranks: root 0 (with data) and 3 workers, which share the work: any 2 ranks but the root may be missing
-        a rank computes 1/4 of the batch, in 12 blocks, where nobody is late; whoever is done computes blocks of others
+        a rank computes 1/4 of the batch, in 12 blocks, if no rank is late; a rank that is done computes blocks of others
         a rank holds the data of 3/4 of the batch: each block lies on its owner and 2 others
     """
 

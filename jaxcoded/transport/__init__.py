@@ -1,1 +1,1 @@
-"""How the ranks of a group make a round: from arrays to messages and back."""
+"""Rounds of a group: from arrays to messages and back."""

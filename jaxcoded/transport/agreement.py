@@ -1,4 +1,4 @@
-"""Ranks make sure that they mean the same before they rely on it."""
+"""Ranks check that they agree before they rely on it."""
 
 import hashlib
 import json
@@ -13,16 +13,17 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError
 
 T = TypeVar("T")
-LONGEST = 16 << 20  # bytes of what a rank says
-# Characters of a long text that are said: at its beginning; at its end, where an error may stand; and before
-# and after a difference.
+LONGEST = 16 << 20  # most bytes of a rank's answer
+# Shown characters of a long text: at its beginning; at its end, which may hold an
+# error; and around a difference.
 _FIRST, _LAST, _BEFORE, _AFTER = 120, 240, 20, 60
 _WHY = "has a rank died, or do they not all run the same jaxcoded?"
 
 
 class Unreadable(CodedError):
-    """What a rank said cannot be read, or has not come: where a rank dies, MPI may hand out nothing without
-    an error."""
+    """A rank's answer cannot be read, or has not come: after a rank's death MPI may
+    return nothing without an error.
+    """
 
 
 def check_communicator(comm: object) -> None:
@@ -35,8 +36,8 @@ def check_communicator(comm: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """An argument in words that are the same for equal values of different kinds: a list,
-    a tuple and an array; 3, 3.0 and ``np.float32(3)``.
+    """Return an argument in a form that is the same for equal values of different
+    types: a list, a tuple and an array; 3, 3.0 and ``np.float32(3)``.
 
     Example:
         >>> import numpy as np
@@ -44,7 +45,7 @@ def plain(value: Any) -> Any:
         >>> plain((1, 2.5)) == plain(np.array([1, 2.5]))
         True
     """
-    if hasattr(value, "tolist"):  # of numpy or JAX
+    if hasattr(value, "tolist"):  # from NumPy or JAX
         value = value.tolist()
     if isinstance(value, Mapping):
         return {key: plain(value[key]) for key in sorted(value, key=str)}
@@ -54,9 +55,9 @@ def plain(value: Any) -> Any:
 
 
 def differences(answers: Sequence[str]) -> list[str]:
-    """Return the first item of each answer in which they differ; "nothing" where one
-    has none. Items are what stands between commas outside of brackets, and before an
-    "of". (The engine says the same, see ``cpp/difference.h``.)
+    """Return the first item of each answer in which they differ; "nothing" if one has
+    none. Items are separated by commas outside of brackets, and end before an "of".
+    (The engine does the same, see ``cpp/difference.h``.)
 
     Example:
         >>> from jaxcoded.transport.agreement import differences
@@ -88,11 +89,11 @@ def _items(answer: str) -> list[str]:
 
 
 def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
-    """Compare the words of all ranks, in one all-reduce of 16 bytes while they agree.
-    Collective.
+    """Compare the descriptions of all ranks, by one all-reduce of 16 bytes if they
+    agree. Collective.
 
-    Returns ``None`` if all ranks said the same; else, on every rank, ``what`` that means,
-    in what they differ, and who said what.
+    Return ``None`` if all are the same. Otherwise return, on every rank, the
+    difference, ``what`` it means, and each rank's description.
 
     Example:
         >>> from jaxcoded.transport.agreement import disagreement
@@ -111,7 +112,8 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
 
 
 def in_words(said: Sequence[str], what: str) -> str:
-    """Say in what the words of ranks differ, who said what, and ``what`` that means.
+    """Return the difference of the ranks' descriptions, ``what`` it means, and each
+    rank's description.
 
     Example:
         >>> from jaxcoded.transport.agreement import in_words
@@ -130,7 +132,7 @@ def in_words(said: Sequence[str], what: str) -> str:
 
 
 def _excerpts(items: Sequence[str]) -> list[str]:
-    """The beginning of long ones, and where they differ first."""
+    """Return the beginning of long items, and their first difference."""
     at = len(os.path.commonprefix(list(items)))
     if at <= _FIRST:
         return [*map(_shortened, items)]
@@ -141,7 +143,7 @@ def _excerpts(items: Sequence[str]) -> list[str]:
 
 
 def _shortened(words: str) -> str:
-    """Without the middle, if it is long: the ends tell what it is."""
+    """Return a text without its middle, if it is long: the ends identify it."""
     if len(words) <= _FIRST + _LAST:
         return words
     return f"{words[:_FIRST]} ... {words[-_LAST:]}"
@@ -150,11 +152,11 @@ def _shortened(words: str) -> str:
 def on_all(
     comm: MPI.Intracomm, step: Callable[[], T], undo: Callable[[T], object]
 ) -> list[T]:
-    """Take a step that all ranks rely on, and return what each rank's ``step`` gave, by
-    rank: something that JSON has. Collective.
+    """Take a step that all ranks rely on; return the results of all ranks' ``step``,
+    JSON values, by rank. Collective.
 
-    A CodedError on every rank if it failed on some. Where it succeeded, ``undo`` is
-    called then with what it gave.
+    Raise a CodedError on every rank if it failed on some. Ranks on which it succeeded
+    then call ``undo`` with its result.
 
     Example:
         >>> from jaxcoded.transport.agreement import on_all
@@ -179,16 +181,18 @@ def on_all(
 
 
 def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
-    """Return what each rank says, by rank: anything that JSON has. Tuples become lists. Collective.
-    `Unreadable` on every rank, unless one has died, if what a rank said cannot be read, or is longer than
-    16 MiB.
+    """Return each rank's value, a JSON value, by rank. Tuples become lists. Collective.
+    Raise `Unreadable` on every rank, unless one has died, if a rank's value cannot be
+    read, or is longer than 16 MiB.
 
-    It goes as JSON, for which ranks need nothing in common: of classes that one of them does not have,
-    unpickling would make an error in its own words, or worse."""
+    JSON needs no common classes on the ranks. Unpickling an unknown class would raise
+    an unclear error, or do worse.
+    """
     mine = _bytes(value)
-    # Zeros, so that what has not come is no JSON.
+    # Zeros, so that missing data is invalid JSON.
     lengths = np.zeros(comm.size, np.int64)
-    # Blocking: beside the engine's thread Open MPI 5.0 once lost a non-blocking one between hosts.
+    # Blocking: next to the engine's thread Open MPI 5.0 once lost a non-blocking one
+    # between hosts.
     comm.Allgather(np.array([len(mine)], np.int64), lengths)
     for rank, length in enumerate(lengths.tolist()):
         _check_length(rank, length)
@@ -201,7 +205,9 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
-    """Return what one rank says, on all ranks, as in `gathered`, with its errors. Collective."""
+    """Return the root's value on all ranks, with the format and errors of `gathered`.
+    Collective.
+    """
     mine = _bytes(value if comm.rank == root else None)
     length = np.array([len(mine)], np.int64)
     wait(comm.Ibcast(length, root))

@@ -13,17 +13,17 @@ from jaxcoded.transport.round import Round
 
 
 class Carrier(abc.ABC):
-    """What a round in a compiled program finds by the index of its group.
+    """The object that a round in a compiled program finds by the index of its group.
 
     Attributes:
-        index: never used again.
-        plan: of the ranks.
-        rank: of this process.
-        can_lag: whether a rank can be behind: then its rounds may be decided before it calls them.
-        takes_tokens: whether a token can order rounds in the effect's place.
-        takes_parts: whether the parts of a message can go ahead of the others.
-        most_started: how many rounds can be started before the first is finished. 0: a started
-            round would not go on while its rank computes.
+        index: the index of the group, never used again.
+        plan: the ranks' plan.
+        rank: the rank of this process.
+        can_lag: whether rounds may be decided before a rank calls them.
+        takes_tokens: whether a token can order rounds instead of the effect.
+        takes_parts: whether parts of a message can be sent ahead of the others.
+        most_started: how many rounds can be started before the first is finished. 0: a
+            started round would not progress while its rank computes.
     """
 
     index: int
@@ -41,8 +41,8 @@ class Carrier(abc.ABC):
         """Lower a round for a platform, as a rule of JAX does."""
 
     def devices(self, token: Any) -> Devices | None:
-        """Return the devices of the program that is traced here, if several call
-        together; a ValueError if they cannot. ``token`` orders the call, if anything.
+        """Return the devices of the traced program, if several call together; a
+        ValueError if they cannot. ``token``: the token that orders the call, if any.
         """
         if devices.of_program() is not None:
             raise ValueError(f"without the engine {devices.REMEDY}")
@@ -50,7 +50,9 @@ class Carrier(abc.ABC):
 
 
 class Transport(Carrier):
-    """Carries the rounds of one group. What only some can do is a `jaxcoded.transport.capabilities.Capability`."""
+    """A transport carries the rounds of one group. Abilities of only some transports
+    are `jaxcoded.transport.capabilities.Capability`.
+    """
 
     name: ClassVar[str]
 
@@ -58,38 +60,41 @@ class Transport(Carrier):
         """Raise a TypeError unless vectors of this dtype can be summed."""
 
     def computes_with(self, eps: float) -> None:
-        """Programs of the group compute what is summed in numbers of this eps, the coarsest that is
-        said counts: what is compared may be off by as much."""
+        """Note the precision of the group's programs, an eps. The coarsest one counts:
+        compared messages may differ by as much.
+        """
 
     def host_lag(self) -> int:
-        """The lag now."""
+        """Return the lag now."""
         return 0
 
     @abc.abstractmethod
     def rounds(self) -> int:
-        """Rounds that this rank has called."""
+        """Return the number of rounds that this rank has called."""
 
     @abc.abstractmethod
     def note_failure(self, words: str) -> None:
-        """An error kept this rank from a round; the other ranks hear of it when it
-        begins its next one."""
+        """Note that an error kept this rank from a round; the others get it when this
+        rank begins its next one.
+        """
 
     @abc.abstractmethod
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
-        """The root's array on every rank, in a round of its own."""
+        """Return the root's array on every rank, by a separate round."""
 
     @abc.abstractmethod
     def replanned(self, index: int, plan: Plan) -> Self:
-        """The same ranks with another plan from the next round on, under another
-        index. This one is then closed."""
+        """Return the transport of the same ranks with another plan from the next round
+        on, under another index, and close this one.
+        """
 
     def enter(self) -> None:
-        """All ranks have opened this."""
+        """Begin, after all ranks have opened this transport."""
 
     @abc.abstractmethod
     def close(self, seconds: float) -> list[int]:
-        """End the group's rounds. Collective; returns ranks that did not come."""
+        """End the group's rounds; return the ranks that did not come. Collective."""
 
     @abc.abstractmethod
     def abandon(self, error: BaseException) -> None:
-        """The group is given up after an error, without waiting for anybody."""
+        """Give the group up after an error, without waiting for other ranks."""

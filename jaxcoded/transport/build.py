@@ -1,7 +1,7 @@
 """The versions that a rank runs, and whether ranks can work together.
 
-This is the first thing that ranks exchange, before anything whose form may differ between
-versions: two numbers, and texts where these differ.
+Ranks exchange these first, before anything whose form may differ between versions: two
+numbers, and texts if the numbers differ.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jaxcoded.transport.agreement import disagreement
 
 @functools.cache
 def required() -> str:
-    """Return the versions that must be equal on all ranks, in words."""
+    """Return the versions that must be equal on all ranks, as text."""
     # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw differently in another version
     drawn = np.random.default_rng([1, 2]).permutation(1000).astype("<i8")
     draws = hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
@@ -31,7 +31,7 @@ def required() -> str:
 
 @functools.cache
 def wanted() -> str:
-    """Return the versions that should be equal on all ranks, in words."""
+    """Return the versions that should be equal on all ranks, as text."""
     jaxlib = importlib.metadata.version("jaxlib")
     return f"jax {jax.__version__}, jaxlib {jaxlib}, {platform.machine()}"
 
@@ -40,8 +40,10 @@ def check(comm: MPI.Intracomm) -> str:
     """Raise a GroupMismatch on every rank unless the ranks run builds that understand each other.
     Collective.
 
-    Return what to warn of where only the versions of JAX or the kinds of processors differ: sums are
-    the same bits on all ranks, but what each makes of them may not be. Otherwise empty."""
+    Return a warning if only the versions of JAX or the kinds of processors differ: sums
+    have the same bits on all ranks, but values computed from them may differ. Otherwise
+    return an empty text.
+    """
     what = (
         "ranks run different builds, which do not work together: install the same jaxcoded and "
         "NumPy for all of them"
@@ -57,8 +59,9 @@ def check(comm: MPI.Intracomm) -> str:
 
 
 def check_engine(comm: MPI.Intracomm) -> None:
-    """Raise a GroupMismatch on every rank unless the ranks' engines, which all of them have,
-    are made of the same sources. Collective."""
+    """Raise a GroupMismatch on every rank unless the engines of all ranks are built
+    from the same sources. Collective.
+    """
     what = (
         "the engines of the ranks were built from different sources, and may not understand each "
         "other: install the same jaxcoded for all of them"

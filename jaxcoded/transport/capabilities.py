@@ -10,16 +10,17 @@ import numpy as np
 from jaxcoded.errors import GroupClosed
 from jaxcoded.transport.round import Round
 
-# A round whose work is shared: its number, the call in words, and the blocks that each rank has
-# computed, in order.
+# A round with shared work: its number, the call's description, and the blocks that each
+# rank has computed, in order.
 Dealt = tuple[int, str, list[list[int]]]
 
 
 class Capability(abc.ABC):
-    """A transport that can do something has a subclass of this among its bases, and asks the engine.
+    """An ability of a transport: a subclass of this is among the transport's bases, and
+    asks the engine.
 
     Attributes:
-        needed: what needs it, in words.
+        needed: the calls that need it, as text.
     """
 
     needed: ClassVar[str]
@@ -30,8 +31,9 @@ class Capability(abc.ABC):
 
     @classmethod
     def of(cls, transport: object) -> Self:
-        """Return the transport, which has this capability; a NotImplementedError if it
-        has not."""
+        """Return the transport if it has this capability; otherwise raise a
+        NotImplementedError.
+        """
         if isinstance(transport, cls):
             return transport
         raise NotImplementedError(f'{cls.needed} a group with transport="engine"')
@@ -49,7 +51,7 @@ class HostRounds(Capability):
         skip: bool = False,
         erasures: np.ndarray | None = None,
     ) -> None:
-        """A round on numpy arrays, without XLA: ``results`` are written."""
+        """Do a round on NumPy arrays, without XLA; write the ``results``."""
 
 
 class SharedWork(Capability):
@@ -59,27 +61,30 @@ class SharedWork(Capability):
     def take_block(
         self, words: str, *, first: bool, costs: Sequence[float] = ()
     ) -> int | None:
-        """Return the next block of a round whose vectors follow in the next one;
-        ``None`` once all are computed, and `end_of_blocks` is to be called. All ranks
-        must agree on ``words``. ``costs``: of each block, > 0, about 1; none: all the same."""
+        """Return the next block of a round whose vectors are summed in the next round;
+        ``None`` once all are computed: then call `end_of_blocks`. All ranks must agree
+        on ``words``. ``costs``: the cost of each block, > 0, about 1; none: all equal.
+        """
 
     @abc.abstractmethod
     def end_of_blocks(self) -> None:
-        """End such a round."""
+        """End a round of blocks."""
 
     def leave_blocks(self) -> None:
-        """Take no more of them: others compute what this rank had."""
+        """Take no more blocks: others compute those of this rank."""
         self._ask("leave_share")
 
     @abc.abstractmethod
     def record(self) -> Callable[[], Dealt | None]:
-        """At the root, a function that waits for the next round whose work is shared, and
-        tells who has computed what; ``None`` after the last."""
+        """Return, on the root, a function that waits for the next round with shared
+        work, and returns which rank computed which blocks; ``None`` after the last.
+        """
 
     @abc.abstractmethod
     def replay(self, rounds: Sequence[Dealt]) -> None:
-        """At the root: from now on work is divided as it was in these rounds. Others are
-        errors."""
+        """On the root, divide work from now on as in these rounds. Other rounds are
+        errors.
+        """
 
 
 class Reports(Capability):
@@ -91,11 +96,12 @@ class Reports(Capability):
 
     @abc.abstractmethod
     def reports(self) -> Callable[[], tuple[Any, ...] | None]:
-        """A function that waits for the next round and gives its fields; ``None`` after
-        the last."""
+        """Return a function that waits for the next round and returns its fields;
+        ``None`` after the last.
+        """
 
     def statistics(self) -> dict[str, Any]:
-        """Figures of the transport, by name."""
+        """Return the transport's statistics, by name."""
         names = (
             "history_bytes",
             "memory_bytes",
@@ -114,8 +120,9 @@ class Snapshots(Capability):
         self._ask("keep_state", state.ctypes.data, state.nbytes)
 
     def fetch_state(self, seconds: float) -> tuple[int, bytes]:
-        """The round of the newest snapshot of the nearest ancestor, 0 if there is
-        none, and its bytes."""
+        """Return the round of the newest snapshot of the nearest ancestor, 0 if none,
+        and its bytes.
+        """
         round_ = self._ask("fetch_state", seconds)
         return round_, self._ask("state") if round_ else b""
 
@@ -133,38 +140,43 @@ class LosesRanks(Capability):
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
-        """Whether all rounds that this rank has called are over, after so many seconds."""
+        """Return whether all rounds that this rank has called are over within
+        ``seconds``.
+        """
         return self._ask("drained", seconds)
 
     def rounds_of_all(self) -> int:
-        """How many rounds of this rank are over, before any that it alone saw fail, without the
-        root."""
+        """Return how many rounds of this rank are over, before any that failed on it
+        alone, without the root.
+        """
         return self._ask("rounds_of_all")
 
     def decided(self) -> int:
-        """The latest round that is over, as far as this rank knows."""
+        """Return the latest round that is over, as far as this rank knows."""
         return self._ask("decided")
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, ranks above are asked what is decided, also where this one calls nothing and its parent
-        says nothing."""
+        """In this block ask the ranks above which rounds are decided, even if this rank
+        calls nothing and its parent is silent.
+        """
         self._ask("watch", True)
         try:
             yield
         finally:
-            with contextlib.suppress(GroupClosed):  # it may be, by now
+            with contextlib.suppress(GroupClosed):  # it may be closed by now
                 self._ask("watch", False)
 
     @abc.abstractmethod
     def agreed(self, mine: bool) -> bool:
-        """Return whether something is so on all ranks, and all of them live; the same on all.
-        Collective."""
+        """Return whether ``mine`` holds on all ranks and all of them live; the same on
+        all. Collective.
+        """
 
     def expect_state(self) -> None:
         """Make sums an error on this rank until a broadcast has come."""
         self._ask("expect_state")
 
     def alike(self) -> bool:
-        """Whether none is expected, or it has come."""
+        """Return whether no state is expected, or it has come."""
         return self._ask("alike")

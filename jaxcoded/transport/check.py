@@ -1,4 +1,4 @@
-"""Whether parents compare their children's messages, and what follows if these differ."""
+"""The comparison of children's messages, and the action if they differ."""
 
 import dataclasses
 import os
@@ -64,11 +64,11 @@ class Check:
 
     @property
     def waits_for_all(self) -> bool:
-        """Whether it detects mistakes of the program, like `DEBUG`."""
+        """Return whether it detects mistakes of the program, like `DEBUG`."""
         return self.wait == "all"
 
     def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
-        """Why a group cannot have it, in words; empty if it can."""
+        """Return why a group cannot have it; empty if it can."""
         if transport != "engine":
             return "needs the engine"
         if deadline.approximates:

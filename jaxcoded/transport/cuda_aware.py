@@ -1,6 +1,6 @@
-"""Whether MPI takes pointers to a GPU's memory, before it is handed one.
+"""Check whether MPI accepts pointers to a GPU's memory, before it gets one.
 
-mpi4jax hands them over where ``MPI4JAX_USE_CUDA_MPI=1`` says so, and an MPI that cannot read
+mpi4jax passes them to MPI with ``MPI4JAX_USE_CUDA_MPI=1``, and an MPI that cannot read
 them crashes.
 """
 
@@ -13,14 +13,15 @@ import jax
 from mpi4py import MPI
 
 _ON = ("true", "1", "on")
-# mpi4jax's own library, which is linked to MPI; nothing of JAX's
+# mpi4jax's library, which is linked to MPI, and not JAX's
 _BRIDGE = "mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def why_not() -> str:
-    """Why device pointers must not be handed to MPI here although that was asked for, in
-    words; empty if they may, or will not be."""
+    """Return why MPI must not get device pointers although they were requested; empty
+    if it may, or will not.
+    """
     asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in _ON
     if not asked or jax.default_backend() != "gpu" or supported():
         return ""
@@ -32,13 +33,13 @@ def why_not() -> str:
 
 
 def supported() -> bool:
-    """Return MPI's own answer, by the extensions of Open MPI and MPICH."""
+    """Return MPI's answer, by the extensions of Open MPI and MPICH."""
     spec = None
-    with contextlib.suppress(ModuleNotFoundError):  # of a package around it
+    with contextlib.suppress(ModuleNotFoundError):  # its package is missing
         spec = importlib.util.find_spec(_BRIDGE)
     if spec is None or spec.origin is None:
         return False
-    library = ctypes.CDLL(spec.origin)  # it loads MPI, whose functions are then found
+    library = ctypes.CDLL(spec.origin)  # this loads MPI and its functions
     if hasattr(library, "MPIX_Query_cuda_support"):
         return bool(library.MPIX_Query_cuda_support())
     if hasattr(library, "MPIX_GPU_query_support"):

@@ -1,4 +1,4 @@
-"""How long a parent waits for its children, and what it does then."""
+"""The time that a parent waits for its children, and the action after it."""
 
 import dataclasses
 import math
@@ -12,11 +12,11 @@ ACTIONS = ("wait", "raise", "approximate")
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """The request made by ``deadline`` and ``on_deadline``.
+    """The request of ``deadline`` and ``on_deadline``.
 
     Attributes:
-        seconds: from the beginning of a round; 0 without such a limit.
-        rounds: or so many times what it takes as a rule; 0 without such a limit.
+        seconds: the limit from the beginning of a round; 0: none.
+        rounds: the limit relative to the usual time of a round; 0: none.
         action: one of `ACTIONS`.
 
     Example:
@@ -31,18 +31,19 @@ class Deadline:
 
     @property
     def approximates(self) -> bool:
-        """Whether parents go on with an approximation of the sum."""
+        """Return whether parents continue with an approximation of the sum."""
         return self.action == "approximate"
 
     @property
     def waits_on(self) -> bool:
-        """Whether parents say whom they wait for, and wait on."""
+        """Return whether parents log for whom they wait, and continue to wait."""
         return self.action == "wait"
 
     @classmethod
     def parsed(cls, deadline: Any, action: Any) -> Self:
         """Take a number of seconds, a text such as ``"3x"``, or ``None``; a ValueError
-        if it is something else, or there is no such action."""
+        for anything else, or an unknown action.
+        """
         if not isinstance(action, str) or action not in ACTIONS:
             raise ValueError(
                 f"on_deadline must be one of {', '.join(ACTIONS)}, got "

@@ -1,7 +1,7 @@
 """Programs on several devices of one process: inside `shard_map` all of them call together.
 
-A rank is one process with one contribution and one place in the order of the rounds. So its devices
-make one call: each brings its shards, and what is the same on all of them is brought by one.
+A rank is one process with one contribution and one place in the order of the rounds. So
+its devices make one call: each brings its shards, and one brings replicated arrays.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Devices:
         return math.prod(size for _, size in self.axes)
 
     def place(self) -> jax.Array:
-        """Which of them computes this: int32, in the order of the mesh."""
+        """Return the number of the computing device: int32, in the order of the mesh."""
         return jax.lax.axis_index(tuple(name for name, _ in self.axes))
 
     def owners(self, split: Sequence[str]) -> list[int]:
@@ -71,8 +71,9 @@ class Devices:
 
 
 def of_program() -> Devices | None:
-    """Return the devices of the program that is traced here, if they call together: inside
-    `shard_map` over several. A ValueError if they cannot."""
+    """Return the devices of the traced program, if they call together: inside
+    `shard_map` over several. A ValueError if they cannot.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or mesh.size == 1:
         return None
@@ -99,8 +100,9 @@ def of_program() -> Devices | None:
 
 
 def check(context: Any, together: Devices | None, platform: str) -> None:
-    """Raise a ValueError where a collective is lowered into a program on several devices that
-    do not call together."""
+    """Raise a ValueError if a collective is lowered into a program on several devices
+    that do not call together.
+    """
     devices = _jax_compat.devices(context)
     if devices > 1 and together is None:
         raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")

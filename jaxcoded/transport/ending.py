@@ -1,4 +1,6 @@
-"""The part of a process's end that only Python knows. The rest is in ``cpp/end_of_job.h``."""
+"""Information on a process's end that only Python has. The rest is in
+``cpp/end_of_job.h``.
+"""
 
 import sys
 from collections.abc import Callable
@@ -8,12 +10,12 @@ from mpi4py import MPI
 # A rank that has not answered for this long counts as lost.
 SILENT_SECONDS = 10.0
 
-_status = 0  # with which ``python -m mpi4py`` would end the job after this process
+_status = 0  # with which ``python -m mpi4py`` would end the job
 _tell_mpi4py: Callable[[int], None] | None = getattr(MPI, "_set_abort_status", None)
 
 
 def register() -> None:
-    """Note what `sys.exit` is told, which is not read back from mpi4py."""
+    """Record the argument of `sys.exit`, which mpi4py does not return."""
     if _tell_mpi4py is not None:
         MPI._set_abort_status = _note
 
@@ -31,14 +33,17 @@ def status() -> int:
 
 
 def engine_ends_the_job() -> None:
-    """And mpi4py does not, which would before `MPI_Finalize`."""
+    """Let the engine end the job instead of mpi4py, which would do so before
+    `MPI_Finalize`.
+    """
     if _status and _tell_mpi4py is not None:
         _tell_mpi4py(0)
 
 
 def failure() -> str:
-    """Why this process ends, in words; empty if it ends as it should. What `sys.exit` was told
-    is known under ``python -m mpi4py`` alone."""
+    """Return why this process ends; empty if it ends normally. The argument of
+    `sys.exit` is known only under ``python -m mpi4py``.
+    """
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is not None:
         return in_words(error)
@@ -46,8 +51,9 @@ def failure() -> str:
 
 
 def told() -> set[str]:
-    """What Python has printed of the error that ends this process, and of those that it came
-    from."""
+    """Return what Python has printed about the error that ends this process, and about
+    its causes.
+    """
     error: BaseException | None = getattr(sys, "last_value", None)
     texts = set()
     while error is not None:
@@ -57,6 +63,6 @@ def told() -> set[str]:
 
 
 def in_words(error: BaseException) -> str:
-    """An error and the first line of what it says."""
+    """Return the class of an error and the first line of its text."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}".removesuffix(": ")

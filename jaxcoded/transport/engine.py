@@ -1,7 +1,7 @@
-"""The tree on the engine: a parent goes on as soon as its code can decode.
+"""The tree on the engine: a parent continues as soon as its code can decode.
 
-The engine is a C++ extension with a progress thread, see ``docs/engine.md``. Here it is
-opened for a group, and its calls become JAX primitives.
+The engine is a C++ extension with a progress thread, see ``docs/engine.md``. This
+module opens it for a group, and makes its calls JAX primitives.
 """
 
 import atexit
@@ -52,16 +52,16 @@ _DTYPES = {
     for i, name in enumerate(["float16", "bfloat16", "float32", "float64"])
 }
 _BYTES = 0
-# How much longer a rank waits for its children than they do for theirs.
+# How much longer a rank waits for its children than these wait for theirs.
 _GIVE_UP_SECONDS = 0.5
-# After which a child that calls nothing is named in the log, where no deadline says when.
+# Seconds after which the log names a child that calls nothing, without a deadline.
 _STUCK_SECONDS = 10.0
-# At the end of the process, ranks that still lack results get them for so long.
+# Seconds at the end of the process in which ranks can still get missing results.
 _EXIT_SECONDS = 5.0
 
 
 def missing() -> str:
-    """Why the engine cannot be used in this process, in words; empty if it can."""
+    """Return why the engine cannot be used in this process; empty if it can."""
     if _why_missing:
         return f"the engine is not built ({_why_missing})"
     built_for, loaded = _engine.mpi_library(), MPI.Get_library_version()
@@ -81,7 +81,7 @@ def missing() -> str:
         return f"the engine cannot start: {error}"
     try:
         backend = _jax_compat.default_backend()
-    except Exception as error:  # noqa: BLE001  # of any kind, where a driver is broken
+    except Exception as error:  # noqa: BLE001  # a broken driver may raise any error
         return f"JAX does not start: {type(error).__name__}: {error}"
     if backend == "cpu":
         return ""
@@ -92,24 +92,29 @@ def missing() -> str:
 
 
 def sources() -> str:
-    """A digest of the C++ sources that the engine was built from; not where it is `missing`."""
+    """Return a digest of the C++ sources from which the engine was built; not if it is
+    `missing`.
+    """
     return _engine.sources[:12]
 
 
 def fault_tolerant() -> bool:
-    """Whether MPI goes on where a rank dies, and reports it (ULFM); not where the engine is
-    `missing`."""
+    """Return whether MPI survives and reports the death of a rank (ULFM); not if the
+    engine is `missing`.
+    """
     return not _why_missing and _engine.fault_tolerant()
 
 
 def join() -> None:
-    """This process joins a job, or lets others join: of its communicators with them MPI disconnects none at the
-    end, for which it would wait for all of their ranks."""
+    """Note that this process joins a job, or lets others join. MPI then does not
+    disconnect their common communicators at the end, which would wait for all of their
+    ranks.
+    """
     _engine.join()
 
 
 def _release(version: str) -> str:
-    """Name and number of an MPI, out of what it says about itself."""
+    """Return the name and number of an MPI from its version text."""
     return " ".join(version.partition("\n")[0].partition(",")[0].split())
 
 
@@ -129,10 +134,10 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         options: Options,
     ) -> None:
         self.index, self.plan, self.rank = index, plan, comm.rank
-        # where work is shared no two ranks send what could be compared
+        # with shared work no two ranks send messages that could be compared
         self._compares = bool(options.check) and not plan.strategy.by_blocks
-        # a handler for a GPU holds up the thread that fills the stream, so that there
-        # is nothing to gain from a round that goes on by itself
+        # a handler for a GPU blocks the thread that fills the stream, so that rounds
+        # that progress by themselves gain nothing
         on_cpu = _jax_compat.default_backend() == "cpu"
         self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
@@ -161,8 +166,9 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
                     else _engine.Compares.what_has_come
                 )
         cards = on_all(comm, _introduce, undo=_engine.forget)
-        _engine.let_read(cards)  # on all ranks before any gets any further
-        # every rank draws the same session: old messages are told from new ones by it
+        _engine.let_read(cards)  # on all ranks before any continues
+        # all ranks draw the same session, which distinguishes new messages from old
+        # ones
         session = told(comm, _random())
         self._serial, self._own = _communicator(comm)
         try:
@@ -184,13 +190,15 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
             )
         except errors.CodedError as error:
             _engine.forget(cards[comm.rank])
-            if not isinstance(error, Unreadable):  # or others may still be in it
+            if not isinstance(error, Unreadable):  # otherwise others may still be in it
                 self._put_back()
             raise
         registry.add(self)
 
     def enter(self) -> None:
-        """All ranks have opened this: they tell each other of their ends."""
+        """Begin, after all ranks have opened this: from now on they report their ends
+        to each other.
+        """
         root = self.plan.root
         if self._own.size > 1:
             _own_process.has_group()
@@ -233,7 +241,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         self._ask("note_failure", words)
 
     def close(self, seconds: float) -> list[int]:
-        # ranks below give up first, and say whom
+        # ranks below give up first, and name the absent ranks
         absent = self._ask("close", seconds + self._patience)
         registry.remove(self.index)
         if not absent:
@@ -241,14 +249,15 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         return absent
 
     def _put_back(self) -> None:
-        """Nothing is on its way in the communicator: the next group may have it."""
+        """Return the communicator for the next group: no message is on its way in it."""
         with _idle_lock:
             _idle[self._serial] = self._own
 
     @property
     def _patience(self) -> float:
-        """Seconds for which a rank waits longer than those below it, who then say
-        whom they have given up."""
+        """Return the seconds for which a rank waits longer than those below it, which
+        then name the ranks that they have given up.
+        """
         return _GIVE_UP_SECONDS * self._height
 
     def abandon(self, error: BaseException) -> None:
@@ -315,7 +324,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
 
     @property
     def _members(self) -> list[int]:
-        """The ranks of the family that shares its work, in the ledger's order."""
+        """Return the ranks of the family that shares its work, in the ledger's order."""
         return [self.rank, *self.plan.coded_children(self.rank)]
 
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
@@ -341,8 +350,8 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         return lambda: _engine.next_report(reports)
 
     def agreed(self, mine: bool) -> bool:
-        # MPI counts what ranks agree on in a communicator, and whatever it makes there. So this goes by the
-        # engine's own, in which it makes nothing.
+        # MPI numbers agreements in a communicator together with the communicators made
+        # from it. So this uses the engine's communicator, from which none is made.
         try:
             return bool(self._own.Agree(int(mine)))
         except MPI.Exception as error:
@@ -351,7 +360,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
             return False
 
     def status(self) -> str:
-        """Where this rank stands, to find the cause of a hang."""
+        """Return the state of this rank, to find the cause of a hang."""
         return self._ask("status")
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -361,7 +370,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
             raise _error(_FAILED, str(error)) from None
 
 
-# What the engine is told about a rank.
+# The engine's description of a rank.
 
 
 def _introduce() -> Any:
@@ -371,16 +380,17 @@ def _introduce() -> Any:
 
 # Communicators of groups that were closed, for the next group of the same ranks. They
 # are never freed: a message to a rank that has left may still be on its way, and MPI
-# would take it for one of the next communicator with that number. In the same
-# communicator it is recognised by its session.
+# would deliver it in the next communicator with that number. In the same communicator
+# its session identifies it.
 _idle: dict[int, MPI.Intracomm] = {}
 _idle_lock = threading.Lock()
 
 
 def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
-    """A communicator of the ranks of ``comm`` for the engine alone, and its serial
-    number. Collective."""
-    # taken out while the ranks agree: another thread's ranks may be looking, too
+    """Return a communicator of the ranks of ``comm`` for the engine alone, and its
+    serial number. Collective.
+    """
+    # removed while the ranks agree, as another thread may be searching, too
     with _idle_lock:
         mine = {
             serial: _idle.pop(serial)
@@ -400,7 +410,7 @@ def _random() -> int:
 
 
 def _height(plan: Plan, rank: int) -> int:
-    """Layers below a rank."""
+    """Return the number of layers below a rank."""
     heights = [0] * plan.size
     for below in reversed(plan.tree.order):
         above = plan.tree.parents[below]
@@ -410,12 +420,14 @@ def _height(plan: Plan, rank: int) -> int:
 
 
 def _deadline_share(plan: Plan, rank: int) -> float:
-    """Deadlines of parents further down are earlier, so that they are heard in time."""
+    """Return a parent's share of the deadline. Deeper parents have earlier deadlines,
+    so that their messages come in time.
+    """
     return _height(plan, rank) / max(_height(plan, plan.root), 1)
 
 
 def _fit_messages(limits: Any, plan: Plan) -> None:
-    """Sums that are formed in sections are cut as the messages of the root's children are."""
+    """Cut sums in sections into the same pieces as the messages of the root's children."""
     coding = plan.codings[plan.root]
     if limits.sections_from and coding is not None:
         limits.slices, limits.parts = coding.code.m, coding.code.parts
@@ -431,7 +443,7 @@ def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
         above = tree.parents[above]
     children = list(plan.coded_children(rank))
     descendants = list(children)
-    for below in descendants:  # grows while it is walked
+    for below in descendants:  # the list grows during the loop
         descendants.extend(tree.children[below])
     leaves = [child for child in children if not tree.children[child]]
     siblings = []
@@ -455,8 +467,10 @@ def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
 
 
 def _below(plan: Plan, rank: int) -> tuple[float, float, float]:
-    """What rounding may be in a rank's message: the largest product of the codes' ``κ``
-    down a path, how many layers there are below, and the most children of a parent."""
+    """Return the bounds on rounding in a rank's message: the largest product of the
+    codes' ``κ`` down a path, the number of layers below, and the most children of a
+    parent.
+    """
     coding = plan.codings[rank]
     if coding is None:
         return 1.0, 0.0, 0.0
@@ -512,26 +526,26 @@ def _register() -> None:
     engine_call.register(_engine)
     warn = functools.partial(logger.warning, "group %d, %s")
     follow(_engine.next_warning, lambda said: warn(*said), "jaxcoded log")
-    # at exit the engine stops first: what is registered later runs earlier
+    # the engine stops first at exit: later registered functions run earlier
     ending.register()
     atexit.register(_stop)
 
 
 _process = os.getpid()
-_abandoned: list[Engine] = []  # which the process still leaves in order at its end
+_abandoned: list[Engine] = []  # groups to leave at the end
 
 
 def _left() -> list[Engine]:
-    """The groups that were not closed."""
+    """Return the groups that were not closed."""
     opened = (it for it in registry.carriers() if isinstance(it, Engine))
     return [*opened, *_abandoned]
 
 
 def leave(seconds: float) -> None:
-    """Leave all groups as at the end of the process, of which no more calls can come;
-    ranks below get what they lack for so many seconds.
+    """Leave all groups as at the end of the process, without further calls; for
+    ``seconds`` ranks below can get missing results.
 
-    A root leaves nothing in order: it would fail rounds that another root repeats."""
+    A root does not leave in order: it would fail rounds that another root repeats."""
     groups = _left()
     if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)
@@ -539,7 +553,7 @@ def leave(seconds: float) -> None:
 
 def _stop() -> None:
     if os.getpid() != _process:
-        return  # a fork, in which nothing of the engine runs
+        return  # a fork, in which the engine does not run
     patience = max((group._patience for group in _left()), default=0.0)
     if _engine.stop(_EXIT_SECONDS + patience, ending.failure(), ending.status()):
         ending.engine_ends_the_job()

@@ -23,7 +23,8 @@ class Call(NamedTuple):
 
     Attributes:
         attributes: names in `_attributes`, besides the group's.
-        sends, receives: whether the operands, and the results, are the vectors of the round.
+        sends, receives: whether the operands, or the results, are the vectors of the
+            round.
     """
 
     attributes: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ _BY_DEVICES = ("round", "start", "done", "lag")
 
 
 def register(engine: Any) -> None:
-    """Tell XLA of the engine's handlers."""
+    """Register the engine's handlers with XLA."""
     names = [
         *((name, f"{name}_handler", "cpu") for name in CALLS),
         *(
@@ -78,7 +79,8 @@ def lower(
     check(ctx, round.devices, platform or "")
     does = CALLS[round.kind]
     tokened = "token" in round.leading
-    # a parent joins slices and parts one after the other, whatever the batch: they come first
+    # a parent joins slices and parts one after the other for any batch, so they come
+    # first
     moves = bool(round.batch) and plan.encoded
     mine = ctx.avals_in[len(round.leading) :]
     sent = _travelling(mine, round.vectors, moves) if does.sends else mine
@@ -91,13 +93,13 @@ def lower(
     if round.devices is not None:
         target = f"jaxcoded_devices_{round.kind}"
         values |= {name: attributes[name] for name in ("devices", "patience")}
-        if round.kind != "lag":  # which has no vectors
+        if round.kind != "lag":  # a lag has no vectors
             values["owners"] = attributes["owners"]
 
     def convert(
         values: Sequence[Any], before: Sequence[Any], after: Sequence[Any], axes: Any
     ) -> Sequence[Any]:
-        """Values of some types as those of others, which may have an axis moved."""
+        """Convert values of some types to others, possibly with a moved axis."""
         if not moves and list(map(_kind, before)) == list(map(_kind, after)):
             return values
 
@@ -112,21 +114,21 @@ def lower(
         return rule(its, *values)
 
     def call(inner: Any, *operands: Any) -> Any:
-        """With what gives the order in front of the operands and the results."""
+        """Call with the order's operand in front of the operands and the results."""
         at, out_at = len(inner.avals_in) - len(mine), len(inner.avals_out) - len(given)
         avals_in = [*inner.avals_in[:at], *sent]
         avals_out = [*inner.avals_out[:out_at], *received]
         operands = (*operands[:at], *convert(operands[at:], mine, sent, (-1, 0)))
         if platform == "cuda" and not tokened:
             operands = (operands[0], *_whole(ctx, avals_in[1:], operands[1:]))
-        # A result lies where its operand was, where XLA may: the caller donated it, or
-        # it is a temporary.
+        # A result replaces its operand if XLA may do so: the caller donated it, or it
+        # is a temporary.
         extras = len(avals_in) - len(avals_out)
         aliases = {
             i + extras: i
             for i, out in enumerate(avals_out[1:], 1)
             if round.kind == "round"
-            and extras >= 0  # not of a sum whose operands others bring
+            and extras >= 0  # not for a sum whose operands other devices bring
             and _kind(avals_in[i + extras]) == _kind(out)
         }
         if tokened:
@@ -150,7 +152,7 @@ def _kind(aval: Any) -> tuple[Any, Any]:
 def _travelling(
     avals: Sequence[Any], vectors: Sequence[Kind], moves: bool
 ) -> list[ShapedArray]:
-    """The types in which vectors of these types travel."""
+    """Return the types in which vectors of these types are sent."""
     return [
         _jax_compat.like(
             aval,
@@ -164,7 +166,7 @@ def _travelling(
 def _attributes(
     round: Round, plan: Plan, rank: int, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """All that the engine may be told of a round of vectors of these lengths."""
+    """Return all attributes of a round of vectors of these lengths for the engine."""
     parts = plan.parts_above[rank] if round.up and not round.last_part else 1
     owners = [
         [] if round.devices is None else round.devices.owners(kind.split)
@@ -198,8 +200,9 @@ def _attributes(
 def _apart(
     round: Round, encoded: bool, lengths: Sequence[int], owners: Sequence[Sequence[int]]
 ) -> list[int]:
-    """`Round.apart` of what the engine gets: of vectors in a batch, which are one after the other or, ``encoded``,
-    behind their own axis; or of what all devices bring."""
+    """Return `Round.apart` for the engine's vectors: those of a batch follow each other
+    or, ``encoded``, come after their own axis; or those of all devices.
+    """
     batch = math.prod(round.batch)
     brought = [max(len(set(each)), 1) for each in owners]
     if not round.batch:
@@ -224,9 +227,10 @@ def _apart(
 
 
 def _whole(ctx: Any, avals: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands behind a barrier, so that XLA does not see that they are slices of other arrays. On GPUs
-    JAX 0.11 fuses a slice with the call that takes it, and aborts the process if the call has a result of XLA's
-    type for an order (docs/engine.md)."""
+    """Return the operands behind a barrier that hides from XLA that they are slices of
+    other arrays. On GPUs JAX 0.11 fuses a slice with the call that takes it, and aborts
+    the process if the call has a result of XLA's token type (docs/engine.md).
+    """
     if not operands:
         return ()
     barrier: Callable[..., Any] = mlir.lower_fun(

@@ -1,15 +1,15 @@
 """The compiled extension, for the MPI of this process.
 
-An extension built from source lies next to this file, for the MPI with which it was built. A wheel has one for each
-interface of MPI to binaries, as mpi4py's own wheels have: that of Open MPI and that of MPICH, which other MPIs
-share.
+An extension built from source is next to this file, for the MPI with which it was
+built. A wheel has one for each binary interface of MPI, as mpi4py's wheels have: that
+of Open MPI, and that of MPICH, which other MPIs share.
 """
 
 import importlib
 import importlib.util
 import sys
 
-# mpi4py comes first: the library of MPI that it loads is the one that the extension then finds.
+# mpi4py comes first: the extension then uses the MPI library that mpi4py has loaded.
 from mpi4py import MPI
 
 from jaxcoded import transport
@@ -18,8 +18,9 @@ _NAME = f"{transport.__name__}._engine"
 
 
 def load() -> None:
-    """Have ``jaxcoded.transport._engine`` in its place; an ImportError if it is not
-    built, or built for another MPI or Python."""
+    """Load ``jaxcoded.transport._engine``; an ImportError if it is not built, or built
+    for another MPI or Python.
+    """
     if _NAME in sys.modules:
         return
     if importlib.util.find_spec(_NAME):

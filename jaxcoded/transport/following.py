@@ -1,4 +1,4 @@
-"""Python that hears of what happens in the engine, on a thread of its own."""
+"""Report the engine's events to Python in separate threads."""
 
 import atexit
 import threading
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 _Record = TypeVar("_Record")
 
-# For the last calls, at the end of the process.
+# Seconds for the last calls, at the end of the process.
 _LAST_SECONDS = 1.0
 
 
@@ -18,8 +18,9 @@ def follow(
     callback: Callable[[_Record], Any],
     name: str,
 ) -> threading.Thread:
-    """Call ``callback`` on a thread of this name with each of what ``following`` waits
-    for, until that is None. Rounds do not wait for it."""
+    """Call ``callback`` in a thread of this name with each record from ``following``,
+    until that returns None. Rounds do not wait for it.
+    """
 
     def run() -> None:
         while (record := following()) is not None:
@@ -34,10 +35,10 @@ def follow(
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-# Registered before the engine's own end, hence called after it.
+# Registered before the engine's end, hence called after it.
 @atexit.register
 def _finish() -> None:
-    """Let the last records be seen before the interpreter ends."""
+    """Wait until the last records are handled, before the interpreter ends."""
     until = time.monotonic() + _LAST_SECONDS
     for thread in list(_threads):
         thread.join(max(until - time.monotonic(), 0.0))

@@ -1,8 +1,8 @@
 """Encoding and decoding as jitted JAX functions.
 
 Both are sums of vectors with a few coefficients. float16 and bfloat16 accumulate in
-float32. A vector whose coefficient is 0 is not looked at, so that what was left out may
-hold anything, also NaN.
+float32. A vector whose coefficient is 0 is not read, so that vectors left out may hold
+anything, also NaN.
 """
 
 import dataclasses
@@ -25,20 +25,19 @@ from jaxcoded.transport.packing import Packing, pack, unpack
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A coded message: what a child sends, ``1/slices`` as long as the gradient it
-    stands for.
+    """A coded message of a child, ``1/slices`` as long as the gradient.
 
     Made by `encode`; a pytree whose only leaves are its vectors.
 
     Attributes:
         vectors: one array for each `jaxcoded.transport.packing.Kind` of leaves, ``(..., parts · ⌈q/multiple⌉
             · multiple / slices)`` for ``q`` elements, part after part.
-        packing: structure, shapes and dtypes of the gradient, and in which dtypes it
-            travels.
-        slices: ``M``, the number of slices that the gradient was cut into.
+        packing: structure, shapes and dtypes of the gradient, and the dtypes in which
+            it is sent.
+        slices: ``M``, the number of slices of the gradient.
         multiple: gradients are padded with zeros to a multiple of this many elements
             before they are cut.
-        parts: ``P``, the number of messages, each a coded gradient of its own.
+        parts: ``P``, the number of messages, each a separate coded gradient.
     """
 
     vectors: tuple[jax.Array, ...]
@@ -49,12 +48,16 @@ class Encoded:
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """The dtype in which sums of ``dtype`` are formed: itself, but at least float32."""
+    """Return the dtype in which sums of ``dtype`` are formed: itself, but at least
+    float32.
+    """
     return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def divided(pytree: Any, number: Any) -> Any:
-    """Every leaf of a pytree divided by a number in the leaf's accumulator dtype."""
+    """Return every leaf of a pytree divided by a number in the leaf's accumulator
+    dtype.
+    """
 
     def divide(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -70,7 +73,7 @@ def weighted_sum(
     coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]
 ) -> jax.Array:
     """Return ``Σ_i coefficients[i] · vectors[i]``, in one pass, in the vectors'
-    accumulator dtype. Where ``coefficients[i] == 0`` vector ``i`` is ignored.
+    accumulator dtype. If ``coefficients[i] == 0``, vector ``i`` is ignored.
 
     Args:
         coefficients: float ``(n,)``.
@@ -88,7 +91,7 @@ def weighted_sum(
 def encode_vector(
     partials: jax.Array, coefficients: jax.Array, multiple: int
 ) -> jax.Array:
-    """``Σ_j Σ_u coefficients[j, u] · partials[j][slice u]`` for one vector per
+    """Return ``Σ_j Σ_u coefficients[j, u] · partials[j][slice u]`` for one vector per
     partition.
 
     Args:
@@ -110,8 +113,8 @@ def encode_vector(
 def decode_vector(
     messages: jax.Array | Sequence[jax.Array], coefficients: jax.Array
 ) -> jax.Array:
-    """The slices ``Σ_i coefficients[u, i] · messages[i]``, one after the other along
-    the last axis.
+    """Return the slices ``Σ_i coefficients[u, i] · messages[i]``, one after the other
+    along the last axis.
 
     Args:
         messages: ``(n, ..., l)`` or a sequence of ``n`` arrays ``(..., l)``.
@@ -132,7 +135,7 @@ def encode(
     multiple: int | None = None,
     wire_dtype: Any = None,
 ) -> Any:
-    """One child's message: ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several.
+    """Return one child's message, ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several.
 
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``partials``.
 
@@ -145,7 +148,7 @@ def encode(
         multiple: not for ``(k,)``: pad gradients to a multiple of this many
             elements, itself a multiple of ``m``. Every message of a group must use the
             group's (``group.plan.padding_multiple``). Default ``m``.
-        wire_dtype: not for ``(k,)``: in which the message is to travel, see
+        wire_dtype: not for ``(k,)``: the dtype in which the message will be sent, see
             `jaxcoded.coded_allreduce`, which rounds it.
 
     Returns:
@@ -209,15 +212,16 @@ def encode(
 
 
 def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
-    """The sum of the partition gradients from the children's messages.
+    """Return the sum of the partition gradients from the children's messages.
 
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``messages``.
 
     Args:
-        messages: what `encode` made for each of ``n`` children, stacked along a new
-            leading axis. Messages of children that did not answer may hold anything.
+        messages: the messages that `encode` made for each of ``n`` children, stacked
+            along a new leading axis. Messages of children that did not answer may hold
+            anything.
         coefficients: ``(m, n · parts)``, from `GradientCode.decode`; one-dimensional
-            will do for ``m = 1``.
+            suffices for ``m = 1``.
 
     Returns:
         A pytree with the structure, shapes and dtypes of one gradient.
@@ -258,7 +262,7 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
 
 
 def _rows(vector: jax.Array, parts: int) -> jax.Array:
-    """``(n, ..., parts · l)`` to ``(n · parts, ..., l)``."""
+    """Reshape ``(n, ..., parts · l)`` to ``(n · parts, ..., l)``."""
     apart = vector.reshape(*vector.shape[:-1], parts, vector.shape[-1] // parts)
     together = jnp.moveaxis(apart, -2, 1)
     return together.reshape(-1, *together.shape[2:])

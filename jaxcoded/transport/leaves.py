@@ -1,4 +1,4 @@
-"""A leaf of a pytree as an array, or why it is none."""
+"""Convert a leaf of a pytree to an array, or raise why it is none."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcoded import _arrays, _jax_compat, _require
 
-# By NumPy's kind of dtype: what JAX has no arrays of, and what to hand over in its place.
+# By NumPy's kind of dtype: dtypes that JAX lacks, and what to pass instead.
 _NO_NUMBERS = {
     "U": "text: leave it out, or hand over numbers such as token ids",
     "O": "Python objects, such as rows of unequal lengths: pad them to one length, or leave it out",
@@ -22,7 +22,7 @@ _NO_NUMBERS |= {"S": _NO_NUMBERS["U"], "T": _NO_NUMBERS["U"]}
 
 
 def named(root: str, path: tuple[Any, ...]) -> str:
-    """How messages name a leaf.
+    """Return the name of a leaf in messages.
 
     Example:
         >>> import jax
@@ -36,7 +36,8 @@ def named(root: str, path: tuple[Any, ...]) -> str:
 
 
 def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
-    """The leaf as an array of NumPy or JAX that has all its digits, in this machine's byte order.
+    """Return the leaf as an array of NumPy or JAX in full precision, in this machine's
+    byte order.
 
     Raises:
         TypeError: it is no array of numbers. The message begins with its ``name`` and ends with the
@@ -65,7 +66,7 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
             f"{name} has dtype float0, the tangent of an integer, which has no bytes: leave it out of "
             "the tree"
         )
-    # dtypes of ml_dtypes, such as bfloat16, are of the kind "V" too
+    # dtypes of ml_dtypes, such as bfloat16, also have the kind "V"
     if kind in _NO_NUMBERS and (kind != "V" or array.dtype.type is np.void):
         raise TypeError(f"{name} is {_require.kind(leaf)}, {_NO_NUMBERS[kind]}")
     if not array.dtype.isnative:
@@ -74,7 +75,7 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
 
 
 def array(leaf: Any, name: str) -> jax.Array:
-    """The leaf as an array of JAX.
+    """Return the leaf as an array of JAX.
 
     Raises:
         TypeError: as `held`, or it has a dtype that JAX does not have.
@@ -102,7 +103,7 @@ def array(leaf: Any, name: str) -> jax.Array:
 
 
 def summand(leaf: Any, name: str) -> jax.Array:
-    """The leaf as an array that can be summed.
+    """Return the leaf as an array that can be summed.
 
     Raises:
         TypeError: as `array`, or it is not floating point.
@@ -113,10 +114,10 @@ def summand(leaf: Any, name: str) -> jax.Array:
 
 
 def sendable(leaf: Any, name: str) -> Any:
-    """The leaf as an array of which MPI can send the `numbers`.
+    """Return the leaf as an array whose `numbers` MPI can send.
 
-    Outside ``jit`` integers of 64 bits keep them: NumPy's arrays, and all integers without axes, so
-    that a counter of Python on one rank goes with JAX's on another.
+    Outside ``jit`` 64-bit integers keep their bits: NumPy's arrays, and all integers
+    without axes, so that a Python counter on one rank matches JAX's on another.
 
     Raises:
         TypeError: as `array`, or its elements are not whole bytes.
@@ -140,7 +141,7 @@ def sendable(leaf: Any, name: str) -> Any:
 
 
 def check_real(dtype: Any, name: str) -> None:
-    """Raise unless coded sums are of such numbers.
+    """Raise unless this dtype can be in coded sums.
 
     Raises:
         TypeError: they are not. The message begins with the ``name`` and ends with the remedy.
@@ -169,19 +170,19 @@ def check_no_key(dtype: Any, name: str) -> None:
 
 
 def _with_dtype(leaf: Any, name: str) -> tuple[Any, Any]:
-    """The leaf, a number of Python or as `held`, and the dtype that it has or gets."""
+    """Return the leaf, a number of Python or as `held`, and its dtype."""
     if _is_python_number(leaf):
         return leaf, jnp.result_type(leaf)
     leaf = held(leaf, name)
     return leaf, leaf.dtype
 
 
-# What JAX cannot compute with is sent as other numbers: random keys, and integers of 64 bits
-# where JAX has 32.
+# Some leaves are sent as other numbers: random keys, and 64-bit integers if JAX has 32
+# bits.
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether elements are random keys of JAX, such as ``jax.random.key(0)``."""
+    """Return whether elements are random keys of JAX, such as ``jax.random.key(0)``."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -195,7 +196,7 @@ def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
 
 
 def stored(dtype: Any) -> tuple[np.dtype, int]:
-    """The dtype of `numbers`, and how many of them one element is."""
+    """Return the dtype of `numbers`, and how many of them form one element."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return data.dtype, math.prod(data.shape)
@@ -205,8 +206,9 @@ def stored(dtype: Any) -> tuple[np.dtype, int]:
 
 
 def restored(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """A leaf of this shape and dtype from its `numbers`. Integers of 64 bits that fit into JAX's 32 are
-    an array of JAX, and otherwise one of NumPy."""
+    """Return a leaf of this shape and dtype from its `numbers`. 64-bit integers that
+    fit into JAX's 32 bits become an array of JAX, and otherwise of NumPy.
+    """
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return jax.random.wrap_key_data(
@@ -248,7 +250,7 @@ def _too_large(leaf: Any, name: str) -> str:
 
 
 def _has_bytes(dtype: Any) -> bool:
-    """Whether elements are numbers of whole bytes, unlike ``int4``."""
+    """Return whether elements are numbers of whole bytes, unlike ``int4``."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.inexact):

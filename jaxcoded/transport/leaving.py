@@ -1,4 +1,4 @@
-"""A rank that is told to end soon leaves in order, as on a machine that is taken back (spot)."""
+"""A rank leaves in order before its machine is reclaimed, such as a spot instance."""
 
 import contextlib
 import logging
@@ -16,25 +16,25 @@ from jaxcoded.transport import engine
 logger = logging.getLogger("jaxcoded")
 
 _LEAVING = 5.0  # seconds that a rank needs to leave those below it
-_leaves = threading.Lock()  # whoever has it ends the process
+_leaves = threading.Lock()  # the thread that holds it ends the process
 
 
 def leave_on_sigterm(notice: float = 30.0) -> None:
-    """Leave all groups and end with status 0 when ``SIGTERM`` comes from now on, as a machine gets before it is
-    taken back.
+    """Leave all groups and end with status 0 when ``SIGTERM`` comes, as before a
+    machine is reclaimed.
 
-    The round that this rank has called is carried to its end. The others go on without it as without
-    a rank that is dead, but lack no message of that round, and `CodedGroup.recovered` takes it out. A
-    program that is busy in compiled code, or waits there, is left as it is after most of the
-    notice. One that holds Python's lock all the time cannot leave. The root cannot either, as
-    it decides the rounds: it ends at once, and for the others it has died.
+    The rank first completes the round that it has called. The others continue as
+    without a dead rank, but have its message of that round, and `CodedGroup.recovered`
+    removes it. If the program is in compiled code, the rank leaves after most of the
+    notice. A program that always holds Python's lock cannot leave. Neither can the
+    root, as it decides the rounds: it ends at once, and for the others it has died.
 
-    Neither ``finally`` nor ``atexit`` run. Replaces the program's handler of ``SIGTERM``. Call it on
-    the main thread.
+    Neither ``finally`` nor ``atexit`` run. This replaces the program's handler of
+    ``SIGTERM``. Call it on the main thread.
 
     Args:
-        notice: seconds from the signal until the process must be gone, 10 or more to be of use where
-            others are below this rank.
+        notice: seconds from the signal until the process must have ended; at least 10
+            if other ranks are below this one.
 
     Raises:
         ValueError: ``notice`` is not a number ≥ 0, MPI is not fault-tolerant (it would end the
@@ -62,7 +62,8 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, on_signal)
-    # Python calls it when its main thread comes back from compiled code. A byte is here at once.
+    # Python calls it when its main thread returns from compiled code. The byte arrives
+    # at once.
     heard, tells = os.pipe()
     os.set_blocking(tells, False)
     before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
@@ -86,7 +87,7 @@ def _watch(heard: int, before: int, seconds: float) -> NoReturn:
 
 def _leave() -> NoReturn:
     if not _leaves.acquire(blocking=False):
-        while True:  # another thread ends the process; the program goes no further
+        while True:  # another thread ends the process; the program does not continue
             time.sleep(60.0)
     logger.warning("process %d leaves, as SIGTERM has come", os.getpid())
     engine.leave(_LEAVING)

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 try:
-    import mpi4jax as mpi4jax  # noqa: PLC0414  # others say it, too
+    import mpi4jax as mpi4jax  # noqa: PLC0414  # others import it, too
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "mpi4jax is not installed: pip install mpi4jax, with a C compiler and the MPI's mpicc on the PATH"
@@ -17,9 +17,9 @@ except ModuleNotFoundError as error:
 
 from jaxcoded.transport.kernels import accumulator, decode_vector
 
-# MPI counts elements in a C int: longer vectors go in several messages.
+# MPI counts elements in a C int: longer vectors need several messages.
 MAX_ELEMENTS = 2**31 - 1
-# MPI has no float16 and bfloat16; they travel as the integers with the same bits.
+# MPI has no float16 and bfloat16; they are sent as integers with the same bits.
 _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
@@ -57,8 +57,9 @@ def exchange(
 
 
 def cut(array: Any) -> list[Any]:
-    """An array, or ``jax.ShapeDtypeStruct``, as such of at most `MAX_ELEMENTS` elements
-    each: itself, or consecutive runs of its elements."""
+    """Cut an array, or ``jax.ShapeDtypeStruct``, into runs of at most `MAX_ELEMENTS`
+    elements.
+    """
     if array.size <= MAX_ELEMENTS:
         return [array]
     starts = range(0, array.size, MAX_ELEMENTS)
@@ -73,7 +74,7 @@ def cut(array: Any) -> list[Any]:
 
 
 def joined(arrays: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of `cut`."""
+    """Join the runs of `cut`."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays).reshape(shape)
 
 
@@ -86,14 +87,14 @@ def tree_reduce(
     *,
     parts: int = 1,
 ) -> jax.Array:
-    """The way up at one rank: hear the children, decode, add one's own, tell the
-    parent.
+    """Do a rank's way up: receive from the children, decode, add its own message, send
+    to the parent.
 
     Args:
         own: this rank's message ``(..., P·l)``, with ``P = parts``.
         children: ranks in the order of the code's rows; their messages are ``(...,
             P·P'·l/m)``.
-        parent: whom to send to; negative at the root.
+        parent: the parent's rank; negative on the root.
         coefficients: ``(m, n·P')``.
 
     Returns:
@@ -128,8 +129,9 @@ def tree_reduce(
 def tree_broadcast(
     vector: jax.Array, children: Sequence[int], parent: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """The way down at one rank: hear the parent (at the root, take ``vector``), tell
-    the children."""
+    """Do a rank's way down: receive from the parent (on the root, use ``vector``), send
+    to the children.
+    """
     if parent >= 0:
         vector = receive(vector, parent, comm)
     for child in children:

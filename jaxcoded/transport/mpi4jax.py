@@ -57,8 +57,8 @@ class Mpi4jax(Traced, Transport):
                     comm,
                     parts=plan.parts_above[rank],
                 )
-                # below the root this only gives the shape of what comes down, or the
-                # zeros of a reduce
+                # below the root this only gives the shape of the result, or the zeros
+                # of a reduce
                 shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
             if round.down:
@@ -100,8 +100,9 @@ class Mpi4jax(Traced, Transport):
         vectors: Sequence[jax.Array],
         erased: jax.Array | None,
     ) -> jax.Array | np.ndarray:
-        """Agree with the other ranks on this round, and look up the coefficients of
-        this rank's children, ``(m, n)``."""
+        """Agree with the other ranks on this round; return the coefficients of this
+        rank's children, ``(m, n)``.
+        """
         index, plan, rank = self.index, self.plan, self.rank
         coefficients = plan.coefficients(rank)
         masks = [] if erased is None else [erased]
@@ -114,7 +115,7 @@ class Mpi4jax(Traced, Transport):
         ]
 
         def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
-            its = registry.find(index)  # compiled code holds the index alone
+            its = registry.find(index)  # compiled code holds only the index
             assert isinstance(its, Mpi4jax)
             its._agree(str(round), *masks)
             return tuple(
@@ -126,9 +127,10 @@ class Mpi4jax(Traced, Transport):
         return looked_up[0] if masks else coefficients
 
     def _agree(self, call: str, erased: np.ndarray | None = None) -> None:
-        """Begin a round, also in the middle of compiled steps: make sure that all ranks
-        are about to do the same. Collective. On every rank a `GroupMismatch` if they
-        differ, and `TooManyErasures` if the plan cannot do without the erased ones."""
+        """Begin a round, also in the middle of compiled steps: check that all ranks
+        call the same. Collective. Raise on every rank a `GroupMismatch` if they differ,
+        and `TooManyErasures` if the plan does not tolerate the erased ranks.
+        """
         self._round += 1
         words = f"round {self._round}, {call}{self._failure}"
         self._failure = ""

@@ -64,11 +64,11 @@ class Options:
     check: Check | bool | None = None
 
     def complete(self) -> Self:
-        """Return the options with ``None`` replaced by what it stands for, see `validate`."""
+        """Return the options with ``None`` replaced by the defaults, see `validate`."""
         return dataclasses.replace(self, check=check.asked(self.check))
 
     def validate(self) -> None:
-        """Raise unless these options, made `complete`, are sound.
+        """Raise unless these options, made `complete`, are valid.
 
         Raises:
             ValueError: the message names the value and the remedy.
@@ -81,12 +81,14 @@ class Options:
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
         check.validate(self.check)
-        # which the engine reads
+        # the engine reads these
         for name in ("JAXCODED_STATUS_SIGNAL", "JAXCODED_PTRACER"):
             if os.environ.get(name, "ON") not in ("", "ON", "OFF"):
                 raise ValueError(f"{name} must be ON or OFF, got {os.environ[name]!r}")
 
     @functools.cached_property
     def waits(self) -> Deadline:
-        """How long a parent waits for its children, and what it does then."""
+        """Return the time that a parent waits for its children, and the action after
+        it.
+        """
         return Deadline.parsed(self.deadline, self.on_deadline)

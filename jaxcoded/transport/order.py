@@ -9,28 +9,29 @@ from mpi4py import MPI
 from jaxcoded import _jax_compat
 from jaxcoded.transport import devices
 
-# mpi4jax orders its operations by an effect of its own. Where it is installed rounds take part in
-# that order, so that rounds and a user's own mpi4jax calls can be neither swapped, merged nor
-# dropped.
+# mpi4jax orders its operations by an effect. If it is installed, rounds take part in
+# that order, so that JAX neither swaps, merges nor drops rounds and a user's mpi4jax
+# calls.
 _Effect: type = _jax_compat.ordered_effect("Order")
 if importlib.util.find_spec("mpi4jax"):
     try:
         import mpi4jax
-    except Exception as error:  # noqa: BLE001  # whatever is wrong with it, it is not needed
+    except Exception as error:  # noqa: BLE001  # a broken mpi4jax is not needed
         logging.getLogger("jaxcoded").warning("mpi4jax cannot be imported: %s", error)
     else:
         (_theirs,) = jax.make_jaxpr(
             lambda: mpi4jax.barrier(comm=MPI.COMM_SELF)
         )().effects
         _Effect = type(_theirs)
-# Under `jax.checkpoint` JAX keeps the results of operations with effects, whatever the
-# policy, so a round is never run again.
+# Under `jax.checkpoint` JAX keeps the results of operations with effects for every
+# policy, so it never repeats a round.
 _jax_compat.keep_results_of(_Effect)
 
 
 class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
-    """The effect, with a name: JAX refuses ordered effects on several devices before it asks
-    anybody else, and names them."""
+    """The effect, with a name: JAX refuses ordered effects on several devices first,
+    and names them.
+    """
 
     __hash__ = _Effect.__hash__
 

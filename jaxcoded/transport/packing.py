@@ -26,20 +26,21 @@ from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
 _MAX_INDEX = 2**31 - 1
-# So many leaves of up to so many bytes are copied out of their vector at once.
+# At least this many leaves of up to this many bytes are copied out of their vector at
+# once.
 _MANY, _SMALL = 32, 64 << 10
 _WIRE_DTYPES = ("bfloat16", "float16")
 
 
 class Apart(NamedTuple):
-    """A run of elements that is not compared with the rest of its vector, where ranks look
-    for mistakes: gradients are small beside a large loss.
+    """A run of elements that checks do not compare with the rest of its vector:
+    gradients are small compared with a large loss.
 
     Attributes:
-        vector: its index.
-        first, length: the elements.
-        kind: runs of one kind are compared together; of kind 0 together with the rest
-            of the vector.
+        vector: the vector's index.
+        first, length: the elements' range.
+        kind: runs of one kind are compared together; kind 0 together with the rest of
+            the vector.
     """
 
     vector: int
@@ -52,12 +53,12 @@ class Kind(NamedTuple):
     """The common properties of the leaves of one vector.
 
     Attributes:
-        dtype: the vector's: in which they are `leaves.stored`.
-        wire: in which the vector travels.
-        alone: they are numbers, in a vector with so many zeros that each slice of it but
-            the first is zero.
-        split: axes of a mesh of this process's devices over which they are split; along all
-            others they are the same.
+        dtype: the vector's dtype, in which they are `leaves.stored`.
+        wire: the dtype in which the vector is sent.
+        alone: whether they are numbers, in a vector padded so that each slice but the
+            first is zero.
+        split: axes of the mesh of this process's devices over which they are split;
+            along the others they are replicated.
     """
 
     dtype: np.dtype
@@ -68,32 +69,33 @@ class Kind(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The data to rebuild a pytree from its vectors: structure, shapes and dtypes of the leaves; and in which
-    dtypes they travel.
+    """The data to rebuild a pytree from its vectors: structure, shapes and dtypes of
+    the leaves; and the dtypes in which they are sent.
 
     Hashable and comparable, so that it can be static under ``jit``.
 
     Attributes:
         structure: ``jax.tree_util.PyTreeDef``.
-        shapes, dtypes: of the leaves.
-        wire_dtype: in which float32 leaves travel. Not those of no axes, such as a
-            loss or a count, whose digits count and whose bytes do not.
-        multiple: into so many slices vectors can be cut. Codes with slices add up number
-            ``j`` of all of them, and an approximate sum does not separate them. So with more
-            than one the leaves of no axes are alone: a loss is large beside gradients.
-        splits: of the leaves, see `Kind`.
+        shapes, dtypes: the leaves' shapes and dtypes.
+        wire_dtype: the dtype in which float32 leaves are sent, except leaves without
+            axes, such as a loss or a count, which need their digits and have few bytes.
+        multiple: the number of slices into which vectors can be cut. Codes with slices
+            add up number ``j`` of all slices, and an approximate sum does not separate
+            them. So with more than one the leaves without axes are alone: a loss is
+            large compared with gradients.
+        splits: the leaves' axes, see `Kind`.
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]  # np.dtype, or that of random keys
+    dtypes: tuple[Any, ...]  # np.dtype, or the dtype of random keys
     wire_dtype: np.dtype | None = None
     multiple: int = 1
     splits: tuple[tuple[str, ...], ...] = ()
 
     @classmethod
     def of(cls, pytree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
-        """The packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
+        """Return the packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
 
         Raises:
             ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
@@ -110,7 +112,7 @@ class Packing:
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """The kinds of the leaves."""
+        """Return the kinds of the leaves."""
         wire = self.wire_dtype
         return tuple(
             Kind(
@@ -126,16 +128,16 @@ class Packing:
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many numbers of its vector each leaf has."""
+        """Return each leaf's number of elements in its vector."""
         return tuple(
             math.prod(shape) * stored(dtype)[1]
             for shape, dtype in zip(self.shapes, self.dtypes)
         )
 
     def __str__(self) -> str:
-        """The leaves in words, with a digest where there are too many to list.
+        """Return the leaves as text, with a digest if they are too many to list.
 
-        Two packings with equal words are equal but for the types of their containers.
+        Two packings with equal texts are equal up to the types of their containers.
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         paths = jax.tree_util.tree_leaves_with_path(places)
@@ -159,8 +161,9 @@ class Packing:
 
     @functools.cached_property
     def vectors(self) -> dict[Kind, int]:
-        """The kinds that need a vector, in the order of their first leaf, with its
-        length."""
+        """Return the kinds that need a vector, in the order of their first leaf, with
+        its length.
+        """
         lengths: dict[Kind, int] = {}
         for count, kind in zip(self.counts, self.kinds):
             lengths[kind] = lengths.get(kind, 0) + (
@@ -169,9 +172,10 @@ class Packing:
         return {kind: length for kind, length in lengths.items() if length}
 
     def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
-        """The numbers among the leaves, those of no axes, as of kind 0: what they are,
-        losses or gradients, nobody knows. Or, of a dict of which something is known, what
-        is at these keys, each a kind of its own."""
+        """Return the leaves without axes as of kind 0: they may be losses or gradients.
+        Or, with ``keys``, return the entries of a dict at these keys, each of a
+        different kind.
+        """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         paths = jax.tree_util.tree_leaves_with_path(places)
         vectors = list(self.vectors)
@@ -192,7 +196,7 @@ class Packing:
 
     @property
     def wires(self) -> tuple[np.dtype, ...]:
-        """The dtype in which each vector travels."""
+        """Return the dtype in which each vector is sent."""
         return tuple(kind.wire for kind in self.vectors)
 
 
@@ -203,14 +207,13 @@ def pack(
     wire_dtype: Any = None,
     multiple: int = 1,
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """Fuse the leaves of a pytree into one vector per dtype, or `Kind` of it.
+    """Fuse the leaves of a pytree into one vector per dtype, or per `Kind`.
 
     Args:
-        pytree: of arrays and Python numbers. Empty leaves take part with no
-            element.
-        floats_only: take what `leaves.summand` does, and otherwise `leaves.sendable`.
-        wire_dtype, multiple: see `Packing`. The vectors themselves are in the dtypes of the
-            leaves.
+        pytree: pytree of arrays and Python numbers. Empty leaves add no element.
+        floats_only: whether to accept the leaves of `leaves.summand`, otherwise those
+            of `leaves.sendable`.
+        wire_dtype, multiple: see `Packing`. The vectors have the dtypes of the leaves.
 
     Returns:
         The vectors, one for each kind with at least one element, and the `Packing`
@@ -249,8 +252,9 @@ def pack(
 
 
 def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
-    """Inverse of `pack`. Vectors may be longer than needed: padding at their end is
-    dropped."""
+    """Restore the pytree from `pack`. Vectors may be longer than needed: padding at
+    their end is dropped.
+    """
     sources = dict(zip(packing.vectors, vectors, strict=True))
     counts = packing.counts
     leaves: list[Any] = [
@@ -273,8 +277,9 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
 
 
 def _unkeyed(structure: Any) -> Iterator[str]:
-    """Nodes that tell JAX no keys of their children, but keep their names, such as ``Model of a and b``: ranks
-    may have them in another order."""
+    """Return the nodes that give JAX no keys of their children, but keep their names,
+    such as ``Model of a and b``: ranks may order them differently.
+    """
     if (data := structure.node_data()) is None:
         return
     kind, about = data
@@ -294,8 +299,9 @@ def _unkeyed(structure: Any) -> Iterator[str]:
 def _runs(
     vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """Consecutive leaves. Slices become part of what uses them, and nothing is copied;
-    but each has to be compiled."""
+    """Return consecutive leaves. XLA fuses slices with their uses without copies, but
+    must compile each.
+    """
     small = [
         i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
     ]
@@ -313,17 +319,17 @@ def _runs(
 
 
 def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
-    """So many elements, from a place on."""
+    """Return ``size`` elements from ``start`` on."""
     if size == vector.shape[0]:
         return vector
     if start + size > _MAX_INDEX:
         return jax.lax.slice_in_dim(vector, start, start + size)
-    # outside `jit` this is compiled once for all places, which are int32 then
+    # outside `jit` this is compiled once for all starts, which are int32 then
     return vector[start : start + size]
 
 
 def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
-    """A dtype in which float32 can travel, or none.
+    """Return a dtype in which float32 can be sent, or none.
 
     Raises:
         ValueError: it is not bfloat16, float16 or ``None``.

@@ -1,5 +1,6 @@
-"""In which pieces the vectors of a group move, and from which length on its sums are formed in sections
-(``docs/engine.md``)."""
+"""The pieces in which a group's vectors are sent, and the length from which on its sums
+are formed in sections (``docs/engine.md``).
+"""
 
 import os
 from collections.abc import Sequence
@@ -12,27 +13,29 @@ from jaxcoded.plan.sections import SECTION_PIECES, SECTIONS_FROM, pay_in_layers
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import PIECE, Options
 
-# On one host, from what is measured in benchmarks/README.md. Bytes of a piece: those that are added up are
-# in a cache together.
+# On one host, from measurements in benchmarks/README.md. Bytes of a piece: the pieces
+# of a sum fit into a cache together.
 _NEAR_PIECE = 128 << 10
-# Sections pay from this many bytes, divided by the number of ranks that form them at a time: on 2 cores from 2 MiB
-# on; on 16, 13 ranks need a third of the time for 2 MB.
+# Sections pay from this many bytes on, divided by the number of ranks that form them at
+# a time: on 2 cores from 2 MiB on; on 16 cores 13 ranks need a third of the time for 2
+# MB.
 _NEAR_SECTIONS_FROM = 4 << 20
-# How many times as long the root takes to fetch and add a message as another rank to copy the result: of 16 MB
-# 5 ms of CPU against 2.4.
+# The root's time to fetch and add a message, relative to another rank's time to copy
+# the result: for 16 MB, 5 ms of CPU to 2.4.
 _ADDING = 2.0
-# How much more the root must have to do than the others: sections cost messages, and copies.
+# How much more work than the others the root must have: sections cost messages and
+# copies.
 _AS_MUCH = 1.5
 
 
 class Pieces(NamedTuple):
-    """How long vectors move.
+    """The pieces of long vectors.
 
     Attributes:
-        bytes: of a piece.
-        sections_from: bytes from which sums are formed in sections; 0: none.
-        of_sections: into how many pieces such a sum is cut, if they are not too long or short; 0: into
-            those of any other.
+        bytes: bytes of a piece.
+        sections_from: bytes from which on sums are formed in sections; 0: none.
+        of_sections: number of pieces of such a sum, unless they become too long or
+            short; 0: the usual pieces.
         delegating: the parents whose children form sections.
     """
 
@@ -49,7 +52,7 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     near = len(set(hosts)) == 1
     sections_from = 0
     if plan.codings[plan.root] is None:
-        pass  # nobody sends a message
+        pass  # no rank sends a message
     elif options.sections_from is not None:
         sections_from = options.sections_from
     elif not near and pays_between_hosts(plan, hosts):
@@ -61,15 +64,15 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     return Pieces(
         options.piece_bytes or (_NEAR_PIECE if near else PIECE),
         sections_from,
-        # memory has no port that would be idle while long pieces move
+        # memory has no port that would be idle during long pieces
         0 if near else SECTION_PIECES * family,
         delegating(plan, hosts) if sections_from else frozenset(),
     )
 
 
 def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
-    """The parents whose children form sections, where any do: the root, and parents of several children of
-    whom one is on another host.
+    """Return the parents whose children form sections, if any do: the root, and parents
+    of several children, one of them on another host.
 
     Example:
         >>> from jaxcoded.plan import Coded, make_plan
@@ -87,8 +90,9 @@ def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
 
 
 def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
-    """Whether the ports between hosts would be busy for longer without sections. Messages that are shorter than
-    the sum, or of several parts, form none below the root's children.
+    """Return whether the ports between hosts would be busy for longer without sections.
+    Messages that are shorter than the sum, or have several parts, are not formed in
+    sections below the root's children.
 
     Example:
         >>> from jaxcoded.plan import Coded, make_plan
@@ -119,8 +123,9 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:
-    """Whether all ranks are the root's children, and it, which would add up all messages on its own, would keep the
-    others waiting, who only copy the result. With two ranks, one adds while the other copies.
+    """Return whether all ranks are the root's children and would wait for the root to
+    add up all messages, as they only copy the result. With two ranks, one adds while
+    the other copies.
 
     Example:
         >>> from jaxcoded.plan import Coded, make_plan
@@ -138,6 +143,6 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
 
 
 def _needs(plan: Plan) -> int:
-    """Messages that suffice for the root's sum."""
+    """Return the number of messages that suffice for the root's sum."""
     coding = plan.codings[plan.root]
     return coding.needs if coding is not None else 0

@@ -1,7 +1,7 @@
 """The JAX primitive of a communication round: differentiation, batching, order.
 
-One `Round` is one call of a group's transport. What JAX may do with it stands here, once for all
-transports; how it is lowered is the transport's.
+One `Round` is one call of a group's transport. This module has the transformations that
+JAX may apply, for all transports; each transport defines the lowering.
 """
 
 import atexit
@@ -29,9 +29,10 @@ def effects_barrier() -> None:
     """Wait for the rounds in flight that are ordered by the effect, and forget those that
     have failed.
 
-    JAX runs a compiled step while Python continues. If one of its rounds fails then, JAX passes the error to every
-    later call with rounds, without running it, for groups of all kinds and in mpi4jax. After such an error call
-    this on all ranks, and continue. What had failed is logged as a warning (logger ``jaxcoded``), not raised.
+    JAX runs a compiled step while Python continues. If one of its rounds fails then,
+    JAX passes the error to every later call with rounds, without running it, for groups
+    of all kinds and in mpi4jax. After such an error call this on all ranks, and
+    continue. The failures are logged as a warning (logger ``jaxcoded``), not raised.
 
     Example:
         >>> import jaxcoded
@@ -40,8 +41,8 @@ def effects_barrier() -> None:
     _jax_compat.effects_barrier()
 
 
-# At exit JAX and mpi4jax wait for rounds, and each would print what has failed, with a traceback.
-# This comes before them.
+# At exit JAX and mpi4jax wait for rounds, and each would print failures with a
+# traceback. This runs before them.
 @atexit.register
 def _say_what_has_failed() -> None:
     _jax_compat.effects_barrier(ending.told())
@@ -51,8 +52,9 @@ class Rules(NamedTuple):
     """The transformations that JAX may apply to a call of one kind.
 
     Attributes:
-        alone: whether it concerns this rank alone, and no round.
-        not_differentiated, not_batched: why it cannot be; empty if it can.
+        alone: whether it concerns only this rank, and no round.
+        not_differentiated, not_batched: why it cannot be differentiated, or batched;
+            empty if it can.
     """
 
     alone: bool = False
@@ -68,7 +70,7 @@ _AHEAD = "coded_allreduce_start cannot be differentiated: use coded_allreduce"
 RULES = {
     # all of a round, or its end
     "round": Rules(),
-    # its beginning; all of it where the transport would not go on with it
+    # its beginning; or the whole round if the transport cannot progress by itself
     "start": Rules(
         not_differentiated=_STARTED.format("differentiated"),
         not_batched=_STARTED.format("batched by vmap"),
@@ -105,12 +107,12 @@ def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | 
     """Call the transport.
 
     Args:
-        round: what happens.
-        operands: what it is called with. There may be no vectors: the round still takes place, since other ranks
-            may have some.
+        round: the description of the call.
+        operands: its operands. Without vectors the round still takes place, since other
+            ranks may have some.
 
     Returns:
-        The results, and the next token: the given one where the round takes none.
+        The results, and the next token: the given one if the round takes none.
     """
     given = (getattr(operands, name) for name in round.leading)
     out = round_p.bind(*given, *operands.vectors, round=round)
@@ -122,7 +124,7 @@ def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | 
 def lag(
     transport: Transport, token: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Trace reading the lag, int32; and the next token."""
+    """Trace a read of the lag, int32; return it and the next token."""
     if not transport.can_lag:
         return jnp.int32(0), token
     return read("lag", transport, token, ShapedArray((), np.int32))
@@ -131,8 +133,9 @@ def lag(
 def read(
     kind: str, transport: Transport, token: jax.Array | None, what: ShapedArray
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Trace reading what only this rank knows, of this type, in a call of a kind that is `Rules.alone`; and the next
-    token."""
+    """Trace a read of local data of this type, in a call of a kind that is
+    `Rules.alone`; return it and the next token.
+    """
     devices = transport.devices(token)
     place = None if devices is None else devices.place()
     operands = Operands(place=place, token=token)
@@ -170,7 +173,7 @@ _jax_compat.keep_results(round_p)
 
 
 def _with_others(round: Round) -> str | None:
-    """Return the round in which the other ranks take part, in words, if they do."""
+    """Return the description of the round in which other ranks take part, if they do."""
     if RULES[round.kind].alone:
         return None
     return "coded_allreduce_done" if round.kind == "done" else str(round)
@@ -203,7 +206,7 @@ def _lowering(ctx: Any, *operands: Any, round: Round, platform: str | None) -> A
 
 
 def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:
-    """The round with a token that is an integer, as transports take it."""
+    """Bind the round with an integer token, as transports take it."""
 
     def bound(*operands: jax.Array) -> list[jax.Array]:
         given = list(operands)
@@ -215,7 +218,7 @@ def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:
 
 
 for _platform in ("cpu", "cuda", None):
-    with contextlib.suppress(NotImplementedError):  # a JAX that knows of no CUDA
+    with contextlib.suppress(NotImplementedError):  # a JAX without CUDA
         mlir.register_lowering(
             round_p,
             functools.partial(_lowering, platform=_platform),
@@ -224,7 +227,9 @@ for _platform in ("cpu", "cuda", None):
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, round: Round) -> Any:
-    """Linear: the tangents take one more round of their own. Where the token alone moves there is none."""
+    """Differentiate forward. Rounds are linear: the tangents take one more round,
+    unless only the token has a tangent.
+    """
     leading = len(round.leading)
     if all(isinstance(t, ad.Zero) for t in tangents[leading:]):
         out = round_p.bind(*primals, round=round)
@@ -239,7 +244,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, round: Round) -> An
     of_tangents = dataclasses.replace(
         round,
         vectors=tuple(kind for kind, move in zip(round.vectors, moves) if move),
-        examples=None,  # none are counted in them
+        examples=None,  # tangents have no count
     )
     moved = iter(
         round_p.bind(*primals[:leading], *full, round=of_tangents) if full else ()
@@ -251,12 +256,13 @@ ad.primitive_jvps[round_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, round: Round) -> Any:
-    """The identity for an all-reduce, as in mpi4jax: the cotangent of the sum is again one
-    rank's contribution, which one more round makes exact. And that round's transpose is the
-    all-reduce again."""
+    """Transpose an all-reduce to the identity, as in mpi4jax: the cotangent of the sum
+    is again one rank's contribution, which one more round makes exact. That round's
+    transpose is the all-reduce again.
+    """
     leading = len(round.leading)
     if all(isinstance(ct, ad.Zero) for ct in cotangents) and not round.transposed:
-        # the result was for looking at, such as a metric beside the loss
+        # the result was only shown, such as a metric next to the loss
         return [None for _ in operands]
     _check(round, "differentiated")
     if not (round.up and round.down) or find(round.group).plan.encoded:
@@ -280,7 +286,7 @@ ad.primitive_transposes[round_p] = _transpose
 def _batch(
     operands: Sequence[Any], axes: Sequence[Any], *, round: Round
 ) -> tuple[Any, Any]:
-    """One round with the stacked payload."""
+    """Batch the call to one round with the stacked payload."""
     _check(round, "batched by vmap")
     leading = len(round.leading)
     for name, axis in zip(round.leading, axes):
@@ -323,13 +329,12 @@ def on_host(
     results: Sequence[Any],
     *operands: jax.Array,
 ) -> list[Any]:
-    """Call Python in the order of the communication around it. To be used in a transport
-    that is traced.
+    """Call Python in the order of the communication around it, in a traced transport.
 
     Args:
         function: takes numpy arrays and returns a tuple of them. It must not call JAX.
-            What it raises becomes a ``JaxRuntimeError`` that ends with the same text,
-            and nothing after it in the round is carried out.
+            Its errors become a ``JaxRuntimeError`` that ends with the same text, and
+            the rest of the round is not carried out.
         results: ``jax.ShapeDtypeStruct`` of each result.
         operands: its arguments.
 

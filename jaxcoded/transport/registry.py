@@ -15,17 +15,17 @@ _indices = itertools.count()
 
 
 def new_index() -> int:
-    """An index that no group has had."""
+    """Return an index that no group has had."""
     return next(_indices)
 
 
 def add(carrier: Carrier) -> None:
-    """Register what carries the rounds of an open group."""
+    """Register the carrier of an open group."""
     _open[carrier.index] = carrier
 
 
 def remove(index: int) -> Carrier | None:
-    """Forget a group, which is closed from now on; ``None`` if it was closed before."""
+    """Remove a group, which is closed from now on; ``None`` if it was closed before."""
     return _open.pop(index, None)
 
 
@@ -34,8 +34,7 @@ def is_open(index: int) -> bool:
 
 
 def find(index: int) -> Carrier:
-    """Return what carries the rounds of the group with this index; `GroupClosed` if
-    that was closed."""
+    """Return the carrier of the group with this index; `GroupClosed` if it was closed."""
     try:
         return _open[index]
     except KeyError:

@@ -1,4 +1,4 @@
-"""A result with what was asked for in addition."""
+"""A result with the additional values that a call requested."""
 
 from typing import Any, NamedTuple
 
@@ -27,6 +27,6 @@ class Result(NamedTuple):
     token: jax.Array | None = None
 
     def plain(self) -> Any:
-        """Return this, or the value alone if there is nothing more."""
+        """Return this, or the value alone if it has neither residual nor token."""
         more = self.residual is not None or self.token is not None
         return self if more else self.value

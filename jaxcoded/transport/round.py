@@ -22,23 +22,26 @@ class Round:
         group: the index of the group.
         call: its name, shapes and dtypes; equal on ranks that call the same.
         kind: which step of a round, one of `primitive.RULES`.
-        vectors: of each vector, its dtypes and how it is split.
+        vectors: the dtypes of each vector, and how it is split.
         leading: the names of the `Operands` in front of the vectors.
         up: the ranks' vectors are summed; otherwise every rank gets the root's.
         down: every rank gets the result; otherwise the root alone, zeros elsewhere.
         batch: the sizes of the leading axes of the vectors, made by ``vmap``.
-        devices: those of this process that call together, if there are several.
+        devices: the devices of this process that call together, if several.
         results: the types of the call's results; ``None``: those that follow from the vectors.
         counts: whether the first vector counts examples.
-        residual: whether the last vector finds the coefficients of the sum.
-        apart: in a group that looks for mistakes, what is not compared with the rest.
-        examples: what the first number of the sum should be, as far as it is known, and the share of it that
-            rounding explains. The engine makes an error of another number, on all ranks.
-        audits: of shared work, what two ranks compute of one block in each round, to compare: see
-            `jaxcoded.collectives.audit.Audit.eps`.
-        number: of a part that goes ahead, or of a block: from 0.
-        last_part: whether the vectors are the last parts of those of the round, after the others went ahead.
-        transposes: whether it may have one, since what it sums may come from values that were spread.
+        residual: whether the last vector holds the coefficients of the sum.
+        apart: in a group with a check, the elements that are not compared with the
+            rest.
+        examples: the expected first number of the sum, if known, and the relative error
+            that rounding explains. Any other number is an error on all ranks.
+        audits: with shared work, the comparison of the block that two ranks compute in
+            each round: see `jaxcoded.collectives.audit.Audit.eps`.
+        number: the number of a part sent ahead, or of a block, from 0.
+        last_part: whether the vectors are the round's last parts, after the others were
+            sent ahead.
+        transposes: whether it may have a transpose, since its operands may come from
+            spread values.
         transposed: whether this is the transpose of the round, the identity.
     """
 
@@ -81,7 +84,7 @@ class Round:
         return self.signature
 
     def step(self, kind: str, **changes: Any) -> "Round":
-        """Another step of this round."""
+        """Return another step of this round."""
         return dataclasses.replace(self, kind=kind, **changes)
 
 
@@ -96,9 +99,9 @@ class Operands(NamedTuple):
 
     Attributes:
         vectors: ``(..., length)`` each.
-        place: int32, which of the devices this is, where several call together.
-        token: int32 or float32, orders the round in place of JAX's effect.
-        skip: int32, not 0 where this rank has nothing to contribute.
+        place: int32, the number of this device if several call together.
+        token: int32 or float32, orders the round instead of JAX's effect.
+        skip: int32, not 0 if this rank has nothing to contribute.
         erasures: bool ``(size,)``, ranks to leave out.
     """
 
@@ -109,7 +112,9 @@ class Operands(NamedTuple):
     erasures: jax.Array | None = None
 
     def leading(self, *, takes_tokens: bool) -> tuple[str, ...]:
-        """The names of those in front of the vectors, in the engine's order."""
+        """Return the names of the operands in front of the vectors, in the engine's
+        order.
+        """
         return tuple(
             name
             for name in self._fields[1:]

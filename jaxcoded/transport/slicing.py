@@ -1,7 +1,7 @@
-"""Slices of a vector, all copied out at once.
+"""Copy all slices of a vector at once.
 
-XLA makes a kernel of every slice, which takes longer to compile than thousands of small
-leaves are worth. On the CPU one call of the engine copies them all.
+XLA makes a kernel for every slice, whose compilation takes too long for thousands of
+small leaves. On the CPU one call of the engine copies them all.
 """
 
 import functools
@@ -50,7 +50,7 @@ def _abstract_eval(vector: Any, *, starts: Any, sizes: Any) -> list[ShapedArray]
 
 
 def _by_xla(vector: jax.Array, *, starts: Any, sizes: Any) -> list[jax.Array]:
-    """On the last axis."""
+    """Slice along the last axis."""
     return [
         jax.lax.slice_in_dim(vector, start, start + size, axis=-1)
         for start, size in zip(starts, sizes)

@@ -1,8 +1,9 @@
-"""Numbers that order rounds in place of JAX's effect.
+"""Numbers that order rounds instead of JAX's effect.
 
-The derivatives of a token are tokens, too: its tangent and its cotangent order the rounds of derivatives. All of them
-are the same number, so that a token after others is their sum. The cotangent that JAX is given must be the last token
-of the forward pass: then the rounds of the backward pass, which hand it on, come after all of those.
+The derivatives of a token are tokens, too: its tangent and its cotangent order the
+rounds of derivatives. The sum of tokens is a token after all of them. The cotangent
+given to JAX must be the last token of the forward pass: then the rounds of the backward
+pass, which pass it on, come after all forward rounds.
 """
 
 from typing import Any
@@ -25,7 +26,7 @@ _NO_DERIVATIVE = (
 
 
 def checked(token: Any) -> jax.Array:
-    """A number that can order calls.
+    """Return a number that can order calls.
 
     Raises:
         TypeError: it is neither int32 nor float32.
@@ -46,13 +47,14 @@ def check_derivative(name: str, token: Any) -> None:
 
 
 def after(token: Any, other: Any) -> Any:
-    """The token, after another one as well. JAX may know it without the other one, if that is of derivatives that
-    are computed later."""
+    """Return a token that also comes after another one. JAX may know it without the
+    other one, if that belongs to derivatives computed later.
+    """
     return after_p.bind(token, other)
 
 
 def _transpose(cotangent: Any, _: Any, other: Any) -> Any:
-    """What follows comes after the other one, too."""
+    """Order the cotangent after the other token, too."""
     zero = isinstance(cotangent, ad.Zero)
     return [cotangent if zero else after(cotangent, other), None]
 

@@ -12,7 +12,7 @@ from jaxcoded.transport.round import Round
 
 
 class Traced(Carrier):
-    """Carries rounds by what its `carry` traces."""
+    """A carrier whose `carry` traces rounds."""
 
     @abc.abstractmethod
     def carry(
@@ -22,8 +22,9 @@ class Traced(Carrier):
         erasures: jax.Array | None,
     ) -> Sequence[jax.Array]:
         """Trace a round of this rank's vectors ``(..., length)`` in the dtypes in which
-        they travel, without the ranks in ``erasures``, bool ``(size,)``. Return the
-        resulting vectors, in the same dtypes."""
+        they are sent, without the ranks in ``erasures``, bool ``(size,)``. Return the
+        resulting vectors, in the same dtypes.
+        """
 
     def lower(
         self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
