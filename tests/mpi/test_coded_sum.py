@@ -14,7 +14,7 @@ import pytest
 from marks import SIZE, engine_only, once, redundant, several, slices
 from reference import BATCH, assert_same_bits
 from test_gradients import DIRECTION, THETA, A, Whole, phi
-from together import wait_for_all
+from together import finish, one_late, wait_for_all
 
 import jaxcoded
 from jaxcoded import Coded, Shared, Uncoded, coded_sum, spread
@@ -91,6 +91,47 @@ def test_second_derivatives(strategy, comm):
         assert_same_bits(comm, out)
 
 
+# Those of a code for 13 ranks are of the (3, 2) tree, where every layer decodes.
+CODES = {
+    "shared": Shared(),
+    "repetition": Coded(stragglers=1, fanout=3),
+    "fractional": Coded(stragglers=2, fanout=3, code="fractional_repetition"),
+    "polynomial": Coded(stragglers=1, fanout=3, code="polynomial"),
+    "slices": Coded(fanout=3, code="polynomial", slices=2),
+    "random": Coded(stragglers=1, fanout=3, code="random_generator(load=2)"),
+    "progressive": Coded(fanout=3, code="progressive"),
+    "adaptive": Coded(fanout=3, code="adaptive"),
+    "speeds": Coded(
+        stragglers=1, fanout=3, speeds=[1 + rank % 3 for rank in range(SIZE)]
+    ),
+}
+# The others need no deeper tree to be told from these, and take long to compile.
+DEEP = ("shared", "repetition", "slices")
+
+
+@pytest.mark.ranks(4, 13)
+@pytest.mark.skipif(SIZE not in (4, 13), reason="codes of 3 children")
+@pytest.mark.parametrize("code", DEEP if SIZE == 13 else CODES)
+def test_derivatives_with_codes(comm, code):
+    """Two steps of Newton's kind at once: the value, the gradient, the slope and the Hessian along a direction."""
+    with jaxcoded.CodedGroup(comm, CODES[code]) as group:
+        derivatives = jax.jit(
+            lambda theta: jax.jvp(
+                jax.value_and_grad(loss_of(group)), (theta,), (DIRECTION,)
+            )
+        )
+        theta = THETA
+        for _ in range(2):
+            (value, grad), (slope, product) = out = derivatives(theta)
+            whole = Whole(theta)
+            close(value, whole.loss, group, 1e-11)
+            close(grad, whole.grad, group, 1e-11)
+            close(slope, whole.grad @ DIRECTION, group, 1e-11)
+            close(product, whole.hessian @ DIRECTION, group, 1e-10)
+            assert_same_bits(comm, out)
+            theta = theta - 0.01 * grad
+
+
 @every_strategy
 def test_jacobians(strategy):
     batch = strategy.batch(A)
@@ -133,6 +174,23 @@ def test_rounds(strategy):
         jax.effects_barrier()
         assert strategy.rounds == before + rounds
         close(out, grad, strategy)
+
+
+@every_strategy
+def test_cotangents_of_a_vmap_are_one_round(strategy):
+    batch = strategy.batch(A)
+    total = coded_sum(values, strategy)
+
+    @jax.jit
+    def jacobian(theta):
+        value, back = jax.vjp(lambda theta: total(theta, batch), theta)
+        return jax.vmap(back)(jnp.eye(len(value)))[0]
+
+    before = strategy.rounds
+    out = jax.block_until_ready(jacobian(THETA))
+    jax.effects_barrier()
+    assert strategy.rounds == before + 2  # the sum, and all rows of its derivative
+    close(out, Whole(THETA).jacobian, strategy)
 
 
 @every_strategy
@@ -198,6 +256,46 @@ def test_descent_with_a_late_rank(strategy, comm):
             expected = expected - 0.01 * Whole(expected).grad
     close(theta, expected, strategy, 1e-11)
     assert_same_bits(comm, theta)
+
+
+@redundant
+@pytest.mark.parametrize("code", ["shared", "cyclic", "slices"])
+def test_a_late_rank_computes_nothing(comm, code):
+    """Of rounds that are over, forward and backward; it gets the same bits."""
+    strategy = {
+        "shared": Shared(),
+        "cyclic": Coded(stragglers=1, fanout=3),
+        "slices": Coded(stragglers=1, fanout=3, slices=2),
+    }[code]
+    computed = []
+
+    def each(theta, x):
+        def note(x):
+            computed.append(len(x))
+            return x
+
+        return values(theta, jax.pure_callback(note, jax.typeof(x), x))
+
+    with jaxcoded.CodedGroup(comm, strategy) as group:
+        batch, late = group.batch(A), comm.size - 1
+        total = coded_sum(each, group)
+        grad = jax.jit(jax.grad(lambda theta: phi(total(theta, batch))))
+        finish(grad(THETA))  # all are there
+
+        def steps():
+            computed.clear()
+            theta = jnp.asarray(THETA)
+            for _ in range(2):
+                theta = theta - 0.01 * grad(theta)
+            return theta
+
+        theta, expected = one_late(comm, group, late, 4, steps), THETA
+        counts = comm.allgather(len(computed))
+        assert counts[late] == 0 < sum(counts)
+        for _ in range(2):
+            expected = expected - 0.01 * Whole(expected).grad
+        close(theta, expected, group, 1e-11)
+        assert_same_bits(comm, theta)
 
 
 @every_strategy
@@ -279,6 +377,32 @@ def test_narrow_messages(strategy):
     whole = Whole(THETA).total
     bound = 0.05 * np.abs(np.sin(A @ THETA)).sum(0).max() * strategy.plan.amplification
     assert (out.dtype, np.abs(out - whole).max() < bound) == (np.float32, True)
+
+
+@pytest.mark.skipif(SIZE != 4, reason="codes of 3 children")
+@pytest.mark.parametrize("code", ["repetition", "slices", "adaptive"])
+def test_complex_values_of_few_digits(comm, code):
+    """complex64, beside complex128 in one process, also cut into slices."""
+    x = (A[:, 0] + 1j * A[:, 1]).astype(np.complex64)
+
+    def energy(w, sums):
+        return jnp.abs(sums["x"]) ** 2 + jnp.sum(sums["rows"].real ** 2) * w.real
+
+    each = lambda w, x: {"x": jnp.exp(w * x[:, 0]), "rows": w**2 * x.conj()}
+    with jaxcoded.CodedGroup(comm, CODES[code]) as group:
+        batch, w = group.batch(x), np.complex64(0.3 - 0.2j)
+        total = coded_sum(each, group)
+        derivatives = jax.jit(jax.value_and_grad(lambda w: energy(w, total(w, batch))))
+        value, grad = derivatives(w)
+        assert (value.dtype, grad.dtype) == (np.float32, np.complex64)
+        plain = lambda w: energy(
+            w, {k: v.sum(0) for k, v in each(w, x.astype(np.complex128)).items()}
+        )
+        expected = jax.value_and_grad(plain)(np.complex128(w))
+        for actual, exact in zip((value, grad), expected):
+            bound = 2e-5 * group.plan.amplification * abs(exact)
+            assert abs(actual - exact) <= bound, (actual, exact)
+        assert_same_bits(comm, (value, grad))
 
 
 @every_strategy

@@ -162,8 +162,13 @@ INTEGERS = {
 }
 
 
+OF_0_AND_1 = [jaxcoded.Shared(), jaxcoded.Uncoded()]
+if SIZE == 4:  # in all three copies
+    OF_0_AND_1.append(jaxcoded.Coded(stragglers=2, code="fractional_repetition"))
+
+
 @pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("strategy", [jaxcoded.Shared(), jaxcoded.Uncoded()], ids=repr)
+@pytest.mark.parametrize("strategy", OF_0_AND_1, ids=repr)
 def test_integers(comm, transport, strategy, jit):
     """Sums of integers are exact in their width, with NumPy's overflow; bools are
     counted.
