@@ -476,6 +476,44 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
     comm.Barrier()
 
 
+@redundant
+@pytest.mark.ranks(4)
+@every_strategy
+def test_a_branch_that_one_rank_does_not_take(strategy, comm):
+    """The next call of another kind is an error on every rank, and names both calls. Those that do not wait for a late
+    rank get it one round later."""
+    batch, odd = strategy.batch(A), comm.rank == comm.size - 1
+    total = coded_sum(values, strategy)
+
+    @jax.jit
+    def branch(theta, take):
+        return jax.lax.cond(
+            take, lambda: total(theta, batch), lambda: jnp.zeros_like(A[0, :, 0])
+        )
+
+    finish(branch(THETA, True))
+    all_wait = isinstance(strategy.plan.strategy, Uncoded)
+    errors = []
+    for number in range(4):
+        try:
+            if number % 2:
+                finish(jaxcoded.tree_bcast(THETA, strategy))
+            else:
+                finish(branch(THETA, number > 0 or not odd))
+        except jax.errors.JaxRuntimeError as error:
+            errors.append(str(error))
+            jaxcoded.effects_barrier()
+            if all_wait:
+                break
+        if not all_wait:  # so that none is rounds ahead
+            wait_for_all(comm)
+            time.sleep(0.05)
+    comm.Barrier()
+    said = errors[0] if errors else ""
+    told = all(word in said for word in ("GroupMismatch", "coded_sum", "tree_bcast"))
+    assert all(comm.allgather(told)), (errors, comm.rank)
+
+
 @every_strategy
 def test_spread(strategy):
     """The sum and `spread` are each other's transposes for contributions of each rank."""
