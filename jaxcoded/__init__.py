@@ -1,15 +1,17 @@
 """Coded collective operations for JAX over MPI: an all-reduce whose sum is exact
-although some ranks are left out."""
+although some ranks are missing.
+"""
 
 import ast as _ast
 import importlib as _importlib
 import pathlib as _pathlib
 from typing import Any as _Any
 
-from jaxcoded import _own_process  # noqa: F401  # from its beginning
+from jaxcoded import _own_process  # noqa: F401  # records the beginning of the process
 
-# What is here stands in the stub, for type checkers and at run time, and is imported when it is
-# asked for: what plans and simulates runs without an MPI. Scientific Python's SPEC 1.
+# The stub lists the names, for type checkers and at run time. They are imported on
+# first use, so that planning and simulation run without an MPI (Scientific Python's
+# SPEC 1).
 _stub = _pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _modules = {
     alias.name: node.module

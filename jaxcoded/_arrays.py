@@ -1,4 +1,4 @@
-"""Arrays of other libraries, seen as NumPy's."""
+"""View arrays of other libraries as NumPy arrays."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import numpy as np
 
 
 def viewed(value: Any) -> Any:
-    """Return an array of NumPy in the same memory where ``value`` has the buffer protocol or DLPack, as
-    tensors of PyTorch have; otherwise ``value`` itself.
+    """Return a NumPy array in the same memory if ``value`` has the buffer protocol or
+    DLPack, as PyTorch tensors have; otherwise ``value`` itself.
 
     Example:
         >>> import array

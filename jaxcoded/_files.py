@@ -1,4 +1,4 @@
-"""Files that exist as a whole or not at all, and are read as a whole."""
+"""Write files completely or not at all, and read whole files."""
 
 import contextlib
 import io
@@ -17,20 +17,20 @@ _HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 _PIECE = 1 << 20  # bytes
-LONGEST = 1 << 30  # bytes of a file that is read
+LONGEST = 1 << 30  # most bytes of a file to read
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of the one at ``path`` once it is on the
-    disk. Where that fails, as on a full disk, the old one stays.
+    """Yield a file to write to, which replaces the one at ``path`` once it is on the
+    disk. If that fails, as on a full disk, the old one stays.
 
     Raises:
         OSError: it cannot be written.
     """
-    target = os.path.realpath(path)  # where a link leads
+    target = os.path.realpath(path)  # the target of a link
     if os.path.exists(target) and not os.path.isfile(target):
-        with open(target, "wb") as device:  # or a pipe: there is nothing to replace
+        with open(target, "wb") as device:  # or a pipe, which cannot be replaced
             yield device
         return
     aside = f"{target}.{os.getpid()}.part"
@@ -47,10 +47,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def contents(path: str | os.PathLike[str]) -> bytes:
-    """Return what is in a file, of at most `LONGEST` bytes: there are files without end.
-    A ValueError if there is more in it."""
+    """Return the contents of a file; a ValueError if it has more than `LONGEST` bytes,
+    as some files have no end.
+    """
     data = bytearray()
-    with open(path, "rb") as file:  # takes memory only for what is there
+    with open(path, "rb") as file:  # takes memory only for existing data
         while piece := file.read(_PIECE):
             data += piece
             if len(data) > LONGEST:
@@ -59,12 +60,12 @@ def contents(path: str | os.PathLike[str]) -> bytes:
 
 
 def array(data: bytes) -> np.ndarray:
-    """The array that a ``.npy`` file has, read-only. NumPy would take memory for what the file says
-    that it has before it looks whether it is there.
+    """Return the array of a ``.npy`` file, read-only. NumPy would allocate the memory
+    that the header claims before it checks the data.
 
     Raises:
-        ValueError: it is no such file, has less or more than it says, or has Python's objects,
-            which are not unpickled.
+        ValueError: it is no such file, has less or more data than it claims, or has
+            Python objects, which are not unpickled.
 
     Example:
         >>> import io, numpy as np
@@ -79,10 +80,10 @@ def array(data: bytes) -> np.ndarray:
     if version not in _HEADERS:
         raise ValueError(f"it is of version {version} of the format of NumPy")
     try:
-        with warnings.catch_warnings():  # of headers that Python 2 has written
+        with warnings.catch_warnings():  # about headers from Python 2
             warnings.simplefilter("ignore")
             shape, by_columns, dtype = _HEADERS[version](file)
-    except Exception as error:  # noqa: BLE001  # damaged ones raise errors of all kinds
+    except Exception as error:  # noqa: BLE001  # damaged files raise any error
         raise ValueError(f"its header cannot be read: {error}") from None
     there = len(data) - file.tell()
     if dtype.hasobject or min(shape, default=0) < 0:

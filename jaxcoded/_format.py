@@ -1,4 +1,4 @@
-"""Numbers and tables as texts."""
+"""Format numbers and tables as text."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,9 @@ from fractions import Fraction
 
 
 def unit(largest: float) -> tuple[float, str]:
-    """In which seconds up to this many are short numbers: its length in seconds, and its
-    name."""
+    """Return the unit in which seconds up to this many are short numbers: its length in
+    seconds, and its name.
+    """
     for size, name in ((1.0, "s"), (1e-3, "ms")):
         if largest >= size:
             return size, name
@@ -15,11 +16,11 @@ def unit(largest: float) -> tuple[float, str]:
 
 
 def seconds(value: float, endless: str = "unknown") -> str:
-    """Seconds in three digits, with their unit.
+    """Return seconds in three digits, with their unit.
 
     Args:
         value: seconds.
-        endless: what to say of those that are not finite.
+        endless: the text for infinite values.
 
     Example:
         >>> from jaxcoded import _format
@@ -35,7 +36,7 @@ def seconds(value: float, endless: str = "unknown") -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in three digits, with their unit.
+    """Return bytes in three digits, with their unit.
 
     Example:
         >>> from jaxcoded import _format
@@ -50,7 +51,7 @@ def size(count: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Some ranks in words.
+    """Return the names of some ranks.
 
     Example:
         >>> from jaxcoded import _format
@@ -69,7 +70,7 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the columns of all rows one below the other.
+    """Return lines with the columns of all rows aligned.
 
     Example:
         >>> from jaxcoded import _format
@@ -81,7 +82,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fraction(value: Fraction) -> str:
-    """The fraction itself while it is short, else four digits.
+    """Return the fraction if it is short, otherwise four digits.
 
     Example:
         >>> from fractions import Fraction
@@ -94,5 +95,5 @@ def fraction(value: Fraction) -> str:
 
 
 def s(count: int) -> str:
-    """The end of a noun in the plural."""
+    """Return the plural ending of a noun."""
     return "s" * (count != 1)

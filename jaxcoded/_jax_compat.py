@@ -1,7 +1,6 @@
-"""The parts of JAX that this package uses but JAX does not promise to keep, in one place.
+"""The parts of JAX that this package uses although JAX does not promise to keep them.
 
-A version of JAX in which one of these names has moved is refused here, in words, when it is
-imported.
+The import raises an error for a version of JAX in which one of these names has moved.
 """
 
 import importlib
@@ -17,7 +16,7 @@ from jax.extend.core import Literal
 
 logger = logging.getLogger("jaxcoded")
 
-_TAKEN = "0.10 to 0.12"  # as pyproject.toml says
+_TAKEN = "0.10 to 0.12"  # as in pyproject.toml
 
 
 def _found(module: str, name: str) -> Any:
@@ -36,7 +35,8 @@ def _module(name: str, *taken: str) -> Any:
     return importlib.import_module(name)
 
 
-# What operations of one's own take. JAX's tutorials use these, its reference does not have them.
+# The interface for custom operations. JAX's tutorials use it, but its reference lacks
+# it.
 if TYPE_CHECKING:
     from jax import core
 
@@ -63,8 +63,8 @@ _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
 _Effect = _found("jax._src.effects", "Effect")
 _NamedAxisEffect = _found("jax._src.core", "NamedAxisEffect")
-# Where JAX takes an operation with an effect: in programs, in their order, in loops and branches, in
-# functions with derivatives of their own.
+# Where JAX accepts an operation with an effect: in ordered programs, in loops and
+# branches, and in functions with custom derivatives.
 _taken_effects = [
     _found("jax._src.effects", name)
     for name in (
@@ -95,13 +95,14 @@ _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
 
 
 def started() -> bool:
-    """Whether JAX has started, with a device, threads and memory of its own."""
+    """Return whether JAX has started, with a device, threads and memory."""
     return _backends_are_initialized()
 
 
 def default_backend() -> str:
-    """``jax.default_backend()``; JAX is not started where that can only be the CPU: JAX_PLATFORMS says so, or nothing
-    else is installed."""
+    """Return ``jax.default_backend()``, without starting JAX if it can only be the CPU:
+    JAX_PLATFORMS says so, or nothing else is installed.
+    """
     if started():
         return jax.default_backend()
     config: Any = jax.config
@@ -115,12 +116,12 @@ def default_backend() -> str:
 
 
 def tracing() -> bool:
-    """Whether JAX is tracing this code, as inside ``jit``."""
+    """Return whether JAX is tracing this code, as inside ``jit``."""
     return not _trace_ctx.is_top_level()
 
 
 def ordered_effect(name: str) -> type:
-    """A new class of effects; operations with one of them keep their order."""
+    """Return a new class of effects; operations with such an effect keep their order."""
     effect = type(name, (_Effect,), {"__hash__": lambda self: hash(name)})
     for where in _taken_effects:
         where.add_type(effect)
@@ -128,14 +129,17 @@ def ordered_effect(name: str) -> type:
 
 
 def keep_results_of(effect: type) -> None:
-    """Under ``jax.checkpoint``, whatever the policy, results of operations with such an
-    effect are kept: they are never run again."""
+    """Make ``jax.checkpoint`` keep the results of operations with this effect under
+    every policy: they are never repeated.
+    """
     _remat_allowed_effects.add_type(effect)
 
 
 def runs_again() -> bool:
-    """Whether JAX runs a compiled function again, without ``jit``, as ``jax_debug_nans`` or
-    ``jax_debug_infs`` has found a NaN or an infinity in its results."""
+    """Return whether JAX repeats a compiled function without ``jit``, as
+    ``jax_debug_nans`` or ``jax_debug_infs`` has found a NaN or an infinity in its
+    results.
+    """
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -145,9 +149,10 @@ def runs_again() -> bool:
 
 
 def check_not_again(call: Any) -> None:
-    """Raise a FloatingPointError if JAX `runs_again` a ``call`` in which other ranks take
-    part, and they do not; ``None``: it is this rank's own. JAX hands the error on to whoever
-    called the compiled function."""
+    """Raise a FloatingPointError if JAX `runs_again` a ``call`` with other ranks, which
+    do not repeat it; ``None``: a local call. JAX passes the error to the caller of the
+    compiled function.
+    """
     if call is not None and runs_again():
         raise FloatingPointError(
             "jax_debug_nans or jax_debug_infs has found NaN or infinities in the results of a compiled function, and "
@@ -158,8 +163,9 @@ def check_not_again(call: Any) -> None:
 
 
 def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
-    """Outside of programs an operation is a program of its own, but not where JAX `runs_again`:
-    ``call`` makes of its parameters what `check_not_again` takes."""
+    """Compile an operation outside of programs as a separate program, unless JAX
+    `runs_again`. ``call`` converts its parameters to the argument of `check_not_again`.
+    """
 
     def run(*operands: Any, **params: Any) -> Any:
         check_not_again(call(**params))
@@ -169,20 +175,21 @@ def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
 
 
 def never_drop(primitive: Any) -> None:
-    """An operation takes place whether or not its result is used."""
+    """Make an operation run whether or not its result is used."""
 
     def keep(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-        eqn = rest[-1]  # newer versions of JAX tell of the operands in between
+        eqn = rest[-1]  # newer versions of JAX pass the operands in between
         return [True] * len(eqn.invars), eqn
 
     pe.dce_rules[primitive] = keep
 
 
 def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
-    """Under ``jax.checkpoint``, whatever the policy, its results are kept: it is never run again.
+    """Make ``jax.checkpoint`` keep an operation's results under every policy: it is
+    never repeated.
 
-    ``known_by_first``: where JAX separates values from derivatives that it gets later, the result is known where the
-    first of two operands is, and is that operand.
+    ``known_by_first``: when JAX separates values from derivatives computed later, the
+    result is known if the first of two operands is, and is that operand.
     """
 
     def equation(_: Any, later: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
@@ -211,8 +218,9 @@ def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
 
 
 def effects_barrier(told: Collection[str] = ()) -> None:
-    """``jax.effects_barrier`` that forgets what has failed, which is logged as a warning:
-    once, and but for what texts say that were ``told``."""
+    """Call ``jax.effects_barrier``, and drop failures. Each is logged once as a
+    warning, except texts in ``told``.
+    """
     failed = []
     for token in (
         *_runtime_tokens.current_tokens.values(),
@@ -220,11 +228,11 @@ def effects_barrier(told: Collection[str] = ()) -> None:
     ):
         try:
             token.block_until_ready()
-        except Exception as error:  # noqa: BLE001  # whatever the program failed with
+        except Exception as error:  # noqa: BLE001  # any error of the program
             failed.append(str(error))
     _runtime_tokens.clear()
     for text in dict.fromkeys(failed):
-        # without the kind of error, in whose place that of a later computation may stand
+        # without the class of the error, which may be that of a later computation
         said = text.partition(": ")[2] or text
         if not any(said in it for it in told):
             logger.warning("a round had failed: %s", text)
@@ -232,7 +240,8 @@ def effects_barrier(told: Collection[str] = ()) -> None:
 
 def varying(x: Any) -> tuple[str, ...]:
     """Return the axes of a manual mesh along which a value or its type differs, as far
-    as JAX says: inside ``shard_map``."""
+    as JAX knows, inside ``shard_map``.
+    """
     described = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
     aval = x if described else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
@@ -249,8 +258,8 @@ def axes_of_vmap(closed: Any) -> list[str]:
 
 
 def coarsest_eps(function: Any, *operands: Any) -> float:
-    """Return the largest eps of all floating-point numbers that a function of pytrees computes, also
-    inside of what it calls; 0 without any. The function is traced for it.
+    """Return the largest eps of all floating-point numbers that a function of pytrees
+    and its callees compute; 0 without any. This traces the function.
 
     Example:
         >>> import jax.numpy as jnp
@@ -284,14 +293,16 @@ def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A value that is the same on all devices as one that may differ along these axes."""
+    """Return a value that is equal on all devices as one that may differ along these
+    axes.
+    """
     return _pcast(x, axes, to="varying") if axes else x
 
 
 def devices(context: Any) -> int:
-    """Return for how many devices a program is."""
+    """Return a program's number of devices."""
     axes = context.module_context.axis_context
-    # of a jit, which knows their number; of shard_map and pmap, which have a mesh
+    # jit knows their number; shard_map and pmap have a mesh
     return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
 
 

@@ -1,7 +1,9 @@
-"""This process, from ``import jaxcoded`` on: how it began, and how it ends without a group.
+"""This process since ``import jaxcoded``: how it began, and how it ends without a
+group.
 
-Ranks that survive failures of others cannot survive one that fails before it has a group with them. They wait for
-it there, and it would wait for them in `MPI_Finalize`. So it ends without `MPI_Finalize`, and its parent,
+Ranks that survive failures of others cannot survive the failure of a rank before it has
+a group with them. They would wait for it to make the group, and it would wait for them
+in `MPI_Finalize`. So it ends without `MPI_Finalize`, and its parent,
 `jaxcoded.tools.launch.rank`, ends the job.
 """
 
@@ -14,14 +16,14 @@ try:
     began_in: str | None = os.getcwd()
 except OSError:  # it was removed
     began_in = None
-# Starts another process of the job. In a process that was started to join a group: the command of the group's
-# ranks.
+# The command that starts another process of the job. In a process started to join a
+# group: the command of the group's ranks.
 command = [sys.executable, *sys.orig_argv[1:]]
 _in_group = False
 
 
 def has_group() -> None:
-    """This process is a rank of one, with others."""
+    """Note that this process is a rank of a group with others."""
     global _in_group
     _in_group = True
 

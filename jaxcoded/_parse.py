@@ -1,4 +1,4 @@
-"""What is read from texts: calls such as ``"bernoulli(load=4)"``, numbers with units, and JSON."""
+"""Parse texts: calls such as ``"bernoulli(load=4)"``, numbers with units, and JSON."""
 
 import ast
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from jaxcoded._require import shown
 
 T = TypeVar("T")
-LONGEST = 4096  # letters of a call
+LONGEST = 4096  # most characters of a call
 
 
 def parsed(
@@ -24,19 +24,19 @@ def parsed(
     """Return the name in a text, and its keyword arguments.
 
     Args:
-        what: the text is of, for the messages.
+        what: what the text describes, for messages.
         text: one of ``names``, or a call of it with keyword arguments that are Python
             literals.
-        besides: other names, which the caller takes, for the messages.
+        besides: other names that the caller accepts, for messages.
 
     Raises:
-        ValueError: it has none of the names, or is not in this form.
+        ValueError: it has another name or form.
     """
     check_text(what, text)
     others = ", ".join(map(repr, besides)) + " or " if besides else ""
     wanted = f"{what} must be {others}one of {', '.join(names)}"
     try:
-        with warnings.catch_warnings():  # of what is strange, but Python
+        with warnings.catch_warnings():  # warnings about unusual Python
             warnings.simplefilter("ignore")
             node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
@@ -74,8 +74,9 @@ def check_arguments(
     given: Collection[str],
     besides: Collection[str] = (),
 ) -> None:
-    """Raise a ValueError unless a function takes the arguments that a text gives it, in
-    addition to those that the caller does."""
+    """Raise a ValueError unless a function takes the arguments in a text, in addition
+    to those of the caller.
+    """
     name = text.partition("(")[0].strip()
     parameters = inspect.signature(function).parameters
     if unknown := sorted(set(given) - parameters.keys()):
@@ -93,13 +94,13 @@ def check_arguments(
 
 
 def _close(name: str, names: Collection[str]) -> list[str]:
-    """The names that may be meant."""
+    """Return similar names."""
     begun = [each for each in names if len(name) > 2 and each.startswith(name)]
     return begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
 
 
 def check_text(what: str, text: Any) -> None:
-    """Raise a ValueError unless this is a text that is not too long to be parsed."""
+    """Raise a ValueError unless this is a text of at most `LONGEST` characters."""
     if not isinstance(text, str):
         raise ValueError(f"{what} must be a text, got {shown(text)}")  # noqa: TRY004
     if len(text) > LONGEST:
@@ -147,7 +148,7 @@ def _no_number(text: str) -> Any:
 
 
 def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
-    """Return ``value``, as JSON has it; a ValueError if it is of another kind."""
+    """Return ``value``, a JSON value; a ValueError if it has another type."""
     if not isinstance(value, kind):
         wanted = kind.__name__ if isinstance(kind, type) else kind
         raise ValueError(f"{what} must be of type {wanted}, got {shown(value)}")  # noqa: TRY004
@@ -157,8 +158,8 @@ def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
 def fields(
     what: str, value: Any, kinds: Mapping[str, type | UnionType]
 ) -> dict[str, Any]:
-    """Return ``value``, with just these fields of an object of JSON, each of its kind;
-    a ValueError if it has others, or is none.
+    """Return ``value``, a JSON object with exactly these fields and types; a ValueError
+    if it differs.
 
     Example:
         >>> from jaxcoded import _parse
@@ -176,8 +177,9 @@ def fields(
 
 
 def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
-    """Return ``value``, a list of JSON with just these items, each of its kind; a
-    ValueError if it has others, or is none."""
+    """Return ``value``, a JSON list with exactly these items and types; a ValueError if
+    it differs.
+    """
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(f"{what} is a list of {', '.join(kinds)}, got {shown(value)}")
     fields(what, dict(zip(kinds, value)), kinds)
@@ -185,16 +187,17 @@ def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[
 
 
 def count(what: str, text: str) -> float:
-    """Return how many a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"`` names;
-    a ValueError if it names none."""
+    """Return the number in a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"``;
+    a ValueError if it has none.
+    """
     units = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     return _quantity(what, text, "a count such as 25M, 7B or 1e6", units, least=1.0)
 
 
 def number_of_bytes(what: str, text: str) -> float:
-    """Return the bytes that a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"`` names:
-    units with an ``i`` are powers of 1024, others of 1000. A ValueError if it names
-    none."""
+    """Return the bytes in a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"``: units
+    with an ``i`` are powers of 1024, others of 1000. A ValueError if it has none.
+    """
     units = {"": 1.0, "B": 1.0}
     for power, letter in enumerate("kMGT", start=1):
         for name in {letter, letter.upper()}:
@@ -206,8 +209,9 @@ def number_of_bytes(what: str, text: str) -> float:
 
 
 def number_of_seconds(what: str, text: str) -> float:
-    """Return the seconds that a text such as ``"1.2"``, ``"1.2 s"`` or ``"500ms"``
-    names; a ValueError if it names none."""
+    """Return the seconds in a text such as ``"1.2"``, ``"1.2 s"`` or ``"500ms"``; a
+    ValueError if it has none.
+    """
     units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
     wanted = "a number of seconds such as 1.2, 1.2s or 500ms"
     return _quantity(what, text, wanted, units)
@@ -216,12 +220,12 @@ def number_of_seconds(what: str, text: str) -> float:
 def _quantity(
     what: str, text: Any, wanted: str, units: Mapping[str, float], least: float = 0.0
 ) -> float:
-    """A number > 0 and its unit as one number."""
+    """Return a number > 0 with its unit as one number."""
     number = math.nan
     if isinstance(text, str) and len(text) <= LONGEST:
         digits, unit = re.fullmatch(
             r"([0-9.]*(?:e[+-]?[0-9]+)?)(.*)", text.strip(), re.DOTALL
-        ).groups()  # type: ignore[union-attr]  # any text fits
+        ).groups()  # type: ignore[union-attr]  # matches any text
         with contextlib.suppress(ValueError, KeyError):
             number = float(digits) * units[unit.lstrip()]
     if not (0 < number < math.inf and number >= least):

@@ -1,4 +1,4 @@
-"""Checks of arguments."""
+"""Check arguments."""
 
 import math
 import numbers
@@ -12,7 +12,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 def shown(value: Any) -> str:
-    """A value in a message, whatever it is, and however long.
+    """Return the text of any value for a message, shortened if it is long.
 
     Example:
         >>> from jaxcoded import _require
@@ -32,7 +32,7 @@ def kind(value: Any) -> str:
         ('an int', 'a numpy array of shape (2, 3) and dtype float64')
     """
     for library, name in (("numpy", "ndarray"), ("jax", "Array")):
-        # who has not imported the library has no such value
+        # without an import of the library no such value exists
         array: Any = getattr(sys.modules.get(library), name, ())
         if isinstance(value, array):
             return f"a {library} array of shape {value.shape} and dtype {value.dtype}"
@@ -71,7 +71,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, Python's or NumPy's, that fits into a float."""
+    """Return whether this is a real number of Python or NumPy that fits into a float."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -82,7 +82,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number > 0, Python's or NumPy's."""
+    """Return whether this is a finite number > 0 of Python or NumPy."""
     return is_number(value) and 0 < value < math.inf
 
 

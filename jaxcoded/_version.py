@@ -1,4 +1,4 @@
-"""The version of the package that is installed."""
+"""The version of the installed package."""
 
 import importlib.metadata
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 
 class CodedError(RuntimeError):
-    """Base of the errors of a group.
+    """The base class of the errors of a group.
 
-    Raised as such when a group is made, and by a collective before its round begins.
-    What is found during a round, inside or outside ``jit``, arrives as a
+    It is raised directly when a group is made, and by a collective before its round
+    begins. An error during a round, inside or outside ``jit``, arrives as a
     ``jax.errors.JaxRuntimeError`` whose text contains the name and the message;
-    `translated` makes it one of these.
+    `translated` converts it to one of these.
     """
 
 
@@ -32,44 +32,50 @@ def use_after_close(index: int) -> GroupClosed:
 
 class GroupMismatch(CodedError):
     """Ranks called different things in the same round, or made a group with different
-    arguments. With the engine it is raised in that round, or in the next one if that is
-    decided already."""
+    arguments. With the engine it is raised in that round, or in the next one if that
+    round is already decided.
+    """
 
 
 class DeadlineExceeded(CodedError):
-    """More children of a parent were late than a round can do without, or the root did
-    not answer, for longer than the group's deadline."""
+    """More children of a parent were late than a round tolerates, or the root did not
+    answer, for longer than the group's deadline.
+    """
 
 
 class InconsistentMessages(CodedError):
-    """In a group with a ``check``: what the children of a parent have
-    sent are not coded sums of the same gradients, or NaN or infinities. In any group with the engine: the examples that
-    `coded_value_and_grad` has counted are not those of the batch."""
+    """In a group with a ``check``: the messages of a parent's children are not coded
+    sums of the same gradients, or have NaN or infinities. In any group with the engine:
+    `coded_value_and_grad` has not counted the examples of the batch.
+    """
 
 
 class Desynchronized(CodedError):
-    """This rank is so late that the results it lacks are no longer kept anywhere. Or a
-    round failed here while the root did not answer, or for want of memory, and others may have its result.
+    """This rank is so late that no rank keeps the results that it lacks. Or a round
+    failed on it while the root did not answer, or because of too little memory, and
+    others may have its result.
 
     Its calls fail until it continues from a snapshot, see `CodedGroup.resync`.
     """
 
 
 class TooManyErasures(CodedError):
-    """A round was asked to leave out more ranks than the plan can do without, or more are dead."""
+    """A call erased more ranks than the plan tolerates, or more are dead."""
 
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """In this block, what a round has found is raised as one of the errors above.
+    """Raise errors of rounds in this block as one of the classes above.
 
-    JAX runs a compiled step while Python goes on, and raises where its results are
-    asked for: wait for them in the block.
+    JAX runs a compiled step while Python continues, and raises errors when its results
+    are used: wait for them in the block.
 
     Raises:
-        CodedError: or a subclass, from the ``JaxRuntimeError`` that names it, or the ``ValueError``
-            that JAX raises in its place where a compiled call with a token fails before it returns
-            (`jax#34083 <https://github.com/jax-ml/jax/issues/34083>`_). Any other error passes as it is.
+        CodedError: or a subclass, from the ``JaxRuntimeError`` that names it, or the
+            ``ValueError`` that JAX raises instead if a compiled call with a token fails
+            before it returns (`jax#34083
+            <https://github.com/jax-ml/jax/issues/34083>`_). Any other error passes as
+            it is.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -86,7 +92,7 @@ def translated() -> Iterator[None]:
         use after close
         >>> jaxcoded.effects_barrier()
     """
-    from jax.errors import JaxRuntimeError  # plans are made without JAX
+    from jax.errors import JaxRuntimeError  # plans need no JAX
 
     try:
         yield
@@ -94,7 +100,7 @@ def translated() -> Iterator[None]:
         classes: list[type[CodedError]] = [CodedError, *CodedError.__subclasses__()]
         kinds = {kind.__name__: kind for kind in classes}
         found = re.search(rf"\b({'|'.join(kinds)}): (.*)", str(error), re.DOTALL)
-        # JAX's own begins with the kind of error
+        # JAX's text begins with the class of the error
         if found is None or not re.match("[A-Z_]+: ", str(error)):
             raise
         raise kinds[found[1]](found[2].strip()) from error

@@ -12,20 +12,20 @@ MAX_ROWS = 512
 def adaptive(
     n: int, stragglers: int, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
-    """Several signals in turn, so that the traffic follows the number of children that
-    really straggle.
+    """Return a code that sends several signals in turn, so that the traffic follows the
+    actual number of stragglers.
 
     Every child holds ``d = s + m`` partitions. If ``δ ≤ s`` children are missing, the
     parent decodes from the first ``1/(d−δ)`` of a gradient that each of the others
-    sends; only at ``δ = s`` does it need their whole message of ``1/m``. No less
-    would do for that ``δ`` (`random_generator`). Adaptive gradient coding as in Cao et
-    al. 2020 (arXiv 2006.04845), by the construction in ``docs/theory.md``.
+    sends; only at ``δ = s`` does it need their whole message of ``1/m``. No smaller
+    message suffices for that ``δ`` (`random_generator`). Adaptive gradient coding as in
+    Cao et al. 2020 (arXiv 2006.04845), by the construction in ``docs/theory.md``.
 
     Args:
         n: number of children.
         stragglers: ``s``, with ``s + m ≤ n``.
         slices: ``m ≥ 1``; a whole message is ``1/m`` as long as the gradient.
-        seed: of the random draws.
+        seed: the seed of the random draws.
 
     Returns:
         A `GradientCode` with ``L/m`` parts and ``B`` of shape ``(n·L/m, n, L)`` with
@@ -52,7 +52,7 @@ def adaptive(
             f"messages of {parts} parts, more than {MAX_ROWS}: take a smaller fan-out or "
             "fewer stragglers"
         )
-    ends = [L // (d - missing) for missing in range(s + 1)]  # parts that each δ takes
+    ends = [L // (d - missing) for missing in range(s + 1)]  # parts that each δ needs
     held = (np.arange(n)[:, None] - np.arange(d)) % n  # children that hold a partition
 
     def draw(rng: np.random.Generator) -> np.ndarray:

@@ -6,10 +6,10 @@ from jaxcoded.codes._gradient_code import GradientCode
 def approximate(
     code: GradientCode, stragglers: int, decoding: str = "least_squares"
 ) -> GradientCode:
-    """The same code used beyond what it tolerates: the parent goes on with any ``n−s``
-    children and gives the sum as well as they allow.
+    """Return the same code for use beyond its tolerance: the parent continues with any
+    ``n−s`` children and approximates the sum.
 
-    Where the children that answered are decodable, least squares still gives the exact
+    If the children that answered are decodable, least squares still gives the exact
     sum. In this use, fractional repetition is the code that Charles, Papailiopoulos and
     Ellenberg 2017 (arXiv 1711.06771) decode optimally. With ``r`` of ``n`` answers at
     random and every partition on ``d`` children, the squared residual is ``n · C(n−d,
@@ -17,7 +17,7 @@ def approximate(
 
     Args:
         code: any code.
-        stragglers: how many children may be missing now, in ``0 … n−1``.
+        stragglers: the number of children that may be missing, in ``0 … n−1``.
         decoding: as in `GradientCode`.
 
     Returns:

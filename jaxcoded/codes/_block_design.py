@@ -15,12 +15,13 @@ def block_design(
     *,
     decoding: str = "least_squares",
 ) -> GradientCode:
-    """Block design code: a symmetric balanced incomplete block design, in which every
-    child holds ``k`` of ``n`` partitions and any two children have ``λ`` in common.
+    """Return a block design code: a symmetric balanced incomplete block design, in
+    which every child holds ``k`` of ``n`` partitions and any two children share ``λ``.
     Approximate, for any ``s < n``.
 
-    Least squares gives any ``r`` children that answered the coefficient ``k/(k−λ+λr)``, with the squared residual
-    ``n − k²r/(k−λ+λr)``: Kadhe, Koyluoglu and Ramchandran 2019 (arXiv 1904.13373). There are designs for few ``n``:
+    Least squares gives any ``r`` children that answered the coefficient ``k/(k−λ+λr)``,
+    with the squared residual ``n − k²r/(k−λ+λr)``: Kadhe, Koyluoglu and Ramchandran
+    2019 (arXiv 1904.13373). Designs exist only for some ``n``:
 
     - the points and hyperplanes of projective spaces over the prime fields, ``n =
       (p^(D+1)−1)/(p−1)`` and ``k = (p^D−1)/(p−1)`` with ``D ≥ 2``: 7, 13, 15, 31, 40,
@@ -31,15 +32,15 @@ def block_design(
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
-        load: ``k``, where there are several. Default: the smallest.
+        load: ``k``, if several exist. Default: the smallest.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
 
     Raises:
-        ValueError: there is no such design here (the message has the nearest ``n``), or
-            an argument is out of range.
+        ValueError: no such design is known here (the message names the nearest ``n``),
+            or an argument is out of range.
 
     Example:
         >>> from jaxcoded import codes
@@ -67,7 +68,7 @@ def block_design(
 
 
 def _designs(n: int) -> dict[int, Callable[[], np.ndarray]]:
-    """How to build the designs for ``n``, by their load."""
+    """Return functions that build the designs for ``n``, by their load."""
     designs: dict[int, Callable[[], np.ndarray]] = {}
     if n >= 7 and n % 4 == 3 and _prime(n):
         designs[(n - 1) // 2] = functools.partial(_residues, n)
@@ -85,13 +86,15 @@ def _prime(p: int) -> bool:
 
 
 def _residues(n: int) -> np.ndarray:
-    """Bool ``(n, n)``: ``j − i`` is a nonzero square modulo ``n``."""
+    """Return bool ``(n, n)``: ``j − i`` is a nonzero square modulo ``n``."""
     numbers = np.arange(n)
     return np.isin((numbers - numbers[:, None]) % n, numbers[1:] ** 2 % n)
 
 
 def _space(p: int, dimension: int) -> np.ndarray:
-    """Bool ``(n, n)``: point ``j`` of the projective space lies on hyperplane ``i``."""
+    """Return bool ``(n, n)``: point ``j`` of the projective space lies on hyperplane
+    ``i``.
+    """
     vectors = np.array(list(itertools.product(range(p), repeat=dimension + 1))[1:])
     first = vectors[np.arange(len(vectors)), (vectors != 0).argmax(axis=1)]
     points = vectors[first == 1]

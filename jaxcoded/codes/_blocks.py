@@ -1,4 +1,4 @@
-"""Codes fall into blocks without a partition in common, and each is solved alone."""
+"""Split codes into blocks without common partitions, and solve each block alone."""
 
 import functools
 
@@ -11,22 +11,23 @@ import numpy as np
 _EXACT = 1e-6
 # Singular values below this fraction of the largest one are zero.
 _RANK = 1e-11
-# Numbers as near to whole ones as this are taken for them, if that is exact.
+# Numbers this close to integers are rounded to them, if that is exact.
 _WHOLE = 1e-9
-# How often to look for less damping.
+# How often to try less damping.
 _HALVINGS = 40
 
 
 class Block:
-    """Rows of ``M`` that share partitions among themselves alone, and their decoder,
-    with ``m`` slices.
+    """Rows of ``M`` that share partitions only with each other, and their decoder, with
+    ``m`` slices.
 
     Every exact solution of ``A·M = T`` is ``A = A0 + Y·N`` with the left null space
-    ``N``, so leaving out the set ``E`` asks only for ``Y·N_E = −A0_E``: a system with
+    ``N``. So leaving out the set ``E`` only requires ``Y·N_E = −A0_E``, a system with
     as many unknowns as the block has surplus rows.
 
-    ``M``: float64 ``(r, c·m)``, the rows on the partitions that they hold; of equal
-    partitions one may stand for all."""
+    ``M``: float64 ``(r, c·m)``, the rows on the partitions that they hold; one of
+    several equal partitions may represent all.
+    """
 
     def __init__(self, M: np.ndarray, m: int) -> None:
         self.M = M
@@ -36,7 +37,7 @@ class Block:
 
     @functools.cached_property
     def solution(self) -> tuple[np.ndarray, np.ndarray]:
-        """``A0`` (m, r), and ``N`` (surplus, r) with orthonormal rows."""
+        """Return ``A0`` (m, r), and ``N`` (surplus, r) with orthonormal rows."""
         M = self.M
         left, values, right, rank = _decomposed(M)
         A0 = ((self.target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
@@ -48,14 +49,15 @@ class Block:
         return A0, left[:, rank:].T
 
     def solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bool ``(sets, r)`` of missing rows to ``A`` ``(sets, m, r)`` and bool
-        ``(sets,)``: exact."""
+        """Return ``A`` ``(sets, m, r)`` for missing rows, bool ``(sets, r)``, and
+        whether each is exact, bool ``(sets,)``.
+        """
         A0, N = self.solution
         counts = missing.sum(axis=1)
         if not counts.any():
             A = np.repeat(A0[None], len(missing), axis=0)
         else:
-            # the columns of E alone, with columns of zeros where it is smaller
+            # only the columns of E, padded with zeros for smaller sets
             places = np.arange(counts.max()) < counts[:, None]
             columns = np.zeros(places.shape, np.intp)
             columns[places] = np.nonzero(missing)[1]
@@ -69,11 +71,12 @@ class Block:
         return A, error <= _EXACT
 
     def amplification(self, A: np.ndarray) -> float:
-        """``max_{u,j} Σ_i |A[u,i]| · Σ_v |M[i,j,v]|`` of ``A`` ``(m, r)``."""
+        """Return ``max_{u,j} Σ_i |A[u,i]| · Σ_v |M[i,j,v]|`` of ``A`` ``(m, r)``."""
         return float((np.abs(A) @ self.magnitude).max())
 
     def bound(self, A: np.ndarray) -> np.ndarray:
-        """``A`` ``(..., m, r)`` to what its amplification is at most (Cauchy-Schwarz).
+        """Return an upper bound on the amplification of ``A`` ``(..., m, r)``
+        (Cauchy-Schwarz).
 
         For solutions of least norm this bound never grows with more rows, while the
         amplification itself may.
@@ -81,14 +84,15 @@ class Block:
         return self.weight * np.linalg.norm(A, axis=-1).max(axis=-1)
 
     def best(self, missing: np.ndarray, limit: float) -> np.ndarray:
-        """Bool ``(r,)`` of missing rows to ``A`` ``(m, r)`` with the least residual, or
-        with one near it where that amplifies by more than the limit."""
+        """Return ``A`` ``(m, r)`` with the least residual for missing rows, bool
+        ``(r,)``, or with one near it if that amplifies by more than the limit.
+        """
         (A,), (exact,) = self.solve(missing[None])
         if not exact:
             A = self._damped(missing, 0.0)
         if self.amplification(A) <= limit:
             return A
-        # surely enough: each ‖A[u]‖ is at most ‖T[u]‖ / 2δ
+        # this suffices: each ‖A[u]‖ is at most ‖T[u]‖ / 2δ
         damping = self.weight * np.linalg.norm(self.target, axis=1).max() / (2 * limit)
         A = self._damped(missing, damping)
         for _ in range(_HALVINGS):
@@ -100,8 +104,9 @@ class Block:
         return A
 
     def _damped(self, missing: np.ndarray, damping: float) -> np.ndarray:
-        """The ``A`` ``(m, r)``, zero at missing rows, with the least ``‖A·M − T‖² +
-        δ²‖A‖²``."""
+        """Return the ``A`` ``(m, r)``, zero at missing rows, with the least ``‖A·M −
+        T‖² + δ²‖A‖²``.
+        """
         A = np.zeros((len(self.target), len(self.M)))
         equations, target = self.M[~missing].T, self.target.T
         if damping:
@@ -114,24 +119,25 @@ class Block:
 
 
 def left_null_space(M: np.ndarray) -> np.ndarray:
-    """``N`` ``(rows − rank, rows)`` with orthonormal rows and ``N·M = 0``, of a matrix
-    that is not all zeros."""
+    """Return ``N`` ``(rows − rank, rows)`` with orthonormal rows and ``N·M = 0``, for a
+    nonzero matrix.
+    """
     left, _, _, rank = _decomposed(M)
     return left[:, rank:].T
 
 
 def _decomposed(M: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-    """The singular value decomposition with a square ``left``, and the rank."""
-    # the rows of `right` beyond the rank are not needed, and there may be many columns
+    """Return the singular value decomposition with a square ``left``, and the rank."""
+    # the rows of `right` beyond the rank are not needed, and the columns may be many
     left, values, right = np.linalg.svd(M, full_matrices=M.shape[0] > M.shape[1])
     return left, values, right, int((values > _RANK * values[0]).sum())
 
 
 def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
-    """``M`` ``(rows, k, m)`` as its different blocks, each with the rows of all its
-    copies, int ``(copies, r)``.
+    """Return the different blocks of ``M`` ``(rows, k, m)``, each with the rows of all
+    its copies, int ``(copies, r)``.
 
-    Rows of zeros belong to none.
+    Rows of zeros belong to no block.
     """
     copies: dict[tuple[tuple[int, ...], bytes], tuple[Block, list[np.ndarray]]] = {}
     for rows, columns in _components((M != 0).any(axis=2)):
@@ -144,15 +150,19 @@ def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
 
 
 def _without_copies(M: np.ndarray) -> np.ndarray:
-    """``M`` ``(r, c, m)`` with one partition for all that are alike, if all are equally
-    many: neither the solutions nor the best of them change."""
+    """Return ``M`` ``(r, c, m)`` with one partition for each class of equal ones, if
+    all classes have the same size: that changes neither the solutions nor the best of
+    them.
+    """
     first, which = alike(M.swapaxes(0, 1).reshape(M.shape[1], -1))
     counts = np.bincount(which)
     return M[:, np.sort(first)] if (counts == counts[0]).all() else M
 
 
 def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """First of each class of equal rows of a matrix, and the class of each row."""
+    """Return the first of each class of equal rows of a matrix, and the class of each
+    row.
+    """
     width = rows.itemsize * rows.shape[1]
     _, first, classes = np.unique(
         np.ascontiguousarray(rows).view(f"V{width}")[:, 0],
@@ -163,7 +173,9 @@ def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Rows and columns that a bool matrix connects, as pairs of sorted indices."""
+    """Return the rows and columns that a bool matrix connects, as pairs of sorted
+    indices.
+    """
     found = []
     new_rows = support.any(axis=1)
     left = new_rows.copy()
@@ -183,8 +195,10 @@ def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:
-    """Pseudo-inverses of matrices whose rows are parts of orthonormal ones: singular
-    values are small against 1, not against the largest one, which may be rounding."""
+    """Return pseudo-inverses of matrices whose rows are parts of orthonormal ones.
+    Singular values are compared with 1, not with the largest one, which may be
+    rounding.
+    """
     left, values, right = np.linalg.svd(N, full_matrices=False)
     inverse = np.where(values > _RANK, 1 / np.maximum(values, _RANK), 0.0)
     return (right.swapaxes(-1, -2) * inverse[..., None, :]) @ left.swapaxes(-1, -2)

@@ -6,18 +6,20 @@ from jaxcoded.codes._redraw import least_amplified
 
 
 def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode:
-    """Cyclic repetition (CRC): child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n),
-    for any ``n`` and ``s < n``.
+    """Return a cyclic repetition code (CRC): child ``i`` holds partitions ``i, i+1, …,
+    i+s`` (mod n), for any ``n`` and ``s < n``.
 
-    Decodable from any ``n−s`` children. The rows of ``B`` lie in the null space of a
-    random ``s × n`` matrix whose rows sum to 0, which therefore contains the all-ones
+    It is decodable from any ``n−s`` children. The rows of ``B`` lie in the null space
+    of a random ``s × n`` matrix whose rows sum to 0, which therefore contains the
+    all-ones
     vector: the cyclic repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
-    Redrawn at most 64 times for a small amplification.
+    It is redrawn at most 64 times for a small amplification.
 
     Args:
         n: number of children.
         stragglers: ``s`` in ``0 … n−1``.
-        seed: of the random draws; the same seed gives the same code on every rank.
+        seed: the seed of the random draws; the same seed gives the same code on every
+            rank.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, n, 1)`` and loads ``s+1``.

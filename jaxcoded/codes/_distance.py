@@ -6,25 +6,26 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# Sets of columns that are tried at most; all of them up to block length 20.
+# Most sets of columns that are tried; all of them up to block length 20.
 MAX_SUBSETS = 200_000
 _BATCH = 4096
-# Columns of the parity check matrix, which has orthonormal rows, are dependent below.
+# Columns of the parity check matrix, which has orthonormal rows, count as dependent
+# below this.
 _DEPENDENT = 1e-9
 
 
 def minimum_distance(generator: np.ndarray) -> int:
-    """The minimum distance ``δ`` of a linear code over the reals: the smallest number
-    of columns without which its generator loses rank.
+    """Return the minimum distance ``δ`` of a linear code over the reals: the smallest
+    number of columns without which its generator loses rank.
 
-    Found by enumeration: the smallest number of dependent columns of the parity check
-    matrix.
+    It is computed by enumeration, as the smallest number of dependent columns of the
+    parity check matrix.
 
     Args:
         generator: float array ``(m, d)`` of rank ``m``.
 
     Returns:
-        ``δ`` in ``1 … d−m+1``; any ``δ − 1`` columns may go.
+        ``δ`` in ``1 … d−m+1``; any ``δ − 1`` columns may be missing.
 
     Raises:
         ValueError: not a finite real ``(m, d)`` of rank ``m``, or more than 200,000
@@ -43,7 +44,7 @@ def minimum_distance(generator: np.ndarray) -> int:
     H = parity_check(generator)
     surplus, d = H.shape
     if math.comb(d, surplus) <= MAX_SUBSETS and independent(H, surplus):
-        return surplus + 1  # as far as can be, by Singleton's bound
+        return surplus + 1  # the largest distance by Singleton's bound
     return next(e for e in range(1, surplus + 2) if not independent(H, e))
 
 
@@ -70,8 +71,9 @@ def parity_check(generator: np.ndarray) -> np.ndarray:
 
 
 def independent(H: np.ndarray, e: int) -> bool:
-    """Return whether any ``e`` columns are linearly independent; a ValueError if they
-    are among the first 200,000 sets, and there are more."""
+    """Return whether any ``e`` columns are linearly independent; a ValueError if the
+    first 200,000 sets are, but more exist.
+    """
     if e > len(H):
         return False
     return e == 0 or all(
@@ -81,8 +83,9 @@ def independent(H: np.ndarray, e: int) -> bool:
 
 
 def submatrices(matrix: np.ndarray, e: int) -> Iterator[np.ndarray]:
-    """Return all choices of ``e`` columns, in batches ``(sets, rows, e)``; a ValueError
-    if there are more than 200,000, after as many."""
+    """Yield all choices of ``e`` columns, in batches ``(sets, rows, e)``; a ValueError
+    after 200,000, if more exist.
+    """
     sets = itertools.combinations(range(matrix.shape[1]), e)
     tried = 0
     while batch := list(itertools.islice(sets, _BATCH)):
@@ -93,7 +96,7 @@ def submatrices(matrix: np.ndarray, e: int) -> Iterator[np.ndarray]:
 
 
 def too_many(d: int, e: int) -> ValueError:
-    """The error for more than 200,000 sets of columns."""
+    """Return the error for more than 200,000 sets of columns."""
     return ValueError(
         f"a linear code with block length d = {d}: there are more than {MAX_SUBSETS:,} "
         f"sets of {e} columns to try; take shorter blocks or fewer stragglers"

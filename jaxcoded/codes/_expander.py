@@ -4,8 +4,8 @@ from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
 
 _DRAWS = 64
-_ROUNDS = 20  # of switches of all edges, before the first draw
-# Equal eigenvalues may differ by this much, and on every machine in another way.
+_ROUNDS = 20  # rounds of switches of all edges before the first draw
+# Equal eigenvalues may differ by this much, differently on every machine.
 _TIE = 1e-9
 
 
@@ -17,8 +17,9 @@ def expander(
     seed: int = 0,
     decoding: str = "least_squares",
 ) -> GradientCode:
-    """Expander code: child ``i`` holds the neighbours of vertex ``i`` in a random
-    ``d``-regular graph ``G``, and ``B = A(G)/d``. Approximate, for any ``s < n``.
+    """Return an expander code: child ``i`` holds the neighbours of vertex ``i`` in a
+    random ``d``-regular graph ``G``, and ``B = A(G)/d``. Approximate, for any ``s <
+    n``.
 
     Whichever ``s`` children are missing, the residual is at most ``(λ/d) · √(n·s/(n−s))``
     with ``λ`` the second largest absolute eigenvalue of ``G``, even if one-step decoding
@@ -31,7 +32,8 @@ def expander(
         stragglers: ``s`` in ``0 … n−1``.
         degree: ``d`` in ``1 … n−1``, the load of every child and the number of holders
             of every partition; ``n·d`` must be even.
-        seed: of the random draws; the same seed gives the same code on every rank.
+        seed: the seed of the random draws; the same seed gives the same code on every
+            rank.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
@@ -73,13 +75,14 @@ def expander(
 
 
 def _second_eigenvalue(adjacency: np.ndarray) -> float:
-    """The second largest absolute eigenvalue."""
+    """Return the second largest absolute eigenvalue."""
     return float(np.sort(np.abs(np.linalg.eigvalsh(adjacency)))[-2])
 
 
 def _circulant(n: int, degree: int) -> np.ndarray:
-    """Int ``(n·degree/2, 2)``: the edges from every vertex to those just behind it and,
-    for an odd degree, to the opposite one."""
+    """Return int ``(n·degree/2, 2)``: the edges from every vertex to the next ones and,
+    for an odd degree, to the opposite one.
+    """
     vertices = np.arange(n)
     edges = [
         np.stack([vertices, (vertices + step) % n], axis=1)
@@ -91,8 +94,9 @@ def _circulant(n: int, degree: int) -> np.ndarray:
 
 
 def _switched(edges: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
-    """The edges in random pairs, ``ab, cd`` turned into ``ad, cb`` where that leaves no
-    loop and no edge twice."""
+    """Switch random pairs of edges, ``ab, cd`` to ``ad, cb``, unless that makes a loop
+    or a double edge.
+    """
     edges = rng.permuted(rng.permutation(edges), axis=1)
     half = len(edges) // 2
     new = edges.copy()

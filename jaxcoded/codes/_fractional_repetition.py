@@ -5,12 +5,12 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 
 def fractional_repetition(n: int, stragglers: int) -> GradientCode:
-    """Fractional repetition (FRC): ``n/(s+1)`` groups of ``s+1`` children that all send
-    the same sum.
+    """Return a fractional repetition code (FRC): ``n/(s+1)`` groups of ``s+1`` children
+    that all send the same sum.
 
-    Decodable from one answer of every group, so often from fewer than ``n−s``. The
-    coefficients are 0 and 1 and the amplification is 1: no rounding grows. The
-    fractional repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
+    It is decodable from one answer of every group, so often from fewer than ``n−s``.
+    The coefficients are 0 and 1 and the amplification is 1: rounding does not grow.
+    This is the fractional repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
 
     Args:
         n: number of children.

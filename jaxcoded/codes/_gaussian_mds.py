@@ -19,20 +19,22 @@ def gaussian_mds(
     seed: int = 0,
     max_condition: float | None = None,
 ) -> GradientCode:
-    """Groups of ``d = s+m`` children with a Gaussian generator, which is maximum
-    distance separable with probability 1: any ``s`` of each group may be missing.
+    """Return a code of groups of ``d = s+m`` children with a Gaussian generator, which
+    is maximum distance separable with probability 1: any ``s`` of each group may be
+    missing.
 
-    Drawn at most 64 times, fewer where there are many sets of ``m`` columns, for a
-    small condition number of the worst of them. The Gaussian codes of Kadhe, Koyluoglu
-    and Ramchandran 2020 (arXiv 2005.07184), see `linear`.
+    It is drawn at most 64 times, or less often with many sets of ``m`` columns, for a
+    small condition number of the worst set. These are the Gaussian codes of Kadhe,
+    Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see `linear`.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.
         stragglers: ``s ≥ 0``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
-        seed: of the random draws; the same seed gives the same code on every rank.
-        max_condition: the first draw is taken of which no ``m`` columns have a larger
-            condition number. Default: the best of all draws is taken.
+        seed: the seed of the random draws; the same seed gives the same code on every
+            rank.
+        max_condition: take the first draw in which no ``m`` columns have a larger
+            condition number. Default: take the best of all draws.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, n, m)``.

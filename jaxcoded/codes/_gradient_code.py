@@ -16,7 +16,7 @@ from jaxcoded.codes import _blocks
 # Answered sets beyond this number are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
-# Roundings must not tell whether a set that is as good as the worst one suffices.
+# Rounding must not decide whether a set as good as the worst one suffices.
 _ROUNDING = 1e-3
 
 
@@ -25,8 +25,8 @@ class Promise(NamedTuple):
 
     Attributes:
         late: this many children may be late.
-        parts: the first so many parts of all others are needed.
-        first: the first so many parts of the late ones are needed.
+        parts: number of first parts needed of all others.
+        first: number of first parts needed of the late children.
     """
 
     late: int
@@ -35,15 +35,16 @@ class Promise(NamedTuple):
 
 
 class Decoding(NamedTuple):
-    """How a parent rebuilds the sum from the children that answered.
+    """The coefficients with which a parent rebuilds the sum from the children that
+    answered.
 
     Attributes:
         coefficients: float64 ``(m, n)``, zero at children that did not answer; slice
             ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``. ``(m, n ·
-            parts)`` where children send several messages.
-        residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding where the set is
-            decodable. In the least-squares case it is the distance from the exact sum,
-            in units of one partition gradient.
+            parts)`` if children send several messages.
+        residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding if the set is decodable.
+            In the least-squares case it is the distance from the exact sum, in units of
+            one partition gradient.
     """
 
     coefficients: np.ndarray
@@ -57,43 +58,45 @@ class GradientCode:
     A parent needs ``Σ_j g_j`` of ``k`` partition gradients with ``q`` numbers each.
     Each ``g_j`` is cut into ``m`` slices of ``q/m`` numbers, and child ``i`` of ``n``
     sends ``f_i = Σ_j Σ_u B[i, j, u] · g_j[slice u]``. From the answered set ``F`` the
-    parent finds ``A`` (``m × n``, zero off ``F``) with ``Σ_i A[u, i] · B[i, j, v] = [u
-    == v]`` for every ``j``.
+    parent computes ``A`` (``m × n``, zero off ``F``) with ``Σ_i A[u, i] · B[i, j, v] =
+    [u == v]`` for every ``j``.
 
     ``m = 1`` is Tandon et al. 2017 (arXiv 1612.03301); ``m > 1`` is Ye and
     Abbe 2018 (arXiv 1802.03475) and Kadhe et al. 2020 (arXiv 2005.07184).
 
     With several *parts* a child sends several messages in turn, and the parent may
-    decode from some parts of a child: the rows of ``B`` are pairs (child, part). An
-    *approximate* code goes on with any ``n−s`` children and gives the sum as well as
-    they allow.
+    decode from some parts of a child: the rows of ``B`` are pairs (child, part). With
+    an *approximate* code the parent continues with any ``n−s`` children and
+    approximates the sum.
 
     Args:
         B: float array ``(n · parts, k, m)``, or two-dimensional for ``m = 1``; row
             ``i · parts + p`` is part ``p`` of child ``i``. Kept as a read-only float64
             copy.
-        stragglers: the number ``s`` of children that may be missing, whichever they
-            are. For an exact code it is checked, on all patterns or on 256 sampled
-            ones, and ``None`` finds the largest such number by enumeration.
-        name: how the code is called in ``Plan.describe()``.
-        parts: ``P``, messages of each child.
+        stragglers: the number ``s`` of arbitrary children that may be missing. For an
+            exact code it is checked, on all patterns or on 256 sampled ones. ``None``
+            computes the largest such number by enumeration.
+        name: the code's name in ``Plan.describe()``.
+        parts: ``P``, the number of messages of each child.
         sizes: ``k`` numbers, the relative sizes of the partitions. Default: all equal.
             Kept as fractions that add up to 1.
         decoding: ``"exact"``; ``"least_squares"``, the best approximation; or
-            ``"one_step"``, the same coefficient for all messages that came, such that
-            the coefficients of the partitions are 1 on average.
-        promises: of a code with parts, what suffices besides all parts of any ``n−s``
-            children: triples ``(late, parts, first)``, the first ``parts`` parts of all
-            children but any ``late``, and the first ``first`` parts of those. Checked as
-            ``stragglers`` is, and what `amplification` is taken over.
+            ``"one_step"``, the same coefficient for all received messages, so that the
+            coefficients of the partitions are 1 on average.
+        promises: for a code with parts, sets that suffice in addition to all parts of
+            any ``n−s`` children. A triple ``(late, parts, first)`` means the first
+            ``parts`` parts of all children but any ``late``, and the first ``first``
+            parts of those. They are checked like ``stragglers``, and `amplification`
+            includes them.
 
     Raises:
-        ValueError: ``B`` has a wrong shape or entries that are not finite, ``sizes``
-            are not ``k`` numbers >= 0 with a sum above 0, some pattern of ``stragglers``
-            missing children or of a promise cannot be decoded, a promise is not ``0 ≤
-            late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``, ``stragglers=None`` and there are
-            too many patterns to try or the code is not exact, or ``"one_step"`` with
-            slices or with a ``B`` that sums to 0 or less.
+        ValueError: ``B`` has a wrong shape or entries that are not finite, or ``sizes``
+            are not ``k`` numbers >= 0 with a sum above 0. Some pattern of
+            ``stragglers`` missing children or of a promise cannot be decoded, or a
+            promise is not ``0 ≤ late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``. With
+            ``stragglers=None`` the patterns are too many to try, or the code is not
+            exact. Or ``"one_step"`` is given with slices or with a ``B`` that sums to 0
+            or less.
 
     Equality and hash are by value (everything but the name).
 
@@ -178,22 +181,22 @@ class GradientCode:
 
     @property
     def n(self) -> int:
-        """Number of children."""
+        """The number of children."""
         return self.B.shape[0] // self.parts
 
     @property
     def k(self) -> int:
-        """Number of partitions."""
+        """The number of partitions."""
         return self.B.shape[1]
 
     @property
     def m(self) -> int:
-        """Number of slices: a message is ``1/m`` as long as the gradient."""
+        """The number of slices: a message is ``1/m`` as long as the gradient."""
         return self.B.shape[2]
 
     @property
     def approximate(self) -> bool:
-        """Whether the parent goes on with any ``n−s`` children, exact or not."""
+        """Whether the parent continues with any ``n−s`` children, exact or not."""
         return self.decoding != "exact"
 
     @functools.cached_property
@@ -216,12 +219,12 @@ class GradientCode:
         )
 
     def decodable(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Whether the exact sum can be rebuilt from these children, in numbers without
+        """Return whether the exact sum can be rebuilt from these children, without
         rounding.
 
         Args:
             answered: bool ``(n,)``; or the indices of the children that answered; or
-                bool ``(n, parts)``, the parts that came.
+                bool ``(n, parts)``, the received parts.
 
         Raises:
             ValueError: a wrong shape, or indices that are not distinct children.
@@ -231,8 +234,9 @@ class GradientCode:
         return bool(self._solve(self._missing_classes(missing)[None])[1][0])
 
     def sufficient(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Whether a parent goes on with these children: they are decodable or, in an
-        approximate code, at least ``n−s`` of them are there with all their parts.
+        """Return whether a parent continues with these children: they are decodable or,
+        in an approximate code, at least ``n−s`` of them have answered with all their
+        parts.
 
         In an exact code with several parts, a set that the code does not promise to decode suffices only if its
         amplification is certainly at most ``κ``. The test is the bound ``‖A‖ · ‖B‖``, which only falls when more
@@ -248,15 +252,17 @@ class GradientCode:
         return int(complete.sum()) >= self.n - self.stragglers
 
     def decode(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> Decoding:
-        """The coefficients that rebuild the sum from these children.
+        """Return the coefficients that rebuild the sum from these children.
 
-        Among equal rows of ``B`` (copies, as in fractional repetition) the first that answered is used and the
-        others get 0. Where the set is `sufficient` the solution of least norm is returned; otherwise the
-        least-squares one, with its residual. One-step decoding has its own rule.
+        Among equal rows of ``B`` (copies, as in fractional repetition) the first that
+        answered is used and the others get 0. If the set is `sufficient`, the result is
+        the solution of least norm; otherwise it is the least-squares one, with its
+        residual. One-step decoding has a separate rule.
 
-        No coefficients of an exact code with several parts amplify by more than its ``κ``. A sufficient set that
-        would is decoded from the messages of a promise alone, and least squares make the sum of ``‖A·B − I‖²`` and
-        a multiple of ``‖A‖²`` small.
+        No coefficients of an exact code with several parts amplify by more than its
+        ``κ``. A sufficient set that would do so is decoded from the messages of a
+        promise alone. Least squares minimize ``‖A·B − I‖²`` plus a multiple of
+        ``‖A‖²``.
 
         Args:
             answered: as for `decodable`.
@@ -274,8 +280,8 @@ class GradientCode:
         """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: how much rounding can
         grow, 1 at best.
 
-        Over all answered sets with at most ``stragglers`` missing, and those of the
-        `promises`; or 256 sampled ones where there are more.
+        The maximum is over all answered sets with at most ``stragglers`` missing, and
+        those of the `promises`; or over 256 sampled ones if there are more.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
@@ -292,24 +298,26 @@ class GradientCode:
 
     @functools.cached_property
     def amplification_limit(self) -> float:
-        """The bound on the amplification of any sufficient set; infinite in approximate codes and in codes without
-        several parts. In the latter ``κ`` is over all sets that a parent waits for, unless more than ``s`` children
-        are dead or erased."""
+        """The bound on the amplification of any sufficient set; infinite in approximate
+        codes and in codes without several parts. In the latter ``κ`` covers all sets
+        that a parent waits for, unless more than ``s`` children are dead or erased.
+        """
         if self.parts == 1 or self.approximate:
             return math.inf
         return (1 + _ROUNDING) * self.amplification
 
     @functools.cached_property
     def parity_checks(self) -> np.ndarray:
-        """``H``: float64 ``(rows − rank, n · parts)``. If all children computed with the same gradients, their
-        messages ``M`` (a row each) satisfy ``H·M = 0``, whatever the gradients are. ``H`` spans the left null space
+        """``H``: float64 ``(rows − rank, n · parts)``. If all children computed with
+        the same gradients, their messages ``M`` (a row each) satisfy ``H·M = 0`` for
+        any gradients. ``H`` spans the left null space
         of ``B``: the surplus of the code, with which any two decodings agree. Read-only.
 
-        A row of ``H`` holds children that have partitions in common, and those alone,
-        so that what it finds wrong lies with them. Rows are orthonormal if a child's
-        messages are measured in the power of 2 that is nearest to the largest entry of
-        their row of ``B``. Singular values below 1e-11 of the largest one count as 0, and
-        entries below 1e-12 are rounded to it.
+        A row of ``H`` covers only children with common partitions, so that one of them
+        causes any error in it. Rows are orthonormal if a child's messages are measured
+        in the power of 2 that is nearest to the largest entry of their row of ``B``.
+        Singular values below 1e-11 of the largest one count as 0, and entries below
+        1e-12 are rounded to it.
 
         Example:
             >>> from jaxcoded import codes
@@ -356,25 +364,27 @@ class GradientCode:
             getattr(self, field.name) for field in dataclasses.fields(self)
         )
 
-    # Decoding. Copies (equal rows) collapse to one; the reduced matrix M falls into
+    # Decoding. Copies (equal rows) collapse to one; the reduced matrix M splits into
     # blocks that are solved one by one.
 
     @property
     def classes(self) -> tuple[int, ...]:
         """The class of each row of ``B``; rows of one class are equal, so that one of
-        them will do."""
+        them suffices.
+        """
         return tuple(self._copies[1].tolist())
 
     @functools.cached_property
     def _copies(self) -> tuple[np.ndarray, np.ndarray]:
-        """First of each class of equal rows, and the class of each row."""
+        """The first of each class of equal rows, and the class of each row."""
         first, classes = _blocks.alike(self.B.reshape(len(self.B), -1))
         order = np.argsort(first)
         return first[order], np.argsort(order)[classes]
 
     def _missing_classes(self, missing: np.ndarray) -> np.ndarray:
-        """Bool ``(..., rows)`` to bool ``(..., classes)``: the classes of which no row
-        is there."""
+        """Return the classes without any present row, bool ``(..., classes)``, for
+        missing rows, bool ``(..., rows)``.
+        """
         first, classes = self._copies
         order = np.argsort(classes, kind="stable")
         starts = np.searchsorted(classes[order], np.arange(len(first)))
@@ -388,8 +398,9 @@ class GradientCode:
 
     @functools.cached_property
     def _units(self) -> np.ndarray:
-        """The size of each message, a power of 2: how large a child's messages are must
-        not matter for what is singular."""
+        """The size of each message, a power of 2: the scale of messages must not affect
+        which sets are singular.
+        """
         _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
         return np.ldexp(1.0, exponents - 1)
 
@@ -399,8 +410,10 @@ class GradientCode:
         return _blocks.blocks(self._rows.reshape(-1, self.k, self.m))
 
     def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bool ``(sets, classes)`` of missing classes to ``A`` ``(sets, m, classes)``,
-        bool ``(sets,)``: exact, and float64 ``(sets,)``: what bounds the amplification."""
+        """For missing classes, bool ``(sets, classes)``, return ``A`` ``(sets, m,
+        classes)``, whether each is exact, bool ``(sets,)``, and the bound of its
+        amplification, float64 ``(sets,)``.
+        """
         A = np.zeros((len(missing), self.m, missing.shape[1]))
         exact = np.full(len(missing), self.support.any(axis=0).all())
         bounds = np.zeros(len(missing))
@@ -415,8 +428,9 @@ class GradientCode:
         return A, exact, bounds
 
     def _exact(self, missing: np.ndarray) -> np.ndarray | None:
-        """Bool ``(classes,)`` of missing classes to ``A`` ``(m, classes)`` that gives the
-        exact sum within the code's amplification, if they suffice."""
+        """For missing classes, bool ``(classes,)``, return an ``A`` ``(m, classes)``
+        that gives the exact sum within the code's amplification, if they suffice.
+        """
         (A,), (exact,), (bound,) = self._solve(missing[None])
         if not exact:
             return None
@@ -428,8 +442,9 @@ class GradientCode:
         return A if (enough != missing).all() else self._solve(~enough[None])[0][0]
 
     def _promised(self, missing: np.ndarray) -> np.ndarray | None:
-        """Bool ``(classes,)``: classes with all that a promise asks for, as the first
-        children have it, if none of them is missing."""
+        """Return the classes that a promise needs, bool ``(classes,)``, of the first
+        children that satisfy it, if none of them is missing.
+        """
         heard = ~missing[self._copies[1]].reshape(self.n, self.parts)
         came = np.logical_and.accumulate(heard, axis=1).sum(axis=1)
         for late, parts, first in self._all_promises:
@@ -446,8 +461,9 @@ class GradientCode:
         return (*map(Promise._make, self.promises), whole)
 
     def _beyond(self, parts: np.ndarray) -> np.ndarray:
-        """Int ``(..., n)`` to bool ``(..., rows)``: the parts of each child after its first
-        so many."""
+        """Return the parts of each child after its first ``parts``, int ``(..., n)``,
+        as bool ``(..., rows)``.
+        """
         out = np.arange(self.parts) >= parts[..., None]
         return out.reshape(*parts.shape[:-1], len(self.B))
 
@@ -460,7 +476,7 @@ class GradientCode:
         return Decoding(coefficients, float(np.linalg.norm(error)))
 
     def _best(self, mask: np.ndarray) -> np.ndarray:
-        """The exact coefficients, or those with the least residual."""
+        """Return the exact coefficients, or those with the least residual."""
         missing = self._missing_classes(~mask)
         reduced = self._exact(missing)
         if reduced is None:
@@ -478,7 +494,7 @@ class GradientCode:
         return coefficients
 
     def _one_step(self, mask: np.ndarray) -> np.ndarray:
-        """The same coefficient for all that came."""
+        """Return the same coefficient for all received messages."""
         mass = self.B.sum() / len(self.B) * mask.sum()
         return np.where(mask, self.k / mass if mask.any() else 0.0, 0.0)[None]
 
@@ -487,7 +503,7 @@ class GradientCode:
     def _answered(
         self, answered: Sequence[bool] | Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """Bool ``(rows,)``."""
+        """Return the answered rows, bool ``(rows,)``."""
         given = np.asarray(answered)
         if given.dtype == bool:
             if given.shape == (self.n, self.parts):
@@ -514,12 +530,15 @@ class GradientCode:
         return self._rows_of(mask)
 
     def _rows_of(self, missing: np.ndarray) -> np.ndarray:
-        """Bool ``(..., n)`` to bool ``(..., rows)``: all parts of those children."""
+        """Return all parts of the missing children, bool ``(..., n)``, as bool ``(...,
+        rows)``.
+        """
         return np.repeat(missing, self.parts, axis=-1)
 
     def _hardest(self) -> np.ndarray:
-        """Bool ``(sets, rows)``: messages that are missing where the code must answer, in
-        sets of which one is as hard as any other, sampled beyond 256."""
+        """The sets of missing messages that the code must tolerate, bool ``(sets,
+        rows)``: the hardest ones, sampled beyond 256.
+        """
         promises = sorted(set(self._all_promises))
         out, most = [], MAX_SETS
         for left, (late, parts, first) in zip(range(len(promises), 0, -1), promises):
@@ -529,10 +548,10 @@ class GradientCode:
         return np.concatenate(out)
 
     def _hardest_patterns(self, late: int, most: int) -> np.ndarray:
-        """Bool ``(sets, n)``: patterns of at most so many children of which one is as hard
-        as any other pattern.
+        """Return patterns of at most ``late`` children, bool ``(sets, n)``, which
+        include the hardest ones.
 
-        Blocks decode one by one, so those of one block of each kind will do.
+        Blocks decode one by one, so patterns in one block of each kind suffice.
         """
         if _count(self.n, late) <= most:
             return self._patterns(np.arange(self.n), late, most)
@@ -551,8 +570,9 @@ class GradientCode:
         )
 
     def _patterns(self, children: np.ndarray, late: int, most: int) -> np.ndarray:
-        """Bool ``(sets, n)``: at most ``late`` of these; as many as that in ``most``
-        samples where there are more patterns."""
+        """Return sets of at most ``late`` of these children, bool ``(sets, n)``;
+        ``most`` samples of exactly ``late`` if there are more.
+        """
         s = min(late, len(children))
         if _count(len(children), late) <= most:
             sets = (
@@ -583,12 +603,12 @@ class GradientCode:
 
 
 def _count(children: int, late: int) -> int:
-    """How many patterns of at most ``late`` of so many children there are."""
+    """Return the number of patterns of at most ``late`` of ``children`` children."""
     return sum(math.comb(children, e) for e in range(late + 1))
 
 
 def _masks(n: int, sets: Iterable[Sequence[int]]) -> np.ndarray:
-    """Bool ``(sets, n)``."""
+    """Return the sets as bool ``(sets, n)``."""
     rows = []
     for each in sets:
         rows.append(np.zeros(n, bool))

@@ -12,9 +12,9 @@ def grouped(
     *,
     decoding: str = "least_squares",
 ) -> GradientCode:
-    """Groups of at most ``load`` children that hold the same partitions, any ``m`` of
-    which give the sum of their group: fractional repetition with slices, for any ``n``
-    and any ``s < n``. Approximate.
+    """Return a code of groups of at most ``load`` children that hold the same
+    partitions, any ``m`` of which give the sum of their group: fractional repetition
+    with slices, for any ``n`` and any ``s < n``. Approximate.
 
     If ``a`` of the ``c`` children of a group answer, the squared residual is the sum of
     ``c · max(0, m − a)`` over the groups. These are the groups of Kadhe, Koyluoglu and
@@ -24,10 +24,10 @@ def grouped(
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
-        load: the partitions of a child, at most; the groups are as equal as possible.
+        load: the most partitions of a child; the groups are as equal as possible.
         slices: ``m ≥ 1``, at most the size of the smallest group; messages are ``1/m``
             as long as the gradient.
-        decoding: ``"least_squares"``; ``"exact"`` where ``s`` is small enough; or
+        decoding: ``"least_squares"``; ``"exact"`` if ``s`` is small enough; or
             ``"one_step"`` for one slice; see `GradientCode`.
 
     Returns:
@@ -60,7 +60,7 @@ def grouped(
 
 
 def trigonometric(children: int, slices: int) -> np.ndarray:
-    """``(children, slices)`` with orthogonal columns; any ``slices`` rows are
+    """Return ``(children, slices)`` with orthogonal columns; any ``slices`` rows are
     independent.
 
     Row ``i`` is ``cos + sin`` of ``f · 2πi/children`` for ``slices`` frequencies in

@@ -6,12 +6,12 @@ from jaxcoded.codes._linear import of_groups
 
 
 def hamming(n: int, r: int) -> GradientCode:
-    """The binary Hamming code with ``r`` checks, its generator read as real numbers:
-    ``[2^r − 1, 2^r − 1 − r, 3]``.
+    """Return the binary Hamming code with ``r`` checks, its generator read as real
+    numbers: ``[2^r − 1, 2^r − 1 − r, 3]``.
 
     Any two children of each group may be missing, and many sets of up to ``r``. A long
-    code: its messages are short and its load is high. One of the codes that fit the
-    framework of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see `linear`.
+    code has short messages and a high load. It is one of the codes in the framework of
+    Kadhe, Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see `linear`.
 
     Args:
         n: number of children and of partitions, a multiple of ``2^r − 1``.

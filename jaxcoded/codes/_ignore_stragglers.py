@@ -5,11 +5,11 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 
 def ignore_stragglers(n: int, stragglers: int) -> GradientCode:
-    """No redundancy, and no waiting: the sum of the ``n−s`` children that came, times
-    ``n/(n−s)``.
+    """Return a code without redundancy or waits: the sum of the first ``n−s`` children,
+    times ``n/(n−s)``.
 
-    The baseline of Tandon et al. 2017 (arXiv 1612.03301, section 5) that gives up
-    exactness. The loads are those of `uncoded`.
+    This is the inexact baseline of Tandon et al. 2017 (arXiv 1612.03301, section 5).
+    The loads are those of `uncoded`.
 
     Args:
         n: number of children.

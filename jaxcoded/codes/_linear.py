@@ -9,14 +9,14 @@ from jaxcoded.codes._redraw import accepted
 def linear(
     n: int, generator: np.ndarray, *, stragglers: int | None = None
 ) -> GradientCode:
-    """Groups of ``d`` children that send their sum encoded by a linear ``[d, m, δ]``
-    code, any that there is.
+    """Return a code of groups of ``d`` children that send their sum encoded by any
+    linear ``[d, m, δ]`` code.
 
     The ``d`` children of a group hold the same ``d`` partitions. The sum of these is
     cut into ``m`` slices, and child ``i`` sends their combination by column ``i`` of
     the generator. So block length is load, dimension is communication saving, and
     minimum distance is tolerance: the framework of Kadhe, Koyluoglu and Ramchandran
-    2020 (arXiv 2005.07184). Decodable where the answered columns of every group have
+    2020 (arXiv 2005.07184). It is decodable if the answered columns of every group have
     rank ``m``; any ``d−δ+1`` of a group do.
 
     A row of ones is fractional repetition.
@@ -31,10 +31,10 @@ def linear(
         form group ``g`` and hold the partitions of the same numbers.
 
     Raises:
-        ValueError: the generator is not a finite real matrix of rank ``m``, ``d`` does
-            not divide ``n``, some ``stragglers`` columns are needed, there are more
-            than 200,000 sets of columns to try, or float64 cannot decode the code
-            (amplification · eps > 1e-3).
+        ValueError: the generator is not a finite real matrix of rank ``m``, or ``d``
+            does not divide ``n``. Or some ``stragglers`` columns are needed, more than
+            200,000 sets of columns would have to be tried, or float64 cannot decode the
+            code (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes
@@ -49,7 +49,7 @@ def linear(
 
 
 def of_groups(n: int, G: np.ndarray, stragglers: int | None, name: str) -> GradientCode:
-    """`linear` by another name."""
+    """Return `linear` under another name."""
     n = _require.integer("n", n, 1)
     H = parity_check(G)
     d = G.shape[1]

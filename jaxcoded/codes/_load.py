@@ -2,12 +2,12 @@ import math
 
 from jaxcoded import _require
 
-# Numbers in a code: 1 GiB of float64.
+# Most numbers in a code: 1 GiB of float64.
 MOST_NUMBERS = 1 << 27
 
 
 def check_size(*shape: int) -> None:
-    """Raise a ValueError unless a tensor of this shape has a size that a code may have."""
+    """Raise a ValueError unless a code may have a tensor of this shape."""
     if math.prod(shape) > MOST_NUMBERS:
         raise ValueError(
             f"a code of shape {_require.shown(shape)} has more than {MOST_NUMBERS} numbers: "
@@ -18,8 +18,8 @@ def check_size(*shape: int) -> None:
 def checked(
     n: int, stragglers: int, slices: int, load: int | None
 ) -> tuple[int, int, int, int]:
-    """Return ``n``, ``s``, ``m`` and the load ``d``, by default the least there is:
-    ``s+m``. A ValueError if one is out of range, or ``d < s+m``, which no code can be.
+    """Return ``n``, ``s``, ``m`` and the load ``d``, by default the least possible,
+    ``s+m``. A ValueError if one is out of range, or ``d < s+m``, which is impossible.
     """
     n = _require.integer("n", n, 1)
     s = _require.integer("stragglers", stragglers, 0)

@@ -20,7 +20,7 @@ EXACT = (
     "progressive",
     "adaptive",
 )
-# Whatever the slices, all children but one may be missing.
+# For any slices all children but one may be missing.
 APPROXIMATE = (
     "ignore_stragglers",
     "bernoulli",
@@ -35,20 +35,19 @@ NAMES = (*EXACT, *APPROXIMATE)
 def named(
     text: str, n: int, stragglers: int = 0, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
-    """The code that a text names: a constructor of `jaxcoded.codes`, and what it needs
-    besides the common arguments.
+    """Return the code that a text names: a constructor of `jaxcoded.codes`, and its
+    arguments other than the common ones.
 
     Args:
-        text: such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``: one of
-            `NAMES`, with keyword arguments that are Python literals.
+        text: one of `NAMES`, with keyword arguments that are Python literals, such as
+            ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``.
         n: number of children.
-        stragglers: ``s``, that may be missing.
-        slices: ``m``.
-        seed: of random codes.
+        stragglers: ``s``, the number of children that may be missing.
+        slices: ``m``, the number of slices.
+        seed: the seed of random codes.
 
-    Returns:
-        A `GradientCode` with ``m`` slices, or as many times more as it has parts. It
-        may tolerate more than ``s``.
+    Returns: A `GradientCode` with ``m`` slices, times its number of parts. It may
+        tolerate more than ``s``.
 
     Raises:
         ValueError: no such name or argument, the constructor rejects the arguments, or
@@ -89,7 +88,7 @@ def named(
 
 
 def needed(text: str, stragglers: int, slices: int) -> int:
-    """The number of children that a parent needs for the code that a text names."""
+    """Return the number of children that a parent needs for the code that a text names."""
     approximate = parsed(text)[0] in APPROXIMATE
     return stragglers + (1 if approximate else slices)
 

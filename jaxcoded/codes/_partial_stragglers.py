@@ -12,28 +12,28 @@ from jaxcoded.codes._load import check_size
 def partial_stragglers(
     n: int, late: int, *, slowdown: float, seed: int = 0
 ) -> GradientCode:
-    """Two messages per child: the sum of partitions of its own first, then a coded one.
-    For stragglers that are slow, not dead.
+    """Return a code with two messages per child: first the sum of partitions that no
+    other child holds, then a coded one. It is for stragglers that are slow, not dead.
 
     The parent needs the first message of all ``n`` children and the second one of any
-    ``n−s``. Child ``i`` holds partition ``i`` of ``n`` naive ones alone and ``s+1`` of
-    ``n`` coded ones. A naive one is ``n1 = (s+1)/(α−1)`` times as large as a coded one:
-    when the others have finished both parts, a child that is ``α`` times slower has
-    just finished the first. The load is ``α(s+1)/(n(s+α))`` of the examples, ``α/(s+α)``
-    of that of a full code. Tandon et al. 2017 (arXiv 1612.03301, section 4).
+    ``n−s``. Child ``i`` is the only holder of partition ``i`` of ``n`` naive ones, and
+    holds ``s+1`` of ``n`` coded ones. A naive one is ``n1 = (s+1)/(α−1)`` times as
+    large as a coded one: when the others have finished both parts, a child that is
+    ``α`` times slower has just finished the first. The load is ``α(s+1)/(n(s+α))`` of
+    the examples, ``α/(s+α)`` of that of a full code. Tandon et al. 2017 (arXiv
+    1612.03301, section 4).
 
     Args:
         n: number of children.
         late: ``s`` in ``0 … n−1``, the children whose second message may be missing.
-            No child may be missing altogether.
-        slowdown: ``α > 1``, how many times slower a straggler is at most.
-        seed: of the random draws of the coded part (`cyclic_repetition`; `fractional_repetition`
-            where ``s+1`` divides ``n``).
+            No child may be missing completely.
+        slowdown: ``α > 1``, the largest slowdown of a straggler.
+        seed: the seed of the random draws of the coded part (`cyclic_repetition`;
+            `fractional_repetition` if ``s+1`` divides ``n``).
 
-    Returns:
-        A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
-        ``stragglers = 0``. Its amplification is over sets without late
-        second parts, too.
+    Returns: A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
+        ``stragglers = 0``. Its amplification also covers sets without late second
+        parts.
 
     Raises:
         ValueError: ``α ≤ 1``, ``s`` is out of range, or as `cyclic_repetition`.

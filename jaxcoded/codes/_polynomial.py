@@ -10,8 +10,9 @@ from jaxcoded.codes._redraw import accepted, usual_amplification
 def polynomial(
     n: int, stragglers: int, slices: int = 1, *, load: int | None = None
 ) -> GradientCode:
-    """The codes of Ye and Abbe 2018 (arXiv 1802.03475, Vandermonde construction): child
-    ``i`` holds partitions ``i, i+1, …, i+d−1`` (mod n), for any ``n`` and ``d ≥ s+m``.
+    """Return a code of Ye and Abbe 2018 (arXiv 1802.03475, Vandermonde construction):
+    child ``i`` holds partitions ``i, i+1, …, i+d−1`` (mod n), for any ``n`` and ``d ≥
+    s+m``.
 
     Partition ``j`` has the polynomial ``p`` with roots at the points of the ``n−d``
     children that do not hold it, and ``p^(u) = x·p^(u−1) − c·p``, such that the top
@@ -19,14 +20,14 @@ def polynomial(
     of ``p^(u)`` at point ``i``. The points are the paper's: ±(1 + i/2), and 0 for odd
     ``n``, here with alternating signs.
 
-    Any ``d−m`` children may be missing, and ``s`` of them are what a plan counts on:
-    with ``d > s+m`` there is more than enough in ``n−s`` answers, which lowers the
-    amplification. No randomness and no search, but **unstable**: the paper decodes by
-    inverting a Vandermonde matrix, which has no digits left beyond n ≈ 20. The least
-    norm decoder of `GradientCode` does better where ``s`` and ``m`` are small, yet the
-    amplification still grows by powers of ``n`` and exponentially with ``s+m``, so take
-    `random_generator` for anything but small codes. It warns where the amplification is
-    more than ten times that of random codes.
+    Any ``d−m`` children may be missing, but a plan relies on ``s`` only: with ``d >
+    s+m`` the ``n−s`` answers have a surplus, which lowers the amplification. The
+    construction needs no randomness and no search, but is **unstable**: the paper
+    decodes by inverting a Vandermonde matrix, which loses all digits beyond n ≈ 20. The
+    least-norm decoder of `GradientCode` is better for small ``s`` and ``m``. Yet the
+    amplification still grows by powers of ``n`` and exponentially with ``s+m``, so use
+    `random_generator` for all but small codes. A warning appears if the amplification
+    is more than ten times that of random codes.
 
     Args:
         n: number of children and of partitions.
@@ -55,7 +56,7 @@ def polynomial(
     # partition j misses the children after it; those before it hold it
     roots = points[(np.arange(1, n - d + 1) + np.arange(n)[:, None]) % n]
     B = np.empty((n, n, m))
-    with np.errstate(over="ignore", invalid="ignore"):  # an error below
+    with np.errstate(over="ignore", invalid="ignore"):  # raises an error below
         first = value = np.prod(points[:, None, None] - roots, axis=2)
         # coefficients, highest power first
         p = np.array([np.atleast_1d(np.poly(each)) for each in roots])

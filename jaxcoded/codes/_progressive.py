@@ -6,14 +6,15 @@ from jaxcoded.codes._load import check_size
 
 
 def progressive(n: int, stragglers: int) -> GradientCode:
-    """Every child sends the sums of its ``s+1`` partitions one after the other, so that
-    what a slow child has finished counts.
+    """Return a code in which every child sends the sums of its ``s+1`` partitions one
+    after the other, so that the finished part of a slow child counts.
 
-    Child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n) and sends them in this order.
-    The parent needs each partition from somebody: any ``s`` children may be missing, or
-    more that have done part of their work. It takes ``s+1`` messages of every child
-    where a coded one is enough, and no rounding grows: the coefficients are 0 and 1.
-    What is known as multi-message communication without a code.
+    Child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n) and sends them in this
+    order. The parent needs each partition from some child: any ``s`` children may be
+    missing, or more that have done part of their work. It uses ``s+1`` messages of
+    every child where a single coded one suffices. Rounding does not grow: the
+    coefficients are 0 and 1. This is known as multi-message communication without a
+    code.
 
     Args:
         n: number of children.

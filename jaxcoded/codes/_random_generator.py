@@ -15,27 +15,30 @@ def random_generator(
     loads: list[int] | np.ndarray | None = None,
     seed: int = 0,
 ) -> GradientCode:
-    """A code on any support: unequal loads and any number of slices.
+    """Return a random code on any support: unequal loads and any number of slices.
 
-    Draw a random ``W`` of shape ``(s+m, n)``: its first ``s`` rows are the parity checks of ``B``, its last ``m``
-    the decoder if all children answer. For every partition ``j`` they fix ``W · B[:, j, :] = [0; I]``, a system on
-    the holders of ``j`` alone. Any ``s`` columns of the checks are invertible with probability 1, so any ``n−s``
-    children suffice. These are the random codes of Ye and Abbe 2018 (arXiv 1802.03475) written by their dual
-    (``s+m`` unknowns instead of ``n−s``), on any support as in the heterogeneity-aware codes of Wang et al. 2019.
-    Redrawn at most 64 times for a small amplification.
+    Draw a random ``W`` of shape ``(s+m, n)``: its first ``s`` rows are the parity
+    checks of ``B``, its last ``m`` the decoder if all children answer. For every
+    partition ``j`` they fix ``W · B[:, j, :] = [0; I]``, a system on the holders of
+    ``j`` alone. Any ``s`` columns of the checks are invertible with probability 1, so
+    any ``n−s`` children suffice. These are the random codes of Ye and Abbe 2018 (arXiv
+    1802.03475) written by their dual (``s+m`` unknowns instead of ``n−s``), on any
+    support as in the heterogeneity-aware codes of Wang et al. 2019. It is redrawn at
+    most 64 times for a small amplification.
 
     Args:
         n: number of children.
         stragglers: ``s``, with ``s + slices ≤ n``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
-        load: ``d`` in ``s+m … n``, the same for all children. Default: ``s+m``,
-            the least there is.
+        load: ``d`` in ``s+m … n``, the same for all children. Default: ``s+m``, the
+            least possible.
         support: bool ``(n, k)``, child ``i`` holds partition ``j``; every partition
             needs at least ``s + m`` holders. Default: ``k = n`` partitions dealt
             round-robin, ``load`` to each child.
         loads: instead, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
             ``ℓ_i ≤ k``, dealt round-robin over the ``k`` partitions.
-        seed: of the random draws; the same seed gives the same code on every rank.
+        seed: the seed of the random draws; the same seed gives the same code on every
+            rank.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, k, m)``.
@@ -82,8 +85,9 @@ def random_generator(
 
 
 def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
-    """Bool ``(n, k)``: child after child takes its next ``loads[i]`` partitions, round
-    and round."""
+    """Return bool ``(n, k)``: each child in turn takes the next ``loads[i]``
+    partitions, cyclically.
+    """
     if (
         loads.shape != (n,)
         or not np.issubdtype(loads.dtype, np.integer)

@@ -7,11 +7,11 @@ import numpy as np
 from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
-# So often it is drawn, however long that takes, until a draw can be decoded. Which draws can
-# depends on how a processor rounds.
+# The number of draws, however long they take, until one can be decoded. Which draws can
+# be depends on a processor's rounding.
 _DRAWS_FOR_ONE = 8
 _WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
-# Rounding beyond this share of the result is not an exact sum any more.
+# With more rounding than this share of the result a sum no longer counts as exact.
 MAX_ROUNDING = 1e-3
 
 
@@ -26,10 +26,10 @@ def usual_amplification(n: int, stragglers: int, slices: int) -> float:
 
 
 def draws(n: int, stragglers: int, parts: int = 1) -> int:
-    """How often to draw: 64 times, or as often as takes about a second.
+    """Return how often to draw: 64 times, or as often as possible in about a second.
 
-    Judging a draw takes a singular value decomposition of ``B`` and one of a matrix
-    with as many columns, and ``s`` rows for each part, for every straggler pattern.
+    Each draw needs a singular value decomposition of ``B`` and, for every straggler
+    pattern, one of a matrix with as many columns, and ``s`` rows for each part.
     """
     patterns = min(MAX_SETS, sum(math.comb(n, e) for e in range(stragglers + 1)))
     rows = n * parts
@@ -39,7 +39,7 @@ def draws(n: int, stragglers: int, parts: int = 1) -> int:
 
 
 def too_large(amplification: float) -> bool:
-    """Whether rounding in float64 leaves fewer than three digits of the sums."""
+    """Return whether rounding in float64 leaves fewer than three digits of the sums."""
     return amplification * float(np.finfo(np.float64).eps) > MAX_ROUNDING
 
 
@@ -52,7 +52,7 @@ def accepted(
 ) -> GradientCode:
     """Return the code with this ``B``; a ValueError if float64 cannot decode it from
     some set of ``n−s`` children, or amplification · eps(float64) > 1e-3. ``patterns``:
-    sets of missing children that are tried besides those of `GradientCode`."""
+    sets of missing children to try in addition to those of `GradientCode`."""
     start = (
         f"{name} with n = {B.shape[0]}, stragglers = {stragglers}, slices = "
         f"{B.shape[2]} cannot be decoded in float64: "
@@ -73,7 +73,7 @@ def accepted(
         amplification = max(amplification, float((A @ magnitude).max()))
     if too_large(amplification):
         raise ValueError(f"{start}the amplification is {amplification:.1e}; {remedy}")
-    code.__dict__["amplification"] = amplification  # in place of what it caches
+    code.__dict__["amplification"] = amplification  # replaces the cached value
     return code
 
 
@@ -89,8 +89,9 @@ def least_amplified(
     promises: tuple[tuple[int, int, int], ...] = (),
 ) -> GradientCode:
     """Return the code with the smallest amplification of some draws of ``B``, at most
-    64; a ValueError if float64 can decode none, or with amplification · eps(float64) >
-    1e-3 alone. Warns where it is far above the usual one."""
+    64; a ValueError if float64 can decode none with amplification · eps(float64) ≤
+    1e-3. A warning appears if it is far above the usual one.
+    """
     rng = np.random.default_rng([seed, n, stragglers, slices])
     usual = usual_amplification(n, stragglers, slices)
     best: GradientCode | None = None
@@ -105,7 +106,7 @@ def least_amplified(
         if best is None or code.amplification < best.amplification:
             best = code
         if best.amplification <= 1 + 1e-9:
-            break  # there is no better one
+            break  # no better one exists
     if best is None or too_large(best.amplification):
         reached = (
             "no draw could be decoded"

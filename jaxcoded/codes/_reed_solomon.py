@@ -5,16 +5,16 @@ from jaxcoded.codes._linear import of_groups
 
 
 def reed_solomon(n: int, stragglers: int, slices: int = 1) -> GradientCode:
-    """Groups of ``d = s+m`` children that send values of a polynomial of degree ``m−1``
-    whose coefficients are the slices of the sum of the group.
+    """Return a code of groups of ``d = s+m`` children that send values of a polynomial
+    of degree ``m−1``, whose coefficients are the slices of the group's sum.
 
-    Any ``s`` children of each group may be missing. A Reed–Solomon code, which is
-    maximum distance separable, for the framework of Kadhe, Koyluoglu and Ramchandran
-    2020 (arXiv 2005.07184), see `linear`. Over the reals it depends on the nodes how
-    much rounding grows: here they are equally spaced on the unit circle, and the
-    polynomials real trigonometric ones. No draws, and a smaller amplification than that
-    of `gaussian_mds` for nearly all ``s`` and ``m``; with nodes on a line, even at
-    Chebyshev points, it is larger by powers.
+    Any ``s`` children of each group may be missing. It is a Reed–Solomon code, which is
+    maximum distance separable, in the framework of Kadhe, Koyluoglu and Ramchandran
+    2020 (arXiv 2005.07184), see `linear`. Over the reals the growth of rounding depends
+    on the nodes: here they are equally spaced on the unit circle, and the polynomials
+    are real trigonometric ones. The code needs no draws, and has a smaller
+    amplification than `gaussian_mds` for nearly all ``s`` and ``m``; with nodes on a
+    line, even at Chebyshev points, it is larger by powers.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.

@@ -6,11 +6,11 @@ from jaxcoded.codes._linear import of_groups
 
 
 def single_parity_check(n: int, slices: int) -> GradientCode:
-    """Groups of ``m+1`` children of which ``m`` send one slice each of the sum of the
-    group, and the last sends the sum of these slices: a ``[m+1, m, 2]`` code.
+    """Return a code of groups of ``m+1`` children: ``m`` of them send one slice each of
+    the group's sum, and the last sends the sum of these slices, a ``[m+1, m, 2]`` code.
 
-    Any one child of each group may be missing. The coefficients are 0, 1 and −1 when
-    one is. The simplest code of the framework of Kadhe, Koyluoglu and Ramchandran 2020
+    Any one child of each group may be missing. The coefficients are then 0, 1 and −1.
+    It is the simplest code in the framework of Kadhe, Koyluoglu and Ramchandran 2020
     (arXiv 2005.07184), see `linear`.
 
     Args:

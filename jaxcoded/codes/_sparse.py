@@ -12,21 +12,22 @@ def bernoulli(
     seed: int = 0,
     decoding: str = "least_squares",
 ) -> GradientCode:
-    """Bernoulli code (BGC): child ``i`` holds partition ``j`` with probability
+    """Return a Bernoulli code (BGC): child ``i`` holds partition ``j`` with probability
     ``load/n``, each independently. Approximate, for any ``n`` and ``s < n``.
 
-    The Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017 (arXiv
-    1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the squared
-    residual is ``(n − load) · n/(r · load)`` on average. Here no partition is left
-    without a holder and no child without a partition: what is empty after the draw gets
-    one entry, where there are fewest. So the loads are a little above ``load`` on
-    average where it is as small as ``log n``.
+    This is the Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017
+    (arXiv 1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the
+    squared residual is ``(n − load) · n/(r · load)`` on average. Here every partition
+    has a holder and every child a partition: an empty one gets an entry after the draw,
+    in the row or column with the fewest. So the average load is a little above ``load``
+    if that is as small as ``log n``.
 
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
         load: the expected number of partitions of a child, above 0 and at most ``n``.
-        seed: of the random draw; the same seed gives the same code on every rank.
+        seed: the seed of the random draw; the same seed gives the same code on every
+            rank.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
@@ -58,17 +59,17 @@ def stochastic_block(
     seed: int = 0,
     decoding: str = "least_squares",
 ) -> GradientCode:
-    """Stochastic block code (SBC): a child draws one share of its partitions from its
-    own block of them, the rest from all others. Approximate, for any ``n`` and ``s <
-    n``.
+    """Return a stochastic block code (SBC): a child draws one share of its partitions
+    from its own block, and the rest from all others. Approximate, for any ``n`` and ``s
+    < n``.
 
     Children and partitions are cut into ``blocks`` blocks of ``n/blocks`` (or the two
-    integers next to that), and entries are drawn independently with one probability
-    inside the blocks and another outside: the stochastic block code of Charles and
+    integers next to that). Entries are drawn independently, with one probability inside
+    the blocks and another outside. This is the stochastic block code of Charles and
     Papailiopoulos 2018 (arXiv 1805.10378). It lies between fractional repetition
-    (``inside = 1`` and ``load = n/blocks``), which loses little to stragglers at random
-    but all of a block to the worst ones, and the Bernoulli code (``inside =
-    1/blocks``). Empty partitions and children are filled as in `bernoulli`.
+    (``inside = 1`` and ``load = n/blocks``) and the Bernoulli code (``inside =
+    1/blocks``). Fractional repetition loses little to random stragglers, but a whole
+    block to the worst ones. Empty partitions and children are filled as in `bernoulli`.
 
     Args:
         n: number of children and of partitions.
@@ -76,7 +77,8 @@ def stochastic_block(
         load: the expected number of partitions of a child, above 0.
         blocks: in ``2 … n``.
         inside: the share of the load that is in the child's own block, in ``0 … 1``.
-        seed: of the random draw; the same seed gives the same code on every rank.
+        seed: the seed of the random draw; the same seed gives the same code on every
+            rank.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
@@ -84,7 +86,7 @@ def stochastic_block(
 
     Raises:
         ValueError: an argument out of range, or more partitions inside or outside of a
-            block than there are.
+            block than exist.
 
     Example:
         >>> from jaxcoded import codes
@@ -113,7 +115,7 @@ def stochastic_block(
 
 
 def _draw(probability: np.ndarray, seed: int) -> np.ndarray:
-    """0/1 ``(n, n)`` with these probabilities; no row and no column is empty."""
+    """Draw 0/1 ``(n, n)`` with these probabilities; no row and no column is empty."""
     n = len(probability)
     held = np.random.default_rng([seed, n]).random((n, n)) < probability
     for partition in np.flatnonzero(~held.any(axis=0)):

@@ -5,8 +5,8 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 
 def uncoded(n: int) -> GradientCode:
-    """No redundancy: child ``i`` holds partition ``i`` alone, and all ``n`` must
-    answer.
+    """Return a code without redundancy: child ``i`` holds only partition ``i``, and all
+    ``n`` must answer.
 
     Args:
         n: number of children, at least 1.

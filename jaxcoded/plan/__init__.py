@@ -1,4 +1,6 @@
-"""Strategies, the plans made of them, and what each rank reads. Without JAX and MPI."""
+"""Strategies, the plans made from them, and the examples of each rank, without JAX and
+MPI.
+"""
 
 from jaxcoded.plan.coded import Coded as Coded
 from jaxcoded.plan.plan import Plan as Plan

@@ -1,5 +1,6 @@
-"""From a plan and a batch size to the examples that each rank reads and their coding
-weights."""
+"""Compute the examples that each rank reads, and their coding weights, from a plan and
+a batch size.
+"""
 
 import numpy as np
 
@@ -42,21 +43,22 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return what one rank reads, padded to one static length for all ranks; in a plan with unequal speeds, to a length
-    of its own. A ValueError if ``batch_size < 1``, or there is no such rank.
+    """Return the examples and weights of one rank, padded to one static length for all
+    ranks, or to a separate length with unequal speeds. A ValueError if ``batch_size <
+    1``, or the rank does not exist.
 
     Padding repeats one of the rank's own examples (example 0 on a rank without data) with weight 0.
 
     Returns:
         indices: int64 ``(length,)`` into the global batch, ``length ≥ 1``.
-        weights: float64. Where the work is shared, ``(blocks · size,)``: 1 for the
-            examples of the rank's own blocks, which come first, and 0 for those that it
-            holds for others. Without slices and parts ``(length,)``: the weight of each
-            example in the local loss. Otherwise ``(chunks, length // chunks, P · M)``:
-            the coefficients of the ``M`` slices of each example's gradient in the
-            ``P`` parts of the message, equal within a chunk but for padding. The number
-            of chunks is a multiple of ``P``, and the first ``(p + 1) / P`` of them are
-            all of part ``p``.
+        weights: float64. With shared work ``(blocks · size,)``: 1 for the examples of
+            the rank's own blocks, which come first, and 0 for those that it holds for
+            others. Without slices and parts ``(length,)``: the weight of each example
+            in the local loss. Otherwise ``(chunks, length // chunks, P · M)``: the
+            coefficients of the ``M`` slices of each example's gradient in the ``P``
+            parts of the message, equal within a chunk but for padding. The number of
+            chunks is a multiple of ``P``, and the first ``(p + 1) / P`` of them are all
+            of part ``p``.
 
     Example:
         >>> import jaxcoded

@@ -1,9 +1,8 @@
 """The batch cut into atoms: parts whose examples have the same coefficients on every
 rank.
 
-What the ranks' messages add up to is known once the coefficient of every atom in the
-sum is: 1 where it is exact. Where work is shared the atoms are the blocks, and who computes one is
-settled during the round.
+The coefficients of all atoms in a sum describe it: they are 1 if it is exact. With
+shared work the atoms are the blocks, which are assigned to ranks during the round.
 """
 
 import functools
@@ -18,8 +17,8 @@ from jaxcoded.plan.dealing import Run, dealt
 
 @functools.lru_cache(maxsize=64)
 def sizes(plan: Plan) -> np.ndarray:
-    """The parts of the batch that the atoms are, float64 ``(atoms,)``: they add up
-    to 1.
+    """Return the sizes of the atoms as parts of the batch, float64 ``(atoms,)``: they
+    add up to 1.
 
     Example:
         >>> import jaxcoded
@@ -32,8 +31,9 @@ def sizes(plan: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def coefficients(plan: Plan, rank: int) -> np.ndarray:
-    """How one rank weighs each atom: float64 ``(atoms, P, M)``, 0 where it does not
-    hold the atom. ``P`` and ``M`` are `Plan.parts_above` and `Plan.slices_above`."""
+    """Return one rank's weight of each atom: float64 ``(atoms, P, M)``, 0 if it does
+    not hold the atom. ``P`` and ``M`` are `Plan.parts_above` and `Plan.slices_above`.
+    """
     bounds = _bounds(plan)
     place = {bound: i for i, bound in enumerate(bounds)}
     out = np.zeros((len(bounds) - 1, plan.parts_above[rank], plan.slices_above[rank]))

@@ -36,8 +36,9 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
 
 def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:
-    """Positions of examples with equal coefficients, in runs of at most
-    ``chunk_size``; stage after stage, as many chunks in each."""
+    """Return positions of examples with equal coefficients, in runs of at most
+    ``chunk_size``; stages follow each other, with equally many chunks.
+    """
     stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
     for stage, alike in _alike(coefficients):
         stages[stage] += [
@@ -53,8 +54,9 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
 
 
 def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Positions of examples with equal coefficients, and their stage: the first part
-    that they are in."""
+    """Return positions of examples with equal coefficients, and their stage: the first
+    part that contains them.
+    """
     _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
@@ -66,9 +68,11 @@ def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
-    """Number and size of chunks, the same for all of these ranks: as few examples as
-    will take every rank's, alike in a chunk, and of equals the largest chunks."""
-    # for every rank, by stage, how many examples are alike
+    """Return the number and size of chunks, the same for all of these ranks. They hold
+    every rank's examples, alike in a chunk, with the least padding, and then with the
+    largest chunks.
+    """
+    # for every rank, the numbers of alike examples by stage
     sizes: list[list[list[int]]] = []
     for rank in ranks:
         sizes.append([[] for _ in range(plan.parts_above[rank])])

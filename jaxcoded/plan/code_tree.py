@@ -1,4 +1,4 @@
-"""A tree of ranks whose parents have codes: what `Coded` and `Uncoded` have in common."""
+"""A tree of ranks whose parents have codes: the common part of `Coded` and `Uncoded`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CodeTree(Strategy, named=False):
-    """See `Coded`, which tells what the attributes are."""
+    """See `Coded` for the attributes."""
 
     stragglers: int = 0
     fanout: int | None = None
@@ -117,11 +117,11 @@ class CodeTree(Strategy, named=False):
 
     @property
     def _names_ranks(self) -> bool:
-        """Whether `code` is of single ranks."""
+        """Return whether `code` names single ranks."""
         return isinstance(self.code, tuple) and isinstance(self.code[0], tuple)
 
     def code_of(self, tree: Tree, rank: int) -> str:
-        """The code asked for at a parent."""
+        """Return the requested code of a parent."""
         if isinstance(self.code, str):
             return self.code
         if self._names_ranks:
@@ -129,8 +129,9 @@ class CodeTree(Strategy, named=False):
         return str(self.code[tree.layers[rank]])
 
     def parameters(self, tree: Tree, rank: int) -> tuple[int, int]:
-        """``s`` and ``m`` of a parent's code: what was asked for, or what its number of
-        children allows."""
+        """Return ``s`` and ``m`` of a parent's code: the requested ones, or those that
+        its number of children allows.
+        """
         children = len(tree.children[rank])
         slices = min(self.slices, children)
         code = self.code_of(tree, rank)
@@ -144,7 +145,9 @@ class CodeTree(Strategy, named=False):
         )
 
     def _needed(self, slices: int) -> int:
-        """The number of children that a parent needs, with the least of the codes."""
+        """Return the number of children that a parent needs, by the least demanding
+        code.
+        """
         texts: list[Any] = (
             [self.code] if isinstance(self.code, str) else list(self.code)
         )
@@ -194,7 +197,7 @@ class CodeTree(Strategy, named=False):
             "redundancy or a code below is approximate"
         )
 
-    # Others in its place.
+    # Replacements.
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
         its: Any = self  # a dataclass, as all kinds are
@@ -206,7 +209,9 @@ class CodeTree(Strategy, named=False):
         return super().for_others(speeds)
 
     def _checked_speeds(self) -> tuple[Fraction, ...] | None:
-        """Relative to the fastest. That of a rank that computes nothing does not count."""
+        """Return speeds relative to the fastest, not counting a rank that computes
+        nothing.
+        """
         speeds: Any = self.speeds
         if speeds is None:
             return None

@@ -1,4 +1,6 @@
-"""Coded trees: the batch is laid out redundantly, so that parents need not wait for all children."""
+"""Coded trees: ranks hold the batch redundantly, so that parents need not wait for all
+children.
+"""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,14 +23,14 @@ class Coded(CodeTree):
     2017, generalised to any tree, to slices and to unequal ranks (``docs/theory.md``).
 
     Attributes:
-        stragglers: ``s``, the number of children of every parent that may be missing.
-            A parent that has too few children for it tolerates as many as it can, and
+        stragglers: ``s``, the number of children of every parent that may be missing. A
+            parent with too few children tolerates as many as it can, and
             `Plan.describe` says so.
         fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
             n^L`` gives the paper's regular tree. Default: the smallest one that reaches
             ``size`` at the smallest depth, with at most 8 children (or ``2 (s + m)``)
             to a parent.
-        code: ``"auto"`` (fractional repetition wherever it fits) or the text of a code
+        code: ``"auto"`` (fractional repetition if it fits) or the text of a code
             such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``, see
             `codes.named`, for every parent. Or one for each layer of parents, the
             root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
@@ -37,18 +39,18 @@ class Coded(CodeTree):
         slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a
             load as if ``s + m − 1`` could be missing.
         root_computes: whether the root holds data too. No other rank can replace its work.
-        speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
-            the fastest. Every rank's load is in proportion, but no rank is assigned more
-            than its parent's whole set: `Plan.describe` says where that is so. Default: all
+        speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of the
+            fastest. Every rank's load is in proportion, but no rank is assigned more
+            than its parent's whole set: `Plan.describe` names these ranks. Default: all
             equal.
-        by_host: instead of ``fanout``, a tree that follows hosts: one rank of each is the
-            root's child, and the others there its children. With all ranks on one host, the
-            tree is what it would be without.
+        by_host: instead of ``fanout``, a tree that follows hosts: one rank of each is
+            the root's child, and the others there its children. With all ranks on one
+            host it has no effect.
         seed: of random codes; equal seeds give equal plans.
         parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
 
     Raises:
-        ValueError: an argument is not as said. The message names the value and the
+        ValueError: an argument is not as described. The message names the value and the
             remedy.
         TypeError: ``root_computes`` or ``by_host`` is not a bool, or ``code`` no text.
 
@@ -96,7 +98,7 @@ class Coded(CodeTree):
 
 
 def _checked_code(code: Any) -> str | tuple[Any, ...]:
-    """A text, one for each layer, or pairs of a rank and its text."""
+    """Return a code's text, one text for each layer, or pairs of a rank and its text."""
     if isinstance(code, Mapping):
         # JSON has texts as keys
         ranks = {int(k) if str(k).isdecimal() else k: text for k, text in code.items()}
@@ -106,7 +108,7 @@ def _checked_code(code: Any) -> str | tuple[Any, ...]:
     elif isinstance(code, Sequence) and not isinstance(code, str):
         made = texts = tuple(code)
         if texts and all(isinstance(each, tuple) for each in texts):
-            return _checked_code(dict(texts))  # of `dataclasses.replace`
+            return _checked_code(dict(texts))  # from `dataclasses.replace`
     else:
         made, texts = code, (code,)
     if not texts or not all(isinstance(text, str) for text in texts):

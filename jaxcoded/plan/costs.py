@@ -1,4 +1,4 @@
-"""Examples of known and unequal cost, dealt out so that all ranks are done at the same time."""
+"""Divide examples of known, unequal cost so that all ranks finish at the same time."""
 
 import heapq
 from collections.abc import Sequence
@@ -8,12 +8,14 @@ import numpy as np
 
 from jaxcoded import _arrays, _require
 
-_LEAST = 1e-3  # of the mean, what a block costs
+_LEAST = 1e-3  # least cost of a block, relative to the mean
 
 
 def checked(costs: Any, examples: int) -> np.ndarray:
-    """Return the costs of so many examples as parts of the largest, float64 ``(examples,)``, read-only; a TypeError or
-    ValueError with the remedy unless each is a finite number ≥ 0."""
+    """Return the costs of the examples relative to the largest, float64
+    ``(examples,)``, read-only; a TypeError or ValueError with the remedy unless each is
+    a finite number ≥ 0.
+    """
     try:
         given = np.asarray(_arrays.viewed(costs))
         # also of dtypes of ml_dtypes, such as bfloat16, which are of the kind "V"
@@ -49,8 +51,8 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
 
     Args:
         costs: float64 ``(examples,)``.
-        rooms: how many examples each place takes, all of them together at least as many as there are. A place's part
-            of the cost is in proportion.
+        rooms: the number of examples that each place takes, in total at least all. A
+            place's share of the cost is in proportion.
 
     Returns:
         The indices of each place in rising order, int64.
@@ -62,7 +64,8 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
         [array([1]), array([0, 2, 3])]
     """
     places: list[list[int]] = [[] for _ in rooms]
-    # of equal costs the place with fewer examples, so that examples that cost nothing are dealt out, too
+    # with equal costs the place with fewer examples, so that free examples are divided,
+    # too
     heap = [(0.0, 0, place) for place, room in enumerate(rooms) if room]
     for example in np.argsort(-costs, kind="stable").tolist():
         cost, count, place = heap[0]
@@ -76,13 +79,15 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
 
 
 def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return the examples of each block: dealt out to ranks, and those of each rank to its blocks.
+    """Return the examples of each block, divided among ranks, and then among each
+    rank's blocks.
 
-    The blocks of a rank cost about the same, so that others can take any of them. An example that costs more than a block makes one on its own, the rank's first.
+    The blocks of a rank cost about the same, so that others can take any of them. An
+    example that costs more than a block is a separate block, the rank's first.
 
     Args:
         costs: as for `longest_first`.
-        rooms: of each rank, how many examples each of its blocks takes.
+        rooms: for each rank, the number of examples that each of its blocks takes.
     """
     out = []
     for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):
@@ -91,7 +96,8 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
 
 
 def relative(costs: Sequence[float]) -> list[float]:
-    """Return the costs of blocks as multiples of the mean, none below 1/1000: also who has nothing to compute takes a
-    moment."""
+    """Return the costs of blocks as multiples of the mean, at least 1/1000: an empty
+    block also takes a moment.
+    """
     mean = sum(costs) / len(costs)
     return [max(float(cost / mean), _LEAST) if mean else 1.0 for cost in costs]

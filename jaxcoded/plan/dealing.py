@@ -1,5 +1,6 @@
-"""The batch dealt out over a tree with codes: the runs of examples that each rank computes, and their
-coefficients."""
+"""Divide the batch over a tree with codes: the runs of examples that each rank
+computes, and their coefficients.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ class Run(NamedTuple):
 def dealt(
     plan: Plan, size: Fraction, ranks: Container[int], *, whole: bool
 ) -> dict[int, list[Run]]:
-    """Return what ranks compute themselves: their runs, in the order in which each has them.
+    """Return the runs that ranks compute themselves, in each rank's order.
 
-    A rank keeps ``v/c`` of what it is assigned (``v``: its speed, 1 where all are equal; ``c``:
-    the capacity of its subtree), see `Plan.own_share`, and codes the rest over its children.
-    Coefficients multiply down the path; with slices, a coefficient is a vector, and slice ``u`` of
-    a parent cut into ``m`` is slices ``u·m … u·m + m−1`` of the child. With parts there is one
-    such vector for each, and part ``p`` of a parent with ``P'`` parts to a child is parts ``p·P' …
-    p·P' + P'−1`` of the child.
+    A rank keeps ``v/c`` of its assigned set (``v``: its speed, 1 if all are equal;
+    ``c``: the capacity of its subtree), see `Plan.own_share`, and codes the rest over
+    its children. Coefficients multiply down the path; with slices, a coefficient is a
+    vector, and slice ``u`` of a parent cut into ``m`` is slices ``u·m … u·m + m−1`` of
+    the child. With parts there is one such vector for each, and part ``p`` of a parent
+    with ``P'`` parts to a child is parts ``p·P' … p·P' + P'−1`` of the child.
 
     Args:
-        ranks: those that are wanted, and all above them.
-        whole: whether the batch consists of examples, which are not cut; ``size`` is their number.
+        ranks: the wanted ranks, and all above them.
+        whole: whether the batch consists of ``size`` examples, which are not cut.
     """
     assigned = {plan.root: [Run(Fraction(0), size, np.ones((1, 1)))]}
     out = {}
@@ -73,7 +74,7 @@ def dealt(
 
 
 def kept(plan: Plan, rank: int, assigned: Fraction, *, whole: bool) -> Fraction:
-    """How much of what is assigned to its subtree a rank computes itself."""
+    """Return how much of its subtree's assigned set a rank computes itself."""
     share = plan.own_share(rank) * assigned
     return Fraction(math.ceil(share)) if whole else share
 
@@ -83,7 +84,7 @@ def _between(runs: list[Run], start: Fraction, end: Fraction) -> list[Run]:
     out = []
     position = Fraction(0)
     for run in runs:
-        # from the position of the run to that of the batch
+        # from positions in the run to positions in the batch
         shift = run.start - position
         position += run.end - run.start
         first, last = max(start + shift, run.start), min(end + shift, run.end)
@@ -120,12 +121,12 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
 
 def bounds(plan: Plan) -> tuple[Fraction, ...]:
-    """Where a batch of length 1 is cut, on any rank, into runs."""
+    """Return the positions at which a batch of length 1 is cut into runs, on any rank."""
     return _ends(plan, Fraction(1), whole=False)
 
 
 def cuts(plan: Plan, batch_size: int) -> list[np.ndarray]:
-    """Where a batch is cut so, run by run."""
+    """Return the positions at which a batch is cut this way, run by run."""
     ends = _ends(plan, Fraction(batch_size), whole=True)
     return [np.array(pair, np.int64) for pair in itertools.pairwise(ends)]
 

@@ -1,4 +1,4 @@
-"""A plan of coded trees in words."""
+"""Describe a plan of coded trees as text."""
 
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -52,7 +52,7 @@ def describe(plan: "Plan", strategy: "CodeTree") -> str:
 
 
 def _layer(plan: "Plan", layer: int) -> list[str]:
-    """One row of the table."""
+    """Return a row of the table."""
     ranks = [rank for rank in plan.tree.order if plan.tree.layers[rank] == layer]
     codes = [coding.code for rank in ranks if (coding := plan.codings[rank])]
     unused = [plan.capacities[rank] - plan.assigned[rank] for rank in ranks]
@@ -75,7 +75,7 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
 
 
 def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
-    """A line for every parent whose code is not what was asked for."""
+    """Return a line for every parent whose code differs from the request."""
     lines = []
     for rank, coding in enumerate(plan.codings):
         if coding is None:
@@ -101,7 +101,7 @@ def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
 
 
 def _span(values: Iterable[Any], show: Callable[[Any], str] = str) -> str:
-    """The value, or the smallest and the largest one."""
+    """Return the value, or the smallest and the largest one."""
     ordered = sorted(values)
     if not ordered:
         return "-"

@@ -1,5 +1,4 @@
-"""How one parent spreads its examples over its children: code, sizes of the partitions,
-capacity."""
+"""The coding of one parent: code, sizes of the partitions, and capacity."""
 
 import dataclasses
 import functools
@@ -36,24 +35,29 @@ class Coding:
 
     @property
     def copies(self) -> int:
-        """How many children each send the same message, one of which suffices; 1 where there are none."""
+        """The number of children that send each message, one of which suffices; 1
+        without copies.
+        """
         code = self.code
         alike = np.bincount(code.classes)
-        # an approximate code waits for any n − s, copies or not
+        # an approximate code waits for any n − s, with or without copies
         copied = not code.approximate and len(alike) < code.n
         return int(alike[0]) if copied and len(set(alike.tolist())) == 1 else 1
 
     @property
     def needs(self) -> int:
-        """How many messages suffice, copies counted once. Where this does not depend on numbers or copies alone, any
-        ``n − s`` children are taken to suffice."""
+        """The number of messages that suffice, with copies counted once. If this does
+        not depend on numbers or copies alone, any ``n − s`` children count as
+        sufficient.
+        """
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers
 
     def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
-        """Where a set of this size is cut into the ``k`` partitions, from 0 to its end.
-        ``whole``: it consists of examples, which are not cut; a cyclic run of partitions
-        misses its share by less than 1."""
+        """Return the positions, from 0 to its end, at which a set of this size is cut
+        into the ``k`` partitions. ``whole``: the set consists of examples, which are
+        not cut; a cyclic run of partitions misses its share by less than 1.
+        """
         ends = [end * size for end in _ends(self.code.sizes)]
         return [Fraction(math.floor(end)) for end in ends] if whole else ends
 
@@ -75,10 +79,10 @@ def largest_coded_sets(
     (holders − j)`` over ``j < holders``.
 
     Args:
-        capacities: ``(parents, most children)``, fractions or float64; infinite where a
+        capacities: ``(parents, most children)``, fractions or float64; infinite if a
             parent has fewer children.
         counts: int64 ``(parents,)``, the number of children.
-        holders: int64 ``(parents,)``; at most as many as there are children count.
+        holders: int64 ``(parents,)``, at most the number of children.
     """
     ordered = np.sort(capacities, axis=1)
     ordered[ordered == np.inf] = 0
@@ -103,8 +107,8 @@ def coding_of(
     Args:
         kind: the text of a code, see `codes.named`; or ``"auto"``, which takes fractional repetition if it wastes
             no capacity, else cyclic repetition if all children are alike, else a random generator.
-        seed: of random codes. Nothing else enters, so parents with equal children have
-            equal codes.
+        seed: the seed of random codes. It is the only other input, so parents with
+            equal children have equal codes.
 
     Raises:
         ValueError: this kind of code does not exist for these numbers. The message says
@@ -133,7 +137,7 @@ def coding_of(
         code = dataclasses.replace(code, sizes=sizes)
         return Coding(code, tuple(range(n)), largest)
     code = codes.named(kind, n, stragglers, slices, seed=seed)
-    # children that can hold more stand where the code gives more
+    # children that can hold more get the rows that hold more
     rows = _ranked(capacities, code.shares)
     capacity = min(
         capacities[child] / share for child, share in zip(rows, code.shares) if share
@@ -144,7 +148,9 @@ def coding_of(
 def _ranked(
     capacities: Sequence[Fraction], shares: Sequence[Fraction]
 ) -> tuple[int, ...]:
-    """The child of each row: the more a row holds, the larger the child's capacity."""
+    """Return the child of each row: the more a row holds, the larger the child's
+    capacity.
+    """
     n = len(shares)
     children = sorted(range(n), key=lambda child: -capacities[child])
     rows = sorted(range(n), key=lambda row: -shares[row])
@@ -155,8 +161,9 @@ def _ranked(
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
-    """Groups of alike children: sorted by capacity, each group gets what its weakest
-    child can hold."""
+    """Return groups of similar children: sorted by capacity, each group gets what its
+    weakest child can hold.
+    """
     n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
@@ -167,7 +174,7 @@ def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> C
 
 
 def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
-    """0 and the sums of the first sizes."""
+    """Return 0 and the sums of the first sizes."""
     return list(itertools.accumulate(sizes, initial=Fraction(0)))
 
 
@@ -183,8 +190,8 @@ def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction
     support = np.zeros((len(shares), len(cuts) - 1), bool)
     for child, (start, end) in enumerate(itertools.pairwise(ends)):
         for j, cut in enumerate(cuts[:-1]):
-            # the copy of the cut that lies at or after the start of the share, counted
-            # in whole turns
+            # the copy of the cut at or after the start of the share, counted in whole
+            # turns
             turns = -((cut - start) // 1)
             support[child, j] = start <= cut + turns < end
     return support, tuple(end - start for start, end in itertools.pairwise(cuts))

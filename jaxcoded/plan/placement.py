@@ -7,21 +7,21 @@ import numpy as np
 
 from jaxcoded.plan.costs import divided
 
-MOST_BLOCKS = 1 << 20  # of all ranks
+MOST_BLOCKS = 1 << 20  # of all ranks together
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The blocks of a batch, and who holds them.
+    """The blocks of a batch, and the ranks that hold them.
 
-    Every rank that computes owns as many blocks, which it computes itself where nobody is
-    late. Their data lie on ``replicas`` other ranks too, in turn, so that the blocks of one
-    rank lie on as many others as possible.
+    Every computing rank owns equally many blocks, which it computes itself if no rank
+    is late. ``replicas`` other ranks, in turn, also hold their data, so that as many
+    ranks as possible hold blocks of one rank.
 
     Attributes:
-        ranks: those that compute, in order.
-        replicas: other ranks that hold each block.
-        blocks: of each rank.
+        ranks: the computing ranks, in order.
+        replicas: number of other ranks that hold each block.
+        blocks: number of blocks of each rank.
 
     Example:
         >>> from jaxcoded.plan.placement import Placement
@@ -56,25 +56,28 @@ class Placement:
         )
 
     def owned(self, rank: int) -> tuple[int, ...]:
-        """The blocks that a rank computes where nobody is late."""
+        """Return the blocks that a rank computes if no rank is late."""
         return tuple(b for b, ranks in enumerate(self.holders) if ranks[0] == rank)
 
     def held(self, rank: int) -> tuple[int, ...]:
-        """The blocks whose data a rank holds, its own first."""
+        """Return the blocks whose data a rank holds, its own first."""
         own = self.owned(rank)
         others = (b for b, ranks in enumerate(self.holders) if rank in ranks[1:])
         return (*own, *others)
 
     def examples(self, batch_size: int) -> np.ndarray:
-        """Where each block begins in a batch, and the end: int64 ``(blocks + 1,)``. Sizes
-        differ by 1 at most."""
+        """Return the beginning of each block in a batch, and the end: int64 ``(blocks +
+        1,)``. Sizes differ by 1 at most.
+        """
         number = len(self.holders)
         starts = [block * batch_size // number for block in range(number + 1)]
         return np.array(starts, np.int64)  # the products may not fit into an int64
 
     def divided(self, costs: np.ndarray) -> list[np.ndarray]:
-        """The examples of each block, int64, whose costs are known; see `jaxcoded.plan.costs.divided`."""
+        """Return the examples of each block, int64, for known costs; see
+        `jaxcoded.plan.costs.divided`.
+        """
         return divided(costs, [[len(costs)] * self.blocks] * len(self.ranks))
 
 
-NOTHING = Placement((), 0, 0)  # where there are no blocks
+NOTHING = Placement((), 0, 0)  # without blocks

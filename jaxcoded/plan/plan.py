@@ -1,5 +1,4 @@
-"""A plan: a tree, one gradient code per parent, and what follows from them for every
-rank."""
+"""A plan: a tree, one gradient code per parent, and the work of every rank."""
 
 import dataclasses
 import functools
@@ -25,17 +24,17 @@ _FORMAT = "jaxcoded.Plan/2"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which rank holds which part of a batch, what it sends to its parent, and how
-    parents rebuild the sums.
+    """A plan: which part of a batch each rank holds, what it sends to its parent, and
+    how parents rebuild the sums.
 
-    Made by `make_plan`; this constructor takes what a plan is defined by, everything
-    else is derived from it. Equality and hash are by value. CodedReduce, Reisizadeh et
-    al. 2021 (arXiv 1902.01981), generalised to any tree, to slices and to
-    unequal subtrees (``docs/theory.md``).
+    `make_plan` makes it; this constructor takes the defining attributes, and everything
+    else is derived from them. Equality and hash are by value. CodedReduce, Reisizadeh
+    et al. 2021 (arXiv 1902.01981), generalised to any tree, to slices and to unequal
+    subtrees (``docs/theory.md``).
 
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
-        strategy: how the work is laid out over them.
+        strategy: the strategy of their work.
 
     Raises:
         ValueError: no such plan exists. The message names the value and the remedy.
@@ -58,20 +57,20 @@ class Plan:
         object.__setattr__(self, "parents", tree.parents)
         strategy: Any = check_strategy(self.strategy)
         strategy.check(tree)
-        if strategy.speeds and len(set(strategy.speeds)) == 1:  # which changes nothing
+        if strategy.speeds and len(set(strategy.speeds)) == 1:  # no effect
             strategy = dataclasses.replace(strategy, speeds=None)
         object.__setattr__(self, "strategy", strategy)
-        # builds every code now, so that an impossible one is an error here
+        # build every code now, so that an impossible one is an error here
         self.codings  # noqa: B018
 
     @property
     def speeds(self) -> tuple[Fraction, ...]:
-        """Relative speed of each rank, the fastest 1; empty where all are equal."""
+        """Relative speed of each rank, the fastest 1; empty if all are equal."""
         return self.strategy.speeds or ()
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """Where the blocks of the batch lie; none where the work has codes."""
+        """The placement of the batch's blocks; none with codes."""
         return self.strategy.placement(self.size)
 
     # The tree.
@@ -92,15 +91,17 @@ class Plan:
         return self.tree.root
 
     def coded_children(self, rank: int) -> tuple[int, ...]:
-        """The children of a rank in the order of the rows of its code; empty for a
-        leaf."""
+        """Return the children of a rank in the order of the rows of its code; empty for
+        a leaf.
+        """
         coding = self.codings[rank]
         rows = () if coding is None else coding.rows
         return tuple(self.tree.children[rank][row] for row in rows)
 
     def speed(self, rank: int) -> Fraction:
-        """How much of its own data a rank can hold, relative to the fastest one: 0 for
-        a root without data. A rank alone computes."""
+        """Return how much data a rank can hold itself, relative to the fastest one: 0
+        for a root without data, unless it is the only rank.
+        """
         if rank == self.root and not self.strategy.root_computes and self.size > 1:
             return Fraction(0)
         return self.speeds[rank] if self.speeds else Fraction(1)
@@ -170,13 +171,14 @@ class Plan:
 
     @functools.cached_property
     def encoded(self) -> bool:
-        """Whether messages are more than one weighted gradient each: shorter vectors
-        (slices), or several (parts)."""
+        """Whether messages are not single weighted gradients: they are shorter vectors
+        (slices), or several (parts).
+        """
         return max(self.slices_above) > 1 or max(self.parts_above) > 1
 
     @functools.cached_property
     def approximate(self) -> bool:
-        """Whether a parent may go on with an approximation of its sum."""
+        """Whether a parent may continue with an approximation of its sum."""
         return any(it is not None and it.code.approximate for it in self.codings)
 
     @property
@@ -186,20 +188,21 @@ class Plan:
         return math.lcm(*self.slices_above)
 
     def result_length(self, rank: int, length: int) -> int:
-        """The length of a sum to which this rank contributes so many numbers."""
+        """Return the length of a sum to which this rank contributes ``length`` numbers."""
         return length // self.parts_above[rank] * self.slices_above[rank]
 
     def coefficients(
         self, rank: int, erased: Sequence[bool] | np.ndarray | None = None
     ) -> np.ndarray:
-        """How a rank combines its children's messages: float64 ``(m, n · parts)`` over
-        `coded_children` and the parts of each, ``(1, 0)`` at a leaf.
+        """Return the coefficients with which a rank combines its children's messages:
+        float64 ``(m, n · parts)`` over `coded_children` and the parts of each, ``(1,
+        0)`` at a leaf.
 
         Args:
-            rank: whose coefficients.
+            rank: the rank of the coefficients.
             erased: bool ``(size,)``, the ranks whose messages are left out. Default
                 none. Children that lack too many of theirs are left out, too; see
-                `missing`. Where those that are left do not suffice, the least-squares
+                `missing`. If the rest does not suffice, the result is the least-squares
                 coefficients; see `unrecoverable`.
         """
         coding = self.codings[rank]
@@ -210,9 +213,9 @@ class Plan:
         return coding.code.decode(answered).coefficients
 
     def missing(self, erased: Sequence[bool] | np.ndarray) -> np.ndarray:
-        """The ranks whose messages are missing without the erased ones: bool ``(size,)``.
-        They are the erased ones, and every parent that lacks too many children, as it
-        has no sum to send.
+        """Return the ranks whose messages are missing without the erased ones: bool
+        ``(size,)``. They are the erased ones, and every parent that lacks too many
+        children, as it has no sum to send.
 
         Args:
             erased: bool ``(size,)``.
@@ -253,7 +256,7 @@ class Plan:
         return failed
 
     def why_not(self, erased: Sequence[bool] | np.ndarray) -> str:
-        """Why the plan cannot do without the erased ranks, in words; empty if it can.
+        """Return why the plan does not tolerate the erased ranks; empty if it does.
 
         Args:
             erased: bool ``(size,)``.
@@ -277,8 +280,9 @@ class Plan:
         )
 
     def tolerance(self, rank: int) -> int:
-        """The number of children of ``rank`` that may be missing, whichever they are; 0
-        for a leaf."""
+        """Return the number of arbitrary children of ``rank`` that may be missing; 0
+        for a leaf.
+        """
         coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 
@@ -286,29 +290,32 @@ class Plan:
     def load(self) -> Fraction:
         """``r``: the largest part of the batch that a rank computes.
 
-        ``1 / c(root)`` where all ranks are equally fast, so ``1 / Σ_l (n/(s+m))^l`` on
-        an (n, L)-regular tree (CodedReduce, for ``m = 1``).
+        ``1 / c(root)`` if all ranks are equally fast, so ``1 / Σ_l (n/(s+m))^l`` on an
+        (n, L)-regular tree (CodedReduce, for ``m = 1``).
         """
         if not self.speeds:
             return 1 / self.capacities[self.root]
         return max(self.load_of(rank) for rank in range(self.size))
 
     def load_of(self, rank: int) -> Fraction:
-        """The part of the batch that a rank computes, before rounding to examples."""
+        """Return the part of the batch that a rank computes, before rounding to
+        examples.
+        """
         own = self.assigned[rank] * self.own_share(rank)
         return own / self.capacities[self.root]
 
     def own_share(self, rank: int) -> Fraction:
-        """The part of what a rank's subtree is assigned that the rank computes itself;
-        it codes the rest over its children."""
+        """Return the part of its subtree's assigned set that a rank computes itself; it
+        codes the rest over its children.
+        """
         return self.speed(rank) / self.capacities[rank]
 
     @functools.cached_property
     def checked(self) -> tuple[int, ...]:
-        """The parents that can tell whether what their children send fits together,
-        once all have answered: their code has redundancy, and the codes below are
-        exact."""
-        blurred = [False] * self.size  # what a rank sends may be approximate
+        """The parents that can check their children's messages, once all have answered:
+        their code has redundancy, and the codes below are exact.
+        """
+        blurred = [False] * self.size  # a rank's message may be approximate
         found = []
         for rank in reversed(self.tree.order):
             coding = self.codings[rank]
@@ -322,12 +329,15 @@ class Plan:
 
     @functools.cached_property
     def amplification(self) -> float:
-        """How much rounding can grow on the way to the root: the largest product of the
-        codes' ``κ`` down a path."""
+        """The factor by which rounding can grow on the way to the root: the largest
+        product of the codes' ``κ`` down a path.
+        """
         return float(max(self._product_above(lambda code: code.amplification)))
 
     def _product_above(self, number: Callable[[GradientCode], Any]) -> tuple[Any, ...]:
-        """For each rank, the product of a number of the codes of its ancestors."""
+        """Return, for each rank, the product of a number over the codes of its
+        ancestors.
+        """
         product = [1] * self.size
         for rank in self.tree.order:
             coding = self.codings[rank]
@@ -339,7 +349,7 @@ class Plan:
     # Text.
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` makes an equal plan of it."""
+        """Return the plan as JSON text, from which `from_json` makes an equal plan."""
         fields = {
             "format": _FORMAT,
             "parents": self.parents,
@@ -377,11 +387,11 @@ class Plan:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hexadecimal digest of the plan and of the values of its codes, equal wherever
-        the plan means the same.
+        """Hexadecimal digest of the plan and of the values of its codes, equal on all
+        machines for equal plans.
 
         Codes enter with 6 digits. Their last bits differ between linear algebra
-        libraries; another draw differs more.
+        libraries; a different draw differs more.
         """
         digest = hashlib.sha256(self.to_json().encode())
         for coding in dict.fromkeys(
@@ -391,8 +401,9 @@ class Plan:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """The plan in words and a table: loads, unused capacity, message sizes,
-        tolerance and κ of each layer."""
+        """Return the plan as text and a table: loads, unused capacity, message sizes,
+        tolerance and κ of each layer.
+        """
         if self.size == 1:
             return "1 rank: it computes the whole batch, uncoded"
         return self.strategy.describe(self)
@@ -404,20 +415,20 @@ def make_plan(
     *,
     hosts: Sequence[str] | None = None,
 ) -> Plan:
-    """Lay out the work of ``size`` ranks.
+    """Return the plan of ``size`` ranks.
 
     Args:
-        size: number of ranks, the root included. One rank alone computes everything.
+        size: number of ranks, including the root. A single rank computes everything.
         strategy: `Shared`, `Coded` or `Uncoded`. Default: ``Shared()``.
-        hosts: the name of each rank's host, for ``Coded(by_host=True)``; other strategies
-            do not look at it.
+        hosts: the name of each rank's host, for ``Coded(by_host=True)``; other
+            strategies ignore it.
 
     Returns:
         A `Plan`.
 
     Raises:
-        ValueError: the strategy does not fit so many ranks. The message names the value and
-            the remedy.
+        ValueError: the strategy does not fit this number of ranks. The message names
+            the value and the remedy.
         TypeError: ``strategy`` is no strategy.
 
     Example:

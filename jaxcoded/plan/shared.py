@@ -1,4 +1,4 @@
-"""Shared work: whoever is done computes blocks of those that are late."""
+"""Shared work: ranks that are done compute blocks of late ranks."""
 
 from __future__ import annotations
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 class Shared(Strategy):
     """Every rank computes its own blocks of the batch, and then blocks of ranks that are late.
 
-    The default, for any number of ranks. Nothing is computed twice: a step costs what it
-    costs without a code. It needs the engine; see ``docs/sharing.md``.
+    This is the default, for any number of ranks. No block is computed twice: a step
+    costs as much as without a code. It needs the engine; see ``docs/sharing.md``.
 
     Attributes:
-        replicas: other ranks that hold the data of each block, ≥ 0: as many ranks as that,
-            but not the root, may be missing. One rank alone has no others, and computes all.
-        blocks: of each rank, ≥ 1. A rank alone has one.
+        replicas: the number of other ranks that hold the data of each block, ≥ 0: any
+            that many ranks but the root may be missing. A single rank computes
+            everything.
+        blocks: the number of blocks of each rank, ≥ 1. A single rank has one.
         root_computes: whether the root owns blocks too.
 
     Raises:
-        ValueError, TypeError: an argument is not as said.
+        ValueError, TypeError: an argument is not as described.
 
     Example:
         >>> import jaxcoded
@@ -83,7 +84,7 @@ class Shared(Strategy):
     def placement(self, size: int) -> Placement:
         first = 0 if self.root_computes or size == 1 else 1
         ranks = tuple(range(first, size))
-        # nobody takes blocks of a rank alone, so that it computes its batch as a whole
+        # a single rank has no one to share with, so it computes its batch as a whole
         blocks = self.blocks if len(ranks) > 1 else 1
         return Placement(ranks, min(self.replicas, len(ranks) - 1), blocks)
 
@@ -139,8 +140,9 @@ class Shared(Strategy):
         return indices, np.ones((len(indices), 1, 1))
 
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """The blocks that a rank holds, its own first, padded to one size. Weights are 1 in its
-        own: what it adds to a sum in which nobody shares anything."""
+        """Return the blocks that a rank holds, its own first, padded to one size.
+        Weights are 1 in its own, which it adds to a sum without sharing.
+        """
         placed = plan.placement
         starts = placed.examples(batch_size)
         held, owned = placed.held(rank), placed.owned(rank)
@@ -160,7 +162,7 @@ class Shared(Strategy):
         return tuple(Fraction(block, blocks) for block in range(blocks + 1))
 
     def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
-        """The blocks of each rank."""
+        """Return the positions at which the batch is cut into each rank's blocks."""
         starts, blocks = plan.placement.examples(batch_size), plan.placement.blocks
         owners = range(0, len(starts) - 1, blocks)
         return [starts[first : first + blocks + 1] for first in owners]

@@ -1,4 +1,4 @@
-"""How the work of a step is laid out over ranks, as a value."""
+"""Strategies: how the work of a step is divided over ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _KINDS: dict[str, type[Strategy]] = {}
 
 
 class Strategy(abc.ABC):
-    """How the work of a step is laid out: `Shared`, `Coded` or `Uncoded`.
+    """How the work of a step is divided: `Shared`, `Coded` or `Uncoded`.
 
-    A value for any number of ranks; `make_plan` and `CodedGroup` make a `Plan` of it. Its
-    `repr` names the fields that differ from their defaults, and can be pasted.
+    It is a value for any number of ranks, from which `make_plan` and `CodedGroup` make
+    a `Plan`. Its `repr` names the fields that differ from their defaults, and is valid
+    Python.
 
     Attributes:
-        by_blocks: whether ranks compute blocks of each other, so that the round itself
-            settles who computes what. It needs the engine.
+        by_blocks: whether ranks compute blocks of each other, which are assigned during
+            the round. It needs the engine.
         by_host: whether the tree follows hosts.
         speeds: relative speed of each rank, the fastest 1, in fractions of 1000; ``None``: all
             are equal.
@@ -54,8 +55,9 @@ class Strategy(abc.ABC):
         if named:
             _KINDS[cls.__name__] = cls
 
-    # A plan: its tree, codes and blocks, and the examples of each rank, of which `jaxcoded.plan.assignment`
-    # tells more. Each raises a ValueError with the remedy where the strategy does not fit.
+    # A plan: its tree, codes and blocks, and the examples of each rank, see
+    # `jaxcoded.plan.assignment`. Each raises a ValueError with the remedy if the
+    # strategy does not fit.
 
     @property
     def root(self) -> int:
@@ -64,7 +66,9 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def parents_of(self, size: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
-        """The parent of each of so many ranks, ``-1`` at the root; ``hosts``, if known: of each."""
+        """Return the parent of each of ``size`` ranks, ``-1`` at the root; ``hosts``:
+        the host of each, if known.
+        """
 
     @abc.abstractmethod
     def check(self, tree: Tree) -> None:
@@ -72,24 +76,24 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def coding(self, tree: Tree, rank: int, capacities: tuple[Fraction, ...]) -> Coding:
-        """The coding of a parent whose children have these capacities."""
+        """Return the coding of a parent whose children have these capacities."""
 
     def placement(self, size: int) -> Placement:
-        """Where the blocks of a batch lie; none where work has codes."""
+        """Return the placement of a batch's blocks; none with codes."""
         del size
         return NOTHING
 
     @abc.abstractmethod
     def describe(self, plan: Plan) -> str:
-        """The plan in words."""
+        """Return the plan as text."""
 
     @abc.abstractmethod
     def loads(self, plan: Plan, batch_size: int) -> np.ndarray:
-        """Number of examples that each rank computes."""
+        """Return the number of examples that each rank computes."""
 
     @abc.abstractmethod
     def shares(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """The examples of one rank, and their coefficients in its message."""
+        """Return the examples of one rank, and their coefficients in its message."""
 
     @abc.abstractmethod
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
@@ -97,14 +101,18 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def bounds(self, plan: Plan) -> tuple[Fraction, ...]:
-        """Where a batch of length 1 is cut into `jaxcoded.plan.atoms`."""
+        """Return the positions at which a batch of length 1 is cut into
+        `jaxcoded.plan.atoms`.
+        """
 
     @abc.abstractmethod
     def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
-        """Where a batch of examples is cut so: positions in rising order, in runs that are dealt out together, each
-        from the end of the one before."""
+        """Return the positions at which a batch of examples is cut this way, in rising
+        order, as runs that are assigned together, each from the end of the previous
+        one.
+        """
 
-    # What fits a group of it.
+    # Support of features by its groups.
 
     def require_blocks(self, what: str) -> None:
         """Raise a ValueError unless ranks compute blocks of each other, as ``what`` needs it."""
@@ -115,38 +123,44 @@ class Strategy(abc.ABC):
             )
 
     def refuse(self, *given: str) -> None:
-        """Raise a ValueError where one of these arguments of a collective, ``erasures`` or ``residual``,
-        means nothing."""
+        """Raise a ValueError if one of these arguments of a collective, ``erasures`` or
+        ``residual``, has no meaning.
+        """
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:
-        """Why the examples of a rank cannot be split over its devices; empty if they can."""
+        """Return why the examples of a rank cannot be split over its devices; empty if
+        they can.
+        """
 
     @abc.abstractmethod
     def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
-        """Why a group cannot have a ``check``, or `DEBUG`; empty if it can."""
+        """Return why a group cannot have a ``check``, or `DEBUG`; empty if it can."""
 
     def gaps(self, plan: Plan) -> str:
-        """The mistakes that a group with a ``check`` cannot see; empty if none."""
+        """Return the mistakes that a group with a ``check`` cannot detect; empty if
+        none.
+        """
         del plan
         return ""
 
-    # Others in its place.
+    # Replacements.
 
     @abc.abstractmethod
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
-        """The strategy for ranks of these speeds; a ValueError if it takes none."""
+        """Return the strategy for ranks of these speeds; a ValueError if it takes none."""
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
-        """The strategy for other ranks, of these speeds if there are any; a ValueError if it is
-        for just its ranks."""
+        """Return the strategy for other ranks, with these speeds if given; a ValueError
+        if it fits only its own ranks.
+        """
         return self.with_speeds(speeds) if speeds or self.speeds else self
 
     # Texts.
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as Python and JSON write them."""
+        """The fields that differ from their defaults, as values of Python and JSON."""
         its: Any = self  # a dataclass, as all kinds are
         values = {each: getattr(self, each.name) for each in dataclasses.fields(its)}
         return {
@@ -160,13 +174,13 @@ class Strategy(abc.ABC):
         return f"{type(self).__name__}({arguments})"
 
     def to_json(self) -> str:
-        """The strategy as JSON text; `from_json` makes an equal one of it."""
+        """Return the strategy as JSON text, from which `from_json` makes an equal one."""
         fields = {"strategy": type(self).__name__} | self.fields
         return json.dumps(fields, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Strategy:
-        """Inverse of `to_json`; a ValueError if it is none."""
+        """Return the strategy from the text of `to_json`; a ValueError if it is none."""
         fields = _parse.document(text)
         name = fields.pop("strategy", None) if isinstance(fields, dict) else None
         if name not in list(_KINDS):
@@ -178,15 +192,17 @@ class Strategy(abc.ABC):
 
     @staticmethod
     def parse(text: str, what: str = "strategy") -> Strategy:
-        """Return the strategy that a text names, as its `repr` does, such as ``"Shared"`` or
-        ``"Coded(stragglers=1, fanout=3)"``: literals only. A ValueError, of this text as
-        ``what``, if it names none, or one that there cannot be."""
+        """Return the strategy that a text names in the form of its `repr`, such as
+        ``"Shared"`` or ``"Coded(stragglers=1, fanout=3)"``: literals only. A
+        ValueError, which calls the text ``what``, if it names none, or an impossible
+        one.
+        """
         name, given = _parse.parsed(what, text, _KINDS)
         return _made(what, name, text, given)
 
 
 def check_strategy(value: Any) -> Strategy:
-    """``value``; a TypeError with the remedy if it is no strategy."""
+    """Return ``value``; a TypeError with the remedy if it is no strategy."""
     if isinstance(value, Strategy):
         return value
     meant = f": take jaxcoded.Strategy.parse({value!r})" * isinstance(value, str)

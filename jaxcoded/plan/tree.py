@@ -72,7 +72,7 @@ class Tree:
     def order(self) -> tuple[int, ...]:
         """All ranks breadth first, the root first."""
         order = [self.root]
-        for rank in order:  # grows while it is walked
+        for rank in order:  # the list grows during the loop
             order.extend(self.children[rank])
         return tuple(order)
 
@@ -97,12 +97,13 @@ def regular_size(fanout: int, depth: int) -> int:
 
 
 def default_fanout(size: int, needed: int) -> int:
-    """Return the fan-out taken when none is asked for: the smallest one that reaches
+    """Return the default fan-out: the smallest one that reaches
     ``size`` at the smallest depth and gives every parent the ``s + m`` children it
     needs.
 
-    At most ``max(8, 2 · needed)`` children to a parent, so that no parent receives from
-    too many."""
+    A parent gets at most ``max(8, 2 · needed)`` children, so that no parent receives
+    from too many.
+    """
     largest = max(8, 2 * needed)
     depth = 1
     while regular_size(largest, depth) < size:
@@ -119,9 +120,9 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
     With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) =
     (r−1)//n``.
 
-    Below ``needed`` children (``s + m``) a parent cannot keep its stragglers. Where
-    ``size`` allows no tree with ``needed … fanout`` children everywhere, the last
-    parent alone gets fewer.
+    Below ``needed`` children (``s + m``) a parent cannot keep its stragglers. If
+    ``size`` allows no tree with ``needed … fanout`` children everywhere, only the last
+    parent gets fewer.
 
     Example:
         >>> from jaxcoded.plan.tree import balanced_parents
@@ -132,7 +133,7 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
     inner = -(-below // fanout)  # the fewest parents that can take all
     if below >= inner * needed:
         counts = _even(below, inner)
-    else:  # all but the last parent keep `needed`; the last takes what is left of that, below `needed`
+    else:  # only the last parent gets fewer than `needed`
         last = below - (inner - 1) * needed
         last = min(last, needed - 1)
         counts = [*_even(below - last, inner - 1), last]
@@ -143,9 +144,10 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 
 
 def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return a tree of two layers that follows hosts, as the parent of each rank. The first rank of each host,
-    apart from the root, is the root's child, and the host's other ranks are its children. So a host's traffic does
-    not grow with its ranks. With one rank on each, a star.
+    """Return a tree of two layers that follows hosts, as the parent of each rank. The
+    first rank of each host, apart from the root, is the root's child, and the host's
+    other ranks are its children. So a host's traffic does not grow with its ranks. With
+    one rank on each host it is a star.
 
     Example:
         >>> from jaxcoded.plan.tree import parents_by_host

@@ -1,4 +1,4 @@
-"""No code: every rank computes its part, and all are waited for."""
+"""No code: every rank computes its part, and the sum waits for all."""
 
 import dataclasses
 from fractions import Fraction
@@ -8,8 +8,8 @@ from jaxcoded.plan.code_tree import CodeTree
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Uncoded(CodeTree):
-    """All ranks, the root too, compute ``1/N`` of the batch, and nobody may be missing: what
-    `mpi4jax.allreduce` does.
+    """All ranks, including the root, compute ``1/N`` of the batch, and none may be
+    missing, as with `mpi4jax.allreduce`.
 
     Attributes:
         speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
@@ -18,7 +18,7 @@ class Uncoded(CodeTree):
         root_computes: whether the root holds data too.
 
     Raises:
-        ValueError, TypeError: an argument is not as said.
+        ValueError, TypeError: an argument is not as described.
 
     Example:
         >>> import jaxcoded
