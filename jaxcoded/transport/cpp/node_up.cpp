@@ -425,7 +425,7 @@ void Node::watch_for_stalls() {
     const bool waits = decoder_.checked() && limits_.compares == Compares::until_deadline && !up_.overdue;
     std::vector<std::size_t> late;
     for (std::size_t row : decoder_.checked() ? up_.brought : up_.decoding->rows) {
-      if ((waits && !child_of_row(row).dead) || stalled(child_of_row(row))) continue;
+      if (waits && !child_of_row(row).dead) continue;
       const auto& slots = child_of_row(row).offer.slots;
       const auto slot = slots.find(up_.piece_of_row(row, up_.decoded.pieces));
       const bool asked = slot != slots.end();
@@ -436,7 +436,8 @@ void Node::watch_for_stalls() {
       if (usable(row, 0) && std::ranges::find(late, row) == late.end()) others.push_back(row);
     }
     if (late.empty()) return;
-    if (others_only && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // nobody else
+    const bool known = std::ranges::all_of(late, [&](std::size_t row) { return stalled(child_of_row(row)); });
+    if ((others_only || known) && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // nobody else
     for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});
   }
