@@ -1,1 +1,1 @@
-"""The functions with which users sum."""
+"""The collective functions of the library."""

@@ -31,8 +31,8 @@ from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 from jaxcoded.transport.round import Operands, Round
 
-# float16 and bfloat16 round every message; beyond this share of the sum the user is
-# told.
+# float16 and bfloat16 round every message; beyond this share of the sum a warning
+# appears.
 MAX_NARROW_ROUNDING = 0.125
 
 _NAME = "coded_allreduce"
@@ -81,15 +81,17 @@ def coded_allreduce(
             may be traced. Never true at the root, which is never late. ``x`` then only gives the shapes, and this
             rank counts as a straggler: its zeros never enter a sum. If more ranks skip than a parent tolerates, the
             call raises `TooManyErasures` on all ranks. With the engine only.
-        residual: also return how far the sum is from the exact one: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
-            ``c_k`` that the group's `jaxcoded.plan.atoms` ended up with, which go through the same round; atom
-            ``k`` is the part ``p_k`` of the batch. 0 up to rounding for an exact code. The atoms are those of a
-            batch that can be cut anywhere. If yours does not divide into them, its coefficients differ a little
-            (``docs/theory.md``). With shared work they are its blocks, and the call must follow a loop over
-            ``group.blocks``.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it once for each message, which
-            halves the traffic (error: ``docs/theory.md``). Everything else travels unchanged, also numbers (leaves
-            without axes, such as a loss). For an `Encoded` it must be that of `encode`.
+        residual: also return how far the sum is from the exact one: ``√Σ_k p_k (c_k −
+            1)²`` for the coefficients ``c_k`` of the group's `jaxcoded.plan.atoms` in
+            the sum, which the same round measures; atom ``k`` is the part ``p_k`` of
+            the batch. 0 up to rounding for an exact code. The atoms are those of a
+            batch that can be cut anywhere. If yours does not divide into them, its
+            coefficients differ a little (``docs/theory.md``). With shared work they are
+            its blocks, and the call must follow a loop over ``group.blocks``.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
+            once for each message, which halves the traffic (error: ``docs/theory.md``).
+            Everything else is sent unchanged, also numbers (leaves without axes, such
+            as a loss). For an `Encoded` it must be that of `encode`.
         token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call instead of JAX's ordered
             effects. It is faster to dispatch, see ``docs/engine.md``. Pass each call's token to the next one; its
             value is never read. In one compiled function either all calls of a group have a token, or none.
@@ -97,7 +99,7 @@ def coded_allreduce(
     Returns:
         A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
         or a ``token`` a `Result` of it, the residual (a float32 number, or float64
-        where ``x`` has float64, the same on all ranks but for its last digits) and the
+        if ``x`` has float64, the same on all ranks up to its last digits) and the
         token for the next call.
 
     Raises:
@@ -152,9 +154,10 @@ def coded_reduce(
     wire_dtype: Any = None,
     token: jax.Array | None = None,
 ) -> Any:
-    """`coded_allreduce` without the way down: the sum at the root, zeros elsewhere.
+    """Return the sum of `coded_allreduce` on the root, and zeros elsewhere.
 
-    Takes, returns and raises what `coded_allreduce` does, but has no transpose.
+    Arguments, results and errors are those of `coded_allreduce`, but it has no
+    transpose.
     """
     check_open(group)
     return summed(
@@ -171,7 +174,7 @@ def coded_reduce(
 
 
 def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> Any:
-    """The root's values on every rank, sent down the tree.
+    """Return the root's values on every rank, sent down the tree.
 
     Args:
         x: pytree of arrays, numbers and random keys, of the same shapes and dtypes on
@@ -183,7 +186,8 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     Returns:
         A pytree like ``x``, of JAX arrays; with a ``token`` a `Result` of it and the
         token for the next call. Integers keep 64 bits outside ``jit``, also without
-        ``jax_enable_x64``: those that JAX cannot hold come back as NumPy's. It has no transpose.
+        ``jax_enable_x64``: those that JAX cannot hold are returned as NumPy arrays. It
+            has no transpose.
 
     Raises:
         TypeError: a leaf is not made of numbers of whole bytes (text, int4).
@@ -222,7 +226,7 @@ def summed(
     name: str = _NAME,
     **asked: Any,
 ) -> Result:
-    """The coded sum that is asked for, see `prepared`."""
+    """Return the requested coded sum, see `prepared`."""
     check_open(group)
     group._session.check_alike()
     with group._session.failing(name):
@@ -261,8 +265,8 @@ def prepared(
 
     Args:
         x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.
-        count: of the examples.
-        name: of the collective.
+        count: the count of the examples.
+        name: the name of the collective.
         apart: keys, see `Packing.apart`.
         words: what else all ranks must agree on.
         does: other fields of the `Round`.
@@ -320,10 +324,11 @@ def sum_round(
     apart: Sequence[str] = (),
     **fields: Any,
 ) -> Round:
-    """The round that sums leaves like these, with vectors behind them of the dtypes of ``probes``.
+    """Return the round that sums leaves like these, followed by vectors of the dtypes
+    of ``probes``.
 
     Raises:
-        ValueError: rounding would spoil it.
+        ValueError: rounding would leave too few digits.
         TypeError: the transport cannot sum such leaves.
     """
     for dtype in dict.fromkeys(packing.wires):
@@ -356,8 +361,10 @@ def sum_round(
 def results(
     out: Sequence[jax.Array], round: Round, packing: Packing, divisor: Any
 ) -> tuple[Any, jax.Array | None]:
-    """The sum as a pytree, and its residual if there is one. If examples were counted, their number is
-    first; the engine has looked at it, and without one the sum is NaN unless it is right."""
+    """Return the sum as a pytree, and its residual if requested. The count of examples
+    comes first, if any: the engine has checked it, and without the engine a wrong count
+    makes the sum NaN.
+    """
     transport = find(round.group)
     found = residual_of(transport.plan, out[-1]) if round.residual else None
     total = unpack(out[round.counts : len(out) - round.residual], packing)
@@ -372,8 +379,9 @@ def results(
 def _probe(
     group: CodedGroup, vectors: Sequence[jax.Array], number: int | None
 ) -> jax.Array:
-    """What finds out the coefficients of the sum, as exactly as these vectors are; of
-    one part only if there is a ``number``."""
+    """Return the probe of the sum's coefficients, in the precision of these vectors; of
+    a single part with a ``number``.
+    """
     probe = atoms.probe(group.plan, group.rank)
     if number is not None:
         probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]
@@ -382,7 +390,7 @@ def _probe(
 
 
 def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
-    """The residual of a sum, of the coefficients that were found in it."""
+    """Return the residual of a sum from its measured coefficients."""
     exact, weights = atoms.deviation(plan)
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
@@ -394,8 +402,7 @@ def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
 def _message(
     x: Any, group: CodedGroup, name: str, wire_dtype: Any, one_part: bool
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """What this rank sends, or one part of it, and the packing of the gradient that it is
-    about."""
+    """Return this rank's message, or one part of it, and the packing of the gradient."""
     plan = group.plan
     if isinstance(x, Encoded):
         parts = 1 if one_part else plan.parts_above[group.rank]
@@ -428,8 +435,9 @@ def _message(
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
-    """Refuse a sum that rounding would spoil, and warn where a narrow dtype leaves
-    hardly a digit."""
+    """Refuse a sum that rounding would make useless, and warn if a narrow dtype leaves
+    almost no digits.
+    """
     rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:
@@ -448,7 +456,7 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
 
 
 def _levels_to_the_user() -> int:
-    """The ``stacklevel`` that names the line which calls this library."""
+    """Return the ``stacklevel`` of the line that calls this library."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""The arguments of a coded sum, checked."""
+"""Check the arguments of a coded sum."""
 
 import math
 from typing import Any
@@ -23,7 +23,8 @@ def checked_operands(
     skip: Any = None,
     token: Any = None,
 ) -> tuple[Operands, dict[str, Any]]:
-    """What is called with these arguments, besides the vectors; and the fields of the `Round` that follow.
+    """Return the operands from these arguments, other than the vectors, and the
+    corresponding fields of the `Round`.
 
     Raises:
         TypeError, ValueError: the message names the value and the remedy.
@@ -49,7 +50,7 @@ def checked_operands(
 
 
 def divided_by(divisor: Any) -> str:
-    """``divisor`` in words, as far as it is known."""
+    """Return ``divisor`` as text, as far as it is known."""
     if divisor is None:
         return ""
     if isinstance(divisor, _jax_compat.Tracer):
@@ -76,7 +77,7 @@ def divided_by(divisor: Any) -> str:
 
 
 def checked_erasures(erasures: Any, size: int) -> Any:
-    """The mask as an array, if it is one.
+    """Return the mask as an array, if given.
 
     Raises:
         ValueError: it is not bool ``(size,)``.
@@ -106,7 +107,7 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
 
 
 def checked_params(params: Any) -> Any:
-    """The parameters as arrays, all of which can be differentiated."""
+    """Return the parameters as arrays, all of which can be differentiated."""
     if isinstance(params, Batch):
         raise TypeError("params is a batch: the call is (params, batch)")
 
@@ -129,7 +130,7 @@ def checked_params(params: Any) -> Any:
 
 
 def checked_data(batch: Batch, group: CodedGroup) -> Any:
-    """The examples of a batch of this rank, as arrays."""
+    """Return this rank's examples of a batch, as arrays."""
     check_batch(batch)
     weights, plan, rank = batch.weights, group.plan, group.rank
     weights.check(plan, rank)

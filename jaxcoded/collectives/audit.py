@@ -1,9 +1,11 @@
-"""Whether two ranks get the same result for a block of shared work.
+"""Compare the results of two ranks for a block of shared work.
 
-Each block is computed by one rank, so there is no surplus to compare. In a group with a ``check`` the engine lets a
-second rank compute one block of each round (``transport/cpp/node_audit.cpp``). Both report it in one more vector of
-the sum: for each leaf the norm, and the sum of its numbers with pseudo-random signs. An error in any number changes
-that sum by as much. Both are sent as multiples of a power of 2, and with it, so that they fit in float32.
+Each block is computed by one rank, so there is no surplus to compare. In a group with a
+``check`` the engine lets a second rank compute one block of each round
+(``transport/cpp/node_audit.cpp``). Both report the result in one more vector of the
+sum: for each leaf the norm, and the sum of its numbers with pseudo-random signs. An
+error in any number changes that sum by as much. They are sent as multiples of a power
+of 2, together with it, so that they fit in float32.
 """
 
 import dataclasses
@@ -15,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxcoded.collectives.marks import mixed
 
-# What the engine says of a block.
+# The engine's answer on a block.
 _NONE, _ONLY_TOLD = 0, 2
 
 
@@ -23,8 +25,8 @@ _NONE, _ONLY_TOLD = 0, 2
 class Audit:
     """
     Attributes:
-        ranks: of the group.
-        leaves: what a block gives: ``jax.ShapeDtypeStruct``s.
+        ranks: the group's number of ranks.
+        leaves: the types of a block's results, ``jax.ShapeDtypeStruct``s.
     """
 
     ranks: int
@@ -32,18 +34,19 @@ class Audit:
 
     @property
     def eps(self) -> tuple[float, ...]:
-        """The machine epsilon of each leaf's dtype."""
+        """Return the machine epsilon of each leaf's dtype."""
         return tuple(float(jnp.finfo(leaf.dtype).eps) for leaf in self.leaves)
 
     def zeros(self) -> jax.Array:
-        """A vector in which nothing is told."""
+        """Return a vector without any report."""
         return jnp.zeros(self.ranks + 2 * (1 + 3 * len(self.leaves)), jnp.float32)
 
     def told(
         self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]
     ) -> jax.Array:
-        """What a rank adds to the vector for a block that gave these leaves, of which the
-        engine has said ``kind``."""
+        """Return a rank's addition to the vector for a block with these leaves;
+        ``kind``: the engine's answer on the block.
+        """
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
         its = jax.lax.cond(
             (kind != _NONE) & finite,
@@ -65,19 +68,20 @@ class Audit:
 
 
 def added(kind: jax.Array) -> jax.Array:
-    """Whether such a block is a part of the sum."""
+    """Return whether such a block is a part of the sum."""
     return kind != _ONLY_TOLD
 
 
 def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An exponent of 2; and, times that, the norm of a leaf, and the sum of its numbers, each with
-    its sign."""
+    """Return an exponent of 2 and, in its units, the norm of a leaf and the sum of its
+    numbers with signs.
+    """
     x = leaf.reshape(-1)
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
     its = jnp.finfo(x.dtype)
     exponent = jnp.floor(jnp.log2(jnp.max(jnp.abs(x))))
-    exponent = jnp.clip(exponent, its.minexp, its.maxexp - 2)  # of zeros, too
+    exponent = jnp.clip(exponent, its.minexp, its.maxexp - 2)  # for zeros, too
     x = (x * jnp.exp2(-exponent)).astype(jnp.float32)
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
     total = jnp.sum(jnp.where(minus == 1, -x, x))

@@ -1,9 +1,8 @@
-"""Uncoded all-reduces written with mpi4jax, to compare with.
+"""Uncoded all-reduces with mpi4jax, for comparison.
 
 All take any pytree of float arrays and a communicator, and sum over all ranks, so that
-one stuck rank stops everybody. They differentiate and batch like
-`jaxcoded.coded_allreduce`. Every rank's contribution counts once: no assignment, no
-weights.
+one stuck rank stops all. They differentiate and batch like `jaxcoded.coded_allreduce`.
+Every rank's contribution counts once: no assignment, no weights.
 """
 
 import abc
@@ -29,8 +28,8 @@ from jaxcoded.transport.traced import Traced
 
 
 def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """``mpi4jax.allreduce`` with the sum, one call per dtype; float16 and bfloat16
-    travel as float32.
+    """Sum by ``mpi4jax.allreduce``, one call per dtype; float16 and bfloat16 are sent
+    as float32.
 
     Args:
         x: pytree of float arrays or numbers, of the same shapes and dtypes on all
@@ -50,29 +49,29 @@ def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
 
 
 def ring_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """Ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
-    ``sendrecv``, of ``1/N`` of the data each.
+    """Sum in a ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
+    ``sendrecv``, with ``1/N`` of the data each.
 
-    Takes and returns what `allreduce` does. Patarasuk and Yuan 2009, "Bandwidth optimal
-    all-reduce algorithms".
+    Arguments and results are those of `allreduce`. Patarasuk and Yuan 2009, "Bandwidth
+    optimal all-reduce algorithms".
     """
     return _sum(x, _Ring, comm)
 
 
 def master_worker_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """Rank 0 receives from all others, one after the other, adds up, and sends the sum
-    to each.
+    """Sum on rank 0: it receives from all others in turn, adds up, and sends the sum to
+    each.
 
-    Takes and returns what `allreduce` does.
+    Arguments and results are those of `allreduce`.
     """
     return _sum(x, _Star, comm)
 
 
 def tree_allreduce(x: Any, comm: MPI.Intracomm, *, fanout: int = 2) -> Any:
-    """Up and down a balanced tree with ``fanout`` children to a parent, without any
+    """Sum up and down a balanced tree with ``fanout`` children per parent, without a
     code.
 
-    Takes and returns what `allreduce` does.
+    Arguments and results are those of `allreduce`.
 
     Raises:
         ValueError: ``fanout < 1``.
@@ -99,7 +98,7 @@ class _Communicator:
     def __init__(self, comm: MPI.Intracomm) -> None:
         check_communicator(comm)
         self.comm = comm
-        # MPI gives the handle of a freed communicator to a new one
+        # MPI reuses the handle of a freed communicator for a new one
         self.key = (MPI._handleof(comm), comm.rank, comm.size)
 
     def __eq__(self, other: object) -> bool:
@@ -156,7 +155,7 @@ class _Ring(_Baseline):
         padded = jnp.pad(vector, [(0, 0)] * (vector.ndim - 1) + [(0, -length % size)])
         parts = jnp.split(padded, size, axis=-1)
         before, after = (rank - 1) % size, (rank + 1) % size
-        # reduce-scatter: at its end this rank has the sum of part rank + 1
+        # reduce-scatter: at the end this rank has the sum of part rank + 1
         for step in range(size - 1):
             received = messages.exchange(
                 parts[(rank - step) % size], before, after, self.comm

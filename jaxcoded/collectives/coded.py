@@ -1,4 +1,4 @@
-"""The sum of what examples give by the group's code, computed by every rank that holds them."""
+"""The coded sum of a function of examples, computed by every rank that holds them."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +17,7 @@ from jaxcoded.transport.packing import Packing, pack
 from jaxcoded.transport.primitive import lag, run
 from jaxcoded.transport.result import Result
 
-# What the gradient is not to hide behind, where ranks look for mistakes.
+# Keys that checks compare separately from the gradient.
 APART = ("loss",)
 
 
@@ -33,18 +33,19 @@ def summed(
     token: jax.Array | None,
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """The coded sum of ``compute`` over the batch, in one round.
+    """Return the coded sum of ``compute`` over the batch, in one round.
 
     Args:
-        compute: a function of examples, their weights, and whether this rank is behind. Its sum, and auxiliary data.
-        batch: pytree of the examples that this rank holds.
-        weights: those of these examples.
-        group: that sums.
-        key: what ranks must have in common, see `jaxcoded.collectives.marks`.
+        compute: a function of examples, their weights, and whether this rank is behind,
+            which returns its sum and auxiliary data.
+        batch: pytree of this rank's examples.
+        weights: the weights of these examples.
+        group: the group that sums.
+        key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
         name, erasures, token, asked: see `prepared`.
 
-    Returns:
-        The sum, on every rank the same; the auxiliary data; the numbers that were counted, and how.
+    Returns: The sum, the same on every rank; the auxiliary data; the counted numbers,
+        and their `Count`.
     """
     plan, transport = group.plan, group._session.transport
     with group._session.failing(name):
@@ -60,7 +61,7 @@ def summed(
         if plan.encoded:
 
             def send(part: Encoded, number: int) -> jax.Array | None:
-                """Send ahead what is ready. Return whether this rank is behind by now."""
+                """Send a ready part ahead. Return whether this rank is now behind."""
                 nonlocal token
                 round, operands, _ = prepared(
                     *(part, group, counts),
@@ -105,10 +106,10 @@ def _encoded(
     send: Callable[[Encoded, int], jax.Array | None] | None,
     wire_dtype: np.dtype | None,
 ) -> tuple[Encoded, Any, jax.Array | None]:
-    """The coded message of what ``compute`` makes of every chunk, one after the other;
-    the auxiliary data, stacked; and whether this rank is behind at the end.
+    """Return the coded message of the results of ``compute`` for every chunk in turn,
+    the stacked auxiliary data, and whether this rank is behind at the end.
 
-    With ``send`` every part but the last goes there when its chunks are done, and the
+    With ``send`` every part but the last is sent when its chunks are done, and the
     message is the last one.
     """
     chunks, chunk_size, _ = weights.shape
@@ -137,7 +138,7 @@ def _encoded(
         def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
             chunk, mask, coefficients = operands
             local, aux = compute(chunk, mask, behind)
-            # padding stands at the end of a chunk: its first example has the
+            # padding is at the end of a chunk: the chunk's first example has the
             # coefficients of all
             added = [
                 jax.vmap(
@@ -160,7 +161,7 @@ def _encoded(
     if send is None:
         message, aux = jax.lax.scan(steps(behind), message, operands)
         return encoded(message, parts), aux, behind
-    # as `assignment` has ordered them: after each of these, one more part is complete
+    # in the order of `assignment`: after each of these, one more part is complete
     stages = []
     for part in range(parts):
         stage = jax.tree.map(

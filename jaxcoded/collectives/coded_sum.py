@@ -1,4 +1,4 @@
-"""The sum over the global batch of what examples give, as a function that JAX differentiates."""
+"""The sum of a function over the examples of the global batch, differentiable by JAX."""
 
 import functools
 from collections.abc import Callable
@@ -44,10 +44,12 @@ def coded_sum(
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
             Complex numbers and integers as in `coded_allreduce`; derivatives are JAX's.
         group: an open group.
-        weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the sum itself, of its
-            examples with their ``weights``, ``(length,)``, so that no value of each example is kept. It must be
-            linear in the weights.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays travel, see `coded_allreduce`.
+        weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the
+            sum itself, of its examples with their ``weights``, ``(length,)``, so that
+            the values of single examples are not kept. It must be linear in the
+            weights.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays are sent,
+            see `coded_allreduce`.
 
     Returns:
         A function ``(params, batch, *, token=None) -> sums``: a pytree like ``values``, without the leading axis;
@@ -85,7 +87,7 @@ def coded_sum(
             sums = functools.partial(
                 _sums, per_example, weighted, group.plan, wire_dtype
             )
-            # traced once, so that what it uses from around it is known
+            # traced once, so that the values that it closes over are known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
             check_alone("per_example", of)
             if axes := _jax_compat.axes_of_vmap(of):
@@ -147,7 +149,7 @@ def _sums(
     data: Any,
     weights: jax.Array,
 ) -> Any:
-    """``Σ_j w_j g_j`` of these examples."""
+    """Return ``Σ_j w_j g_j`` of these examples."""
     split = _jax_compat.varying(weights)
 
     def weigh(path: Any, leaf: Any) -> jax.Array:
@@ -160,7 +162,7 @@ def _sums(
                 "value for each example, or their weighted sum with weighted=True"
             )
         w = weights.reshape(-1, *(1 for _ in leaf.shape[1:]))
-        # padding has weight 0 and must not count, whatever it gives
+        # padding has weight 0 and must not count, whatever its value
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             dtype = None if leaf.dtype == bool else leaf.dtype
             return jnp.where(w != 0, leaf, 0).sum(0, dtype=dtype)

@@ -1,8 +1,11 @@
-"""Sums over the global batch that JAX differentiates, as often as it likes: the primitive.
+"""The primitive of sums over the global batch that JAX can differentiate any number of
+times.
 
-A sum is of what a function gives for some examples and their weights, in which it is linear, and of arguments that
-all ranks have. Its jvp is the sum of the function's jvp, and its transpose that of the function's transpose, so each
-is a sum again: of the arguments and of their tangents, or of cotangents, which all ranks have, too. Each is one round.
+A sum adds up a function of examples, their weights, in which it is linear, and
+arguments that are equal on all ranks. Its jvp is the sum of the function's jvp, and its
+transpose that of the function's transpose. So each is a sum again, of the arguments and
+of their tangents or cotangents, which are also equal on all ranks. Each takes one
+round.
 """
 
 import dataclasses
@@ -26,21 +29,23 @@ from jaxcoded.transport.result import Result
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
-    """What is summed.
+    """The description of a sum.
 
     Attributes:
-        name: in words.
-        group: that sums.
-        of: a function of a list of arguments, of some examples, and of their weights. The list of its results.
-        alike: of each argument a number. Ranks are told apart by those that have one number, together: 1 of what is
-            differentiated and of the parameters, and another for the tangents or cotangents of each derivative, whose
-            scales are their own. By those of 0 they are not.
-        unit: the types of the examples and of the weights that it gets at once.
-        rest: the structure of the batch's data, and of its weights.
+        name: the name for messages.
+        group: the group that sums.
+        of: a function of a list of arguments, of some examples, and of their weights,
+            which returns a list of results.
+        alike: a number for each argument. Arguments with the same number are compared
+            between ranks together: 1 for parameters and other differentiated arguments,
+            and another number for the tangents or cotangents of each derivative, which
+            have different scales. Arguments with 0 are not compared.
+        unit: the types of the examples and of the weights in one call of ``of``.
+        rest: the structure of the batch's data and weights.
         wire_dtype: see `jaxcoded.coded_allreduce`.
         tokened: whether the last operand orders the round.
-        derived: whether it is of a derivative. Each rank computes tangents and cotangents itself, by a program of its
-            own, so that they may differ in rounding.
+        derived: whether it is the sum of a derivative. Each rank computes tangents and
+            cotangents by a separate program, so that they may differ in rounding.
     """
 
     name: str
@@ -54,20 +59,22 @@ class Sum:
     derived: bool = False
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """The arguments, the batch, and the token if there is one."""
+        """Return the arguments, the batch, and the token, if any."""
         args, end = len(self.alike), len(operands) - self.tokened
         return list(operands[:args]), list(operands[args:end]), list(operands[end:])
 
     def derivative(
         self, kind: str, of: Any, alike: Sequence[int], more: Sequence[Any]
     ) -> "Sum":
-        """The sum of this function instead, which takes these arguments and so many ``more``, tangents or cotangents."""
+        """Return the sum of another function, which takes these arguments and ``more``,
+        tangents or cotangents.
+        """
         alike = *alike, *(max(1, *self.alike) + 1 for _ in more)
         name = f"{kind} of {self.name}"
         return dataclasses.replace(self, name=name, of=of, alike=alike, derived=True)
 
     def named(self, number: int, args: Sequence[Any]) -> list[Any]:
-        """The arguments of this number."""
+        """Return the arguments with this number."""
         return [x for x, its in zip(args, self.alike) if its == number]
 
     def round(self, *operands: Any) -> list[Any]:
@@ -108,14 +115,14 @@ _jax_compat.compile_alone(sum_p, lambda sum: sum.name)
 def summed(
     sum: Sum, args: Sequence[Any], data: Any, weights: Any, token: Any
 ) -> Result:
-    """The list of what is summed, as a `Result`."""
+    """Return the list of sums, as a `Result`."""
     rest = jax.tree.leaves((data, weights, token))
     out = sum_p.bind(*args, *rest, sum=sum)
     return Result(out[:-1], token=out[-1]) if sum.tokened else Result(out)
 
 
 def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
-    """The types of the examples and of the weights that a rank computes at once."""
+    """Return the types of the examples and of the weights that a rank computes at once."""
     shape, dtype = weights.values.shape, jax.dtypes.canonicalize_dtype(weights.dtype)
     if group.plan.strategy.by_blocks:
         shape, dtype = shared.shape(weights, group)[1:], jnp.float32
@@ -146,7 +153,7 @@ mlir.register_lowering(sum_p, _lowering)
 
 
 def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
-    """Raise unless it is arguments alone that are differentiated, or batched."""
+    """Raise unless only arguments are differentiated, or batched."""
     if any(sum.parts(moved)[1]):
         derived = " In a function for jax.lax.custom_root, which differentiates all that this closes over, sum over "
         derived += "jax.lax.stop_gradient(batch)."
@@ -161,7 +168,7 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
 def _moving(
     of: Any, which: Sequence[int], args: list[Any], *rest: Any
 ) -> Callable[..., list[Any]]:
-    """The function of some of its arguments alone."""
+    """Return the function of some of its arguments alone."""
 
     def function(*moving: Any) -> list[Any]:
         all_ = list(args)
@@ -173,7 +180,7 @@ def _moving(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
-    """One more round, of the function's jvp."""
+    """Differentiate forward by one more round, of the function's jvp."""
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     _check(sum, "differentiated", moves)
     out = sum_p.bind(*primals, sum=sum)
@@ -191,7 +198,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
     out_moved = [
         ad.Zero(_jax_compat.like(x, x.shape).to_tangent_aval()) for x in values
     ]
-    if inexact and which:  # integers do not move
+    if inexact and which:  # integers have no tangents
         alike = [a or int(move) for a, move in zip(sum.alike, moves)]
         its = sum.derivative("jvp", of, alike, which)
         args, rest, _ = sum.parts(primals)
@@ -211,7 +218,7 @@ ad.primitive_jvps[sum_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
-    """One round, of the function's transpose."""
+    """Transpose by one round, of the function's transpose."""
     args, rest, token = sum.parts(operands)
     which = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     values = cotangents[: len(cotangents) - len(token)]
@@ -250,7 +257,7 @@ ad.primitive_transposes[sum_p] = _transpose
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
-    """One round with the stacked sums."""
+    """Batch to one round with the stacked sums."""
     _check(sum, "batched by vmap", [axis is not None for axis in axes])
     its, _, token = sum.parts(axes)
     if any(axis is not None for axis in token):

@@ -1,4 +1,4 @@
-"""The examples that a sum is of, counted with the sum itself."""
+"""Count the examples of a sum together with the sum."""
 
 import functools
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 
-# How far the examples that were counted may be from their number: as a share of it; and the
-# roundings that add to those of one for each rank, amplified by the code.
+# How far a count of examples may be from their number: as a share of it; and the
+# roundings in addition to one for each rank, amplified by the code.
 _MISCOUNT = 1e-6
 _ROUNDINGS = 64
 
@@ -24,11 +24,11 @@ class Count(NamedTuple):
     """The first vector that a rank adds to a sum, which counts its examples.
 
     Attributes:
-        vector: this rank's part of the count, ``(length of a message,)``, of NumPy if the weights are; ``None`` if the
-            sum may be approximate.
+        vector: this rank's part of the count, ``(length of a message,)``, a NumPy array
+            if the weights are; ``None`` if the sum may be approximate.
         examples: see `Round`.
         words: what all ranks must agree on.
-        numbers: how many are counted.
+        numbers: number of counted numbers.
     """
 
     vector: Any = None
@@ -41,10 +41,10 @@ NOT_COUNTED = Count()
 
 
 def counted(weights: Any, group: CodedGroup, name: str) -> Count:
-    """Return the count that goes with a sum of what was weighted with these weights, if there are any.
+    """Return the count for a sum of values with these weights, if any.
 
     Raises:
-        TypeError, ValueError: there must be some, or they are not of this group.
+        TypeError, ValueError: weights are missing, or belong to another group.
     """
     with group._session.failing(name):
         check_counted(weights, group, name)
@@ -67,18 +67,20 @@ def count(
     *,
     present: bool = False,
 ) -> Count:
-    """Return the count that goes with a sum of what was weighted with these weights.
+    """Return the count for a sum of values with these weights.
 
     Args:
         weights: a batch's `Weights`, or several batches'.
         group: that sums.
-        name: of the call.
-        key: what ranks must have in common, see `jaxcoded.collectives.marks`. Default: the batches.
+        name: the name of the call.
+        key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
+            Default: that of the batches.
         present: whether to count the examples without padding in a second number, also for a sum that may be
             approximate.
 
     Raises:
-        TypeError, ValueError: they are no `Weights`, or not of this rank of this group.
+        TypeError, ValueError: they are no `Weights`, or belong to another rank or
+            group.
     """
     plan, rank = group.plan, group.rank
     given = [weights] if isinstance(weights, Weights) else weights
@@ -106,7 +108,7 @@ def count(
         held = values.reshape(-1, parts, slices)[:, :, 0].sum(0)
         if xp is jnp:
             held = over_devices(held, _jax_compat.varying(values))
-        # as of a whole batch: transports look for a number that they know when they compile
+        # as for a whole batch: transports check a number that is known at compile time
         examples = (
             int(each.examples) if host else jnp.asarray(each.examples, held.dtype)
         )
@@ -126,17 +128,18 @@ def count(
         rest = np.zeros((parts, length), total.dtype)
         columns = [each[:, None] for each in numbers]
         vector = xp.concatenate([*columns, rest], axis=1).reshape(-1)
-    if host:  # it may be kept
+    if host:  # a count on the host can be cached
         vector.setflags(write=False)
     return Count(vector, fixed.examples if exact else None, fixed.words, len(numbers))
 
 
 class _Fixed(NamedTuple):
-    """Return the part that all counts of batches of these sizes share.
+    """The common part of all counts of batches of these sizes.
 
     Attributes:
         words, examples: of the `Count`.
-        marks: what this rank adds to the count for a key of 1, part by part, for each batch.
+        marks: this rank's addition to the count for a key of 1, part by part, for each
+            batch.
     """
 
     words: str
@@ -159,7 +162,9 @@ def _key_on_host(number: int) -> int:
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
-    """Return the count of shared work, as it is before any block is computed: both numbers of `count`."""
+    """Return the count of shared work before any block is computed: both numbers of
+    `count`.
+    """
     share = rounding(group.plan, np.float32)
     number = float(weights.batch_size)
     return Count(
@@ -174,7 +179,7 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
     """Raise if a sum needs weights and has none.
 
     Raises:
-        TypeError: the message has the call that has them.
+        TypeError: the message shows the call with weights.
     """
     if weights is None and not (group._session.blocks or _adds_up(group.plan)):
         loop = ", or call it after a loop over group.blocks(batch_size)"
@@ -188,7 +193,7 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _adds_up(plan: Plan) -> bool:
-    """Whether a sum is that of what the ranks hand in, each once."""
+    """Return whether a sum adds up the ranks' contributions, each once."""
     if any(len(holders) > 1 for holders in plan.placement.holders):
         return False
     codes = [coding.code.B for coding in plan.codings if coding is not None]
@@ -204,17 +209,17 @@ def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
 
 
 def rounding(plan: Plan, *dtypes: Any) -> float:
-    """The share of a count of examples, in numbers of these dtypes, that rounding explains."""
+    """Return the share of a count of examples that rounding in these dtypes explains."""
     eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
     return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
 
 
 def checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
-    """The number of examples if that is what was counted, to rounding; otherwise NaN.
+    """Return the number of examples if the count matches up to rounding; otherwise NaN.
 
-    The engine makes an error of it, in the order of the rounds. Raised here, beside that
-    order, it would end this rank's program in the middle of sending the result on, or
-    of the next round.
+    The engine raises the error in the order of the rounds. An error here, outside that
+    order, would end this rank's program while it sends the result on, or in the next
+    round.
     """
     number, allowed = examples
     near = jnp.abs(count - number) <= allowed * number
@@ -224,12 +229,13 @@ def checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
 def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     """Return the number of examples of a batch without padding, by which a mean is divided.
 
-    Transports look for a number that they know when they compile. So the examples of a smaller last
-    batch count for more in the first number: ``batch_size`` together. By the second one the mean is, on
-    all ranks the same, also on one that was done without and is at another batch.
+    Transports check a number that is known at compile time. So the examples of a
+    smaller last batch count for more in the first number: ``batch_size`` in total. The
+    mean divides by the second number, which is the same on all ranks, even on one that
+    is late at another batch.
     """
     there = counted[..., 1]
-    if count.examples is None:  # of nothing that came the mean is 0, as the sum
+    if count.examples is None:  # without any example the mean is 0, as the sum
         return jnp.where(there == 0, 1, there)
     expected = jnp.asarray(weights.examples, there.dtype)
     near = jnp.abs(there - expected) <= count.examples[1] * expected
@@ -242,5 +248,5 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:
-    """The sum over the devices that a batch is split over, if it is."""
+    """Return the sum over the devices that a batch is split over, if it is."""
     return jax.lax.psum(x, tuple(split)) if split else x

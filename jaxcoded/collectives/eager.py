@@ -1,4 +1,4 @@
-"""Calls outside `jit`."""
+"""Compile and cache calls outside `jit`."""
 
 import dataclasses
 import functools
@@ -11,14 +11,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from jaxcoded import _jax_compat
 
-_MOST = 4  # programs of one function
+_MOST = 4  # most cached programs of one function
 
 
 class Eager:
-    """A function that is traced in each call, and compiled if the trace differs from the latest ones.
+    """A function that is traced in each call, and compiled if the trace differs from
+    recent ones.
 
-    So it uses what it closes over as it is now, as other functions of JAX do outside `jit`, and a loop of calls compiles
-    once.
+    So it uses the current values that it closes over, as other functions of JAX do
+    outside `jit`, and a loop of calls compiles once.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -39,7 +40,9 @@ class Eager:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two traces, or parts of them, make the same program. ``False`` if it cannot be known."""
+    """Return whether two traces, or parts of them, make the same program; ``False`` if
+    that is unknown.
+    """
     if a is b:
         return True
     if type(a) is not type(b):
@@ -100,6 +103,8 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
 
 
 def _computed(params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an operation except its derivative rules, which a program that is only run does not use."""
+    """Return the parameters of an operation without its derivative rules, which a
+    running program does not use.
+    """
     rules = {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "bwd_thunk"}
     return {name: value for name, value in params.items() if name not in rules}

@@ -1,4 +1,6 @@
-"""Complex numbers and integers as floating-point numbers whose sums are exactly theirs."""
+"""Convert complex numbers and integers to floating-point numbers with the same exact
+sums.
+"""
 
 import functools
 from typing import Any
@@ -11,13 +13,13 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.leaves import array, check_no_key, named
 
 _BYTE = 256
-# So many bytes add up exactly in float32.
+# This number of bytes adds up exactly in float32.
 _MOST = 2**24 // (_BYTE - 1)
 
 
 def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
-    """The pytree with a tuple in place of each leaf that is not of floating point: of its real and imaginary part, or
-    of the bytes of its integers, each a float32.
+    """Return the pytree with each leaf that is not floating point replaced by a tuple:
+    its real and imaginary parts, or the bytes of its integers, each a float32.
 
     Raises:
         TypeError: a leaf has integers, which the plan's codes would multiply. The message names it.
@@ -34,7 +36,7 @@ def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
             leaf = array(leaf, name)
             return leaf.real, leaf.imag
         if not _counts(dtype):
-            return leaf  # also what is no number: it is refused where it is packed
+            return leaf  # also leaves without numbers, which packing refuses
         _check(plan, name, dtype, wire_dtype)
         return tuple(_bytes(array(leaf, name)))
 
@@ -42,7 +44,9 @@ def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
 
 
 def restored(total: Any, like: Any) -> Any:
-    """The sum of pytrees like this one, from that of what `of` makes of them. Bools are counted."""
+    """Return the sum of pytrees like this one, from the sum of the results of `of`.
+    Bools are counted.
+    """
     types = jax.tree.leaves(like)
     structure: Any = jax.tree.structure(like)
     leaves = structure.flatten_up_to(total)
@@ -64,7 +68,7 @@ def _restored(total: Any, like: Any) -> Any:
 
 
 def _counts(dtype: Any) -> bool:
-    """Whether these are integers or bools, and no durations."""
+    """Return whether these are integers or bools, and no durations."""
     return dtype == bool or (
         jnp.issubdtype(dtype, jnp.integer) and np.dtype(dtype).kind != "m"
     )
@@ -80,7 +84,7 @@ def _bytes(leaf: jax.Array) -> list[jax.Array]:
 
 
 def _summed(dtype: Any) -> np.dtype:
-    """The dtype of sums: its own, and of bools that of JAX's integers."""
+    """Return the dtype of sums: the same, and JAX's integers for bools."""
     if dtype == bool:
         dtype = np.dtype(np.int64)
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
@@ -108,7 +112,7 @@ def _check(plan: Plan, name: str, dtype: Any, wire_dtype: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _exact(plan: Plan) -> bool:
-    """Whether all coefficients are 0 or 1, of contributions and where they are decoded."""
+    """Return whether all coefficients are 0 or 1, for encoding and decoding."""
     codes = [coding.code.B for coding in plan.codings if coding is not None]
     whole = all(np.isin(B, (0, 1)).all() for B in codes)
     return whole and plan.amplification == 1 and not plan.encoded

@@ -24,7 +24,9 @@ def of_part(
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """``Σ w ℓ`` and ``∇ Σ w ℓ`` of the examples, complex numbers as `floats`; and the auxiliary data."""
+    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of the examples, with complex numbers as
+    `floats`, and the auxiliary data.
+    """
     split = _jax_compat.varying(weights)
 
     def weighted_loss(params: Any) -> tuple[jax.Array, Any]:
@@ -46,8 +48,8 @@ def of_part(
                 "(jax.lax.psum)"
             )
         w = weights.astype(accumulator(each.dtype))
-        # padding has weight 0 and must not count, whatever its loss is; its gradient is finite, as padding repeats
-        # a real example
+        # padding has weight 0 and must not count, whatever its loss; its gradient is
+        # finite, as padding repeats a real example
         loss = jnp.sum(jnp.where(w != 0, w * each.astype(w.dtype), 0))
         return loss, aux
 
@@ -60,10 +62,12 @@ def of_part(
 def _losses_of_examples(
     losses: Callable[[Any, Any], Any], has_aux: bool, params: Any, batch: Any
 ) -> tuple[jax.Array, Any]:
-    """The loss of each example, and the auxiliary data. A scalar is the mean of the losses of the examples that it is
-    computed from, so of a batch of one example it is the loss of this example."""
+    """Return the loss of each example, and the auxiliary data. A scalar loss is the
+    mean over its examples, so for a batch of one example it is the loss of this
+    example.
+    """
 
-    @functools.partial(jax.jit, inline=True)  # asked for its shape, too: traced once
+    @functools.partial(jax.jit, inline=True)  # traced once, also for its shape
     def pair(params: Any, batch: Any) -> tuple[Any, Any]:
         out = losses(params, batch)
         if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
@@ -103,9 +107,10 @@ def unless_behind(
     weights: jax.Array,
     behind: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """The ``gradient`` of a batch. Zeros, and nothing computed, where all weights are 0 or this rank is
-    ``behind``. Where the batch is split over devices, of all of them: they decide alike, as they may
-    need each other for the gradient."""
+    """Return the ``gradient`` of a batch, or zeros without computation if all weights
+    are 0 or this rank is ``behind``. All devices of a split batch decide together, as
+    they may need each other for the gradient.
+    """
 
     def compute() -> tuple[Any, Any]:
         return gradient(params, batch, weights)

@@ -1,9 +1,10 @@
-"""Collectives on arrays of NumPy, and of whatever has the buffer protocol or DLPack: no JAX arrays, no compilation.
+"""Collectives on NumPy arrays and on objects with the buffer protocol or DLPack,
+without JAX arrays or compilation.
 
-For programs that compute with other libraries, and tests: JAX is not started for them where it has only the
-CPU, as with ``JAX_PLATFORMS=cpu``. They are rounds of the group like any other: a rank may
-take part in a round with these while others do so with a compiled step, as long as
-shapes and dtypes are equal. They need a group with the engine.
+They serve programs that compute with other libraries, and do not start JAX if it has
+only the CPU, as with ``JAX_PLATFORMS=cpu``. They are ordinary rounds of the group: one
+rank may call these while others run a compiled step, if shapes and dtypes are equal.
+They need a group with the engine.
 """
 
 import functools
@@ -24,7 +25,7 @@ from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.round import Round
 
-_NAME = "coded_allreduce"  # what its rounds are called, as those in `jit`
+_NAME = "coded_allreduce"  # the name of its rounds, as in `jit`
 
 
 def allreduce(
@@ -37,7 +38,8 @@ def allreduce(
     erasures: Sequence[bool] | np.ndarray | None = None,
     wire_dtype: Any = None,
 ) -> np.ndarray:
-    """`jaxcoded.coded_allreduce` of one array in this process's memory. Blocks until the result is there.
+    """Return `jaxcoded.coded_allreduce` of one array in this process's memory. It
+    blocks until the result is complete.
 
     Args:
         array: this rank's contribution, of a float dtype, contiguous; equal shapes and
@@ -45,21 +47,22 @@ def allreduce(
             The result has this machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
         weights: as for `jaxcoded.coded_allreduce`.
-        out: where the result goes, of the same kinds as ``array``; may be ``array`` itself. Default: a new array.
-        skip: this rank has nothing to contribute, as one that is late
-            (`CodedGroup.lag`); ``array`` gives the shape only.
+        out: an array like ``array`` for the result; may be ``array`` itself. Default: a
+            new array.
+        skip: whether this rank contributes nothing, like a late one (`CodedGroup.lag`);
+            ``array`` then only gives the shape.
         erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
 
     Returns:
-        The sum, an array of NumPy; in the memory of ``out``, if it is given.
+        The sum, a NumPy array, in the memory of ``out`` if given.
 
     Raises:
         ValueError: an array is not contiguous, or ``out`` is not like ``array``,
             read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
             ``wire_dtype`` is another one.
         TypeError: it is no array or not floating point, or the group has slices or parts.
-        CodedError: what is found during the round, as by `jaxcoded.coded_allreduce`
-            but as the very classes: `GroupMismatch`, `TooManyErasures`,
+        CodedError: the errors during the round, as in `jaxcoded.coded_allreduce`, but
+            raised directly as the classes `GroupMismatch`, `TooManyErasures`,
             `Desynchronized`, `GroupClosed`.
 
     Example:
@@ -83,7 +86,7 @@ def summed(
     erasures: Sequence[bool] | np.ndarray | None = None,
     wire_dtype: Any = None,
 ) -> np.ndarray:
-    """The same, of whatever it is the sum."""
+    """Sum an array with any count."""
     check_open(group)
     group._session.check_alike()
     with group._session.failing(_NAME):
@@ -111,7 +114,7 @@ def summed(
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
         if result is not array:
-            # of contiguous arrays this is exact
+            # exact for contiguous arrays
             overlap = np.may_share_memory(array, result)
             if overlap and array.ctypes.data != result.ctypes.data:
                 raise ValueError(
@@ -122,7 +125,7 @@ def summed(
     vectors = [] if vector is None else [np.asarray(vector)]
     results = [each.copy() for each in vectors]
     wires = [kind.wire for kind in round.vectors[len(vectors) :]]
-    for wire in wires:  # one, or none of an array of no elements
+    for wire in wires:  # one, or none for an empty array
         vectors.append(array.astype(wire, copy=False))
         results.append(result if wire == result.dtype else vectors[-1])
     HostRounds.of(group._session.transport).host_round(
@@ -135,7 +138,7 @@ def summed(
 
 
 def _memory_of(out: Any) -> np.ndarray:
-    """An array of NumPy in the memory of ``out``, never a copy."""
+    """Return a NumPy array in the memory of ``out``, never a copy."""
     viewed = out
     try:
         if not isinstance(out, np.ndarray):
@@ -155,7 +158,7 @@ def _memory_of(out: Any) -> np.ndarray:
     return viewed
 
 
-# By a reference, so that a group is not kept for the sake of its sums.
+# A weak reference, so that the cache does not keep the group alive.
 @functools.lru_cache(maxsize=1024)
 def _sum_of(
     group: "weakref.ref[CodedGroup]",
@@ -166,9 +169,11 @@ def _sum_of(
     examples: tuple[float, float] | None,
     counts: np.dtype | None,
 ) -> Round:
-    """The round that sums arrays like this one, and counts in numbers of this dtype."""
+    """Return the round that sums arrays like this one, and counts in numbers of this
+    dtype.
+    """
     its = group()
-    assert its is not None  # the caller has it
+    assert its is not None  # the caller holds the group
     check_real(dtype, "the array")
     if its.plan.encoded:
         raise TypeError(

@@ -1,9 +1,10 @@
-"""Whether ranks compute the same of a batch: at the same parameters, and of the same one.
+"""Detect ranks that compute with other parameters, or at another batch.
 
-The examples are counted by the code, or block by block where work is shared. To that count every atom of the
-batch (`jaxcoded.plan.atoms`; where work is shared they are the blocks) adds its mark times a key: a number of the
-batch and of the parameters. The marks of all atoms add up to 0, so the count comes out right where all ranks that
-are in the sum have one key; otherwise it is off by more than rounding explains.
+The code counts the examples, or the blocks do with shared work. Every atom of the batch
+(`jaxcoded.plan.atoms`; with shared work, every block) adds its mark times a key to that
+count. The key is a number that depends on the batch and the parameters. The marks of
+all atoms add up to 0, so the count is right if all ranks in the sum have one key;
+otherwise it is off by more than rounding explains.
 """
 
 import math
@@ -20,9 +21,9 @@ from jaxcoded.plan.placement import Placement
 _MOST = 64  # of a block's mark, in the smallest
 _KEYS = 63
 _LEAST, _LARGEST = 2.0**-12, 2.0**-6  # of an atom's, as parts of the batch
-_OF_EACH = 256  # numbers of a leaf that are looked at
-_SMALL = 1e-4  # of the sum of their squares, which may be nothing but rounding
-_SWING = 16  # of the key with them
+_OF_EACH = 256  # numbers of a leaf that are compared
+_SMALL = 1e-4  # share of the sum of their squares that may be rounding alone
+_SWING = 16  # their largest effect on the key
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
@@ -30,10 +31,10 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
     to 0.
 
     Args:
-        plan, rank: of the group.
+        plan, rank: the group's plan, and the rank.
         batch_size: examples of a batch.
-        rounding: the share of the count that rounding explains, beyond which marks have to stand out. They are not
-            so large that they add much to it.
+        rounding: the share of the count that rounding explains, which marks must
+            exceed. They are so small that they add little to it.
 
     Example:
         >>> import jaxcoded
@@ -49,14 +50,16 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
 
 
 def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
-    """The mark of each block, float32 ``(blocks,)``. They add up to 0, but those of one owner do not. Sums of them,
-    times a key that is an integer, are exact beside the number of examples."""
+    """The mark of each block, float32 ``(blocks,)``. They add up to 0, but those of one
+    owner do not. Sums of them, times an integer key, are exact when added to the number
+    of examples.
+    """
     owners = len(placement.ranks)
     own = np.random.default_rng(0).integers(1, _MOST, (owners, placement.blocks))
     if owners == 1:
         return np.zeros(placement.blocks, np.float32)
     own[1::2] = -own[: owners - 1 : 2]
-    if owners % 2:  # the last three among themselves
+    if owners % 2:  # the last three together
         own[-2] = abs(own[-2])
         own[-1] = -own[-2] - own[-3]
     unit = 2.0 ** (math.floor(math.log2(batch_size)) - 15)
@@ -66,11 +69,13 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
 def key(
     number: Any, params: Any, moving: Sequence[Any] = (), *, to_the_bit: bool
 ) -> jax.Array:
-    """Return a float32, from −16 to 78 and up to 16 more either way for each of ``moving``: of the number of a batch,
-    an int32, of a pytree of parameters, and of pytrees of tangents or cotangents, each on its own scale. Batches that follow each other have different ones.
+    """Return the key of a batch's number, an int32, of a pytree of parameters, and of
+    pytrees of tangents or cotangents, each on a separate scale. It is a float32 from
+    −16 to 78, with up to 16 more either way for each of ``moving``. Consecutive batches
+    have different keys.
 
-    Parameters that differ in rounding alone have nearly the same ones, unless these must be the same ``to_the_bit``, as
-    integers always must.
+    Parameters that differ only in rounding have nearly the same key, unless they must
+    be equal ``to_the_bit``, as integers always must.
     """
     params, moving = jax.lax.stop_gradient((params, moving))
     out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))
@@ -79,7 +84,9 @@ def key(
 
 
 def of_batch(number: Any) -> Any:
-    """The key of a batch alone, uint32, from 0 to 62, of its number, an array of uint32. NumPy's, too."""
+    """Return the key of a batch alone, uint32, from 0 to 62, from its number, an array
+    of uint32, also of NumPy.
+    """
     return 9 * (number % 7) + mixed(number) % 9
 
 
@@ -106,16 +113,17 @@ def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
 
 
 def _plain(leaf: Any) -> jax.Array:
-    """The bits of a typed key; of anything else the array."""
+    """Return the bits of a typed key, and other arrays unchanged."""
     leaf = jnp.asarray(leaf)
     typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if typed else leaf
 
 
 def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
-    """A float32 from −16 to 16 of a few numbers of each array that is not of integers. Where those are off by a small
-    part of what they all are, it is off by not much more than 16 times that. If they are ``scaled``, also where they
-    are all small."""
+    """Return a float32 from −16 to 16 that depends on a few numbers of each array
+    without integers. A small relative change of those numbers changes it by little more
+    than 16 times as much; with ``scaled`` also if they are all small.
+    """
     leaves = map(_plain, jax.tree.leaves(pytree))
     few = [_few(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     if not few:
@@ -127,11 +135,13 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
     across = jnp.sum(jnp.where(minus == 1, -x, x)) / size
     out = _SWING * jnp.sin(jnp.log2(size) + jnp.log2(unit) + 2 * across)
-    return jnp.where(jnp.isfinite(out), out, 0)  # what they make of it they may
+    return jnp.where(jnp.isfinite(out), out, 0)  # other values do not matter
 
 
 def _few(leaf: jax.Array) -> jax.Array:
-    """Numbers of one corner, so that an array that lies on several devices need not be brought together."""
+    """Return numbers of one corner, so that an array on several devices need not be
+    gathered.
+    """
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     last = min(leaf.ndim, 2)

@@ -40,10 +40,10 @@ class Handle:
     Attributes:
         rounds: for each round the uint32 number by which the engine knows it; with the mpi4jax transport its
             vectors, which are complete.
-        divisor: what to divide by.
-        ends: of each round.
-        packings: of each round, the pytree that it sums.
-        structure: the pytree of the leaves of all rounds, where there are several.
+        divisor: the divisor of the sum.
+        ends: the end of each round.
+        packings: the pytree that each round sums.
+        structure: the pytree of the leaves of all rounds, if several.
         tokened: whether a token orders the calls.
     """
 
@@ -68,7 +68,7 @@ def coded_allreduce_start(
     bucket_bytes: int | None = None,
     token: jax.Array | None = None,
 ) -> Any:
-    """Begin a `coded_allreduce` and go on computing.
+    """Begin a `coded_allreduce`, and continue to compute.
 
     A round takes its place in the order of the group's rounds when it is started: all
     ranks start rounds, and call the group's other collectives, in one order, whenever
@@ -76,38 +76,38 @@ def coded_allreduce_start(
     calls `coded_allreduce`.
 
     The engine copies the vectors and carries the rounds while the rank computes. With
-    the mpi4jax transport, whose messages block, the whole round takes place here, so
-    that rounds have the same order; nothing is hidden then, and errors of the round are
-    raised here.
+    the mpi4jax transport, whose messages block, the whole round takes place in this
+    call, so that rounds have the same order. Then it hides no communication, and raises
+    the errors of the round.
 
     Usable inside ``jit``, ``scan``, ``while_loop`` and ``cond``; it can be neither
     differentiated nor batched by ``vmap``.
 
     Args:
         x, weights, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
-        group: as for `coded_allreduce`; or several of one plan, for the rounds of
-            ``bucket_bytes`` to take turns. The rounds of a group go one after the other,
-            those of several groups at the same time: where cables are slow, the end of
-            one is no time lost for the next.
-        bucket_bytes: start several rounds, each of leaves of about so many bytes
-            (≥ 1). A bucket goes as soon as its own leaves are computed, and the one with
-            the last leaves goes first, as a backward pass finds them. At most 64.
+        group: as for `coded_allreduce`; or several of one plan, between which the
+            rounds of ``bucket_bytes`` alternate. The rounds of a group follow each
+            other, and those of several groups overlap: with slow cables, the end of one
+            does not delay the next.
+        bucket_bytes: start several rounds, each with leaves of about this many bytes (≥
+            1), at most 64 rounds. A bucket is sent as soon as its leaves are computed.
+            The one with the last leaves comes first, in the order of a backward pass.
             Default: one round.
-        token: orders the calls in place of JAX's effects, see `coded_allreduce`. Hand
-            the one that this returns to the next call, `coded_allreduce_done` too.
+        token: orders the calls instead of JAX's effects, see `coded_allreduce`. Pass
+            the returned one to the next call, also to `coded_allreduce_done`.
 
     Returns:
         A `Handle`; with a ``token`` a `Result` of it and the token for the next call.
 
-        The engine keeps what was started and not done: up to 64 rounds of a group, each
-        with a copy of its vectors. For one more it waits for the end of the oldest, and
-        drops its result.
+        The engine keeps rounds that were started and not done: up to 64 of a group,
+            each with a copy of its vectors. For one more it waits for the end of the
+            oldest, and drops its result.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
-        TypeError: ``bucket_bytes`` comes with an `Encoded`, which is one message.
+        TypeError: ``bucket_bytes`` is given with an `Encoded`, which is one message.
         ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds
-            of a group; or there are no groups, or of several plans.
+            of a group; or no groups are given, or groups of several plans.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -146,11 +146,11 @@ def started(
     divisor: Any = None,
     **asked: Any,
 ) -> Any:
-    """The rounds of a sum that is asked for, started; see `prepared`."""
+    """Start the rounds of a requested sum, see `prepared`."""
     groups = _taking_turns(group)
     with groups[0]._session.failing("coded_allreduce"):
         buckets, structure = _buckets(x, bucket_bytes, groups)
-    # all that can be wrong is found before the first of them starts
+    # all errors are detected before the first round starts
     ready = []
     for number, bucket in enumerate(buckets):
         its = groups[number % len(groups)]
@@ -158,7 +158,7 @@ def started(
         with its._session.failing("coded_allreduce"):
             ready.append(prepared(bucket, its, count, divisor=divisor, **asked))
     if divisor is not None and not isinstance(divisor, _jax_compat.Tracer):
-        divisor = jnp.asarray(divisor, float)  # also of an integer beyond int32
+        divisor = jnp.asarray(divisor, float)  # also for an integer beyond int32
     flights, ends = [], []
     first = token = ready[0][1].token
     number_alone = (ShapedArray((), np.uint32),) if _go_on(groups) else None
@@ -183,23 +183,21 @@ def coded_allreduce_done(
     """Return the result of a started `coded_allreduce`.
 
     Args:
-        handle: of `coded_allreduce_start`, once.
-        after: pytree of arrays that are computed before this waits. XLA starts what is
-            ready, in no order that can be relied on, and this occupies one of its
-            threads: name here what the communication is to hide behind.
-        token: what the last call returned, if a token orders the calls.
+        handle: the handle of `coded_allreduce_start`, which can be used once.
+        after: pytree of arrays to compute before this waits. XLA starts ready
+            operations in any order, and this occupies one of its threads: name the
+            computation that should hide the communication.
+        token: the token of the last call, if a token orders the calls.
 
-    Returns:
-        What `coded_allreduce` returns. With a ``residual`` of several rounds, the
+    Returns: The result of `coded_allreduce`. A ``residual`` of several rounds is the
         largest one.
 
     Raises:
         TypeError: ``handle`` is not a `Handle`.
         ValueError: a ``token`` is missing, or there was none at the start.
         GroupClosed: the group was closed.
-        jax.errors.JaxRuntimeError: what is found during the round, as by
-            `coded_allreduce`; or the handle was used before, or more than 64 rounds were
-            started after it.
+        jax.errors.JaxRuntimeError: errors during the round, as in `coded_allreduce`; or
+            the handle was used before, or more than 64 rounds were started after it.
     """
     if not isinstance(handle, Handle):
         raise TypeError(
@@ -245,7 +243,7 @@ def coded_allreduce_done(
 
 
 def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup, ...]:
-    """The groups whose rounds take turns, checked."""
+    """Check and return the groups whose rounds alternate."""
     groups = tuple(group) if isinstance(group, list | tuple) else (group,)
     if not groups:
         raise ValueError("there are no groups to take turns: hand in one or several")
@@ -257,20 +255,22 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
             "would be sums of different assignments: open the others with "
             "CodedGroup(comm, group.plan)"
         )
-    # where a round ends as it starts, nothing is gained, and nothing orders those of two groups
+    # if a round ends as it starts, this gains nothing, and nothing orders rounds of two
+    # groups
     return groups if _go_on(groups) else groups[:1]
 
 
 def _go_on(groups: Sequence[CodedGroup]) -> bool:
-    """Whether a round that was started goes on while its rank computes."""
+    """Return whether a started round progresses while its rank computes."""
     return groups[0]._session.transport.most_started > 0
 
 
 def _buckets(
     x: Any, bucket_bytes: int | None, groups: tuple[CodedGroup, ...]
 ) -> tuple[list[Any], Any]:
-    """What to start, the last leaves first, and the pytree that it is; ``None`` where
-    that is the first bucket."""
+    """Return the buckets to start, the last leaves first, and their pytree; ``None`` if
+    that is the first bucket.
+    """
     if bucket_bytes is None:
         return [x], None
     bucket_bytes = _require.integer("bucket_bytes", bucket_bytes, 1)

@@ -1,4 +1,4 @@
-"""Coded all-reduce as a gradient transformation."""
+"""The coded all-reduce as an optax gradient transformation."""
 
 from typing import Any, NamedTuple
 
@@ -14,9 +14,9 @@ class SumGradientsState(NamedTuple):
     """The state of the transformation between steps.
 
     Attributes:
-        token: what orders the calls, see `jaxcoded.coded_allreduce`; ``None`` without
-            ``carry_token``. Its value means nothing, so that a state restored from a
-            checkpoint is as good as a new one.
+        token: the number that orders the calls, see `jaxcoded.coded_allreduce`;
+            ``None`` without ``carry_token``. Its value has no meaning, so a state from
+            a checkpoint works like a new one.
     """
 
     token: jax.Array | None
@@ -31,22 +31,23 @@ def sum_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Replace local gradients by their exact sum over the global batch.
 
-    For chains, on the local gradient of the loss weighted by a batch's ``weights``.
-    Never on what `coded_value_and_grad` returns, which is reduced already. ``init``
-    never communicates. ``update`` takes the batch's weights, ``tx.update(grads, state, params,
-    weights=batch.weights)``, and hands them and ``erasures`` to `jaxcoded.coded_allreduce`.
+    Use it in chains, on the local gradient of the loss weighted by a batch's
+    ``weights``. Do not use it on the result of `coded_value_and_grad`, which is already
+    reduced. ``init`` never communicates. ``update`` takes the batch's weights,
+    ``tx.update(grads, state, params, weights=batch.weights)``, and passes them and
+    ``erasures`` to `jaxcoded.coded_allreduce`.
 
     Args:
         group: an open group.
         divisor: the global batch size to divide by. Default: the sum.
         wire_dtype: as for `jaxcoded.coded_allreduce`.
-        carry_token: order the calls by a number in the state, which is faster to
-            dispatch. Then the step must make no other call of this group.
+        carry_token: whether to order the calls by a number in the state, which is
+            faster to dispatch. Then the step must make no other call of this group.
 
-    Returns:
-        A ``GradientTransformationExtraArgs``; ``update`` raises what
-        `jaxcoded.coded_allreduce` does, and ``ValueError`` for the very gradient that
-        `coded_value_and_grad` or another one has summed in the same ``jit``, or outside.
+    Returns: A ``GradientTransformationExtraArgs``; ``update`` raises the errors of
+        `jaxcoded.coded_allreduce`, and ``ValueError`` for a gradient that
+        `coded_value_and_grad` or another transformation has already summed in the same
+        ``jit``, or outside.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded, optax

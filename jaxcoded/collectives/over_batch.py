@@ -1,4 +1,6 @@
-"""The sum of what the examples of a batch give, in one round, as the group's strategy says."""
+"""The sum of a function over the examples of a batch, in one round, by the group's
+strategy.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,20 +30,23 @@ def summed(
     moving: Sequence[Any] = (),
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """The sum of ``compute`` over the batch.
+    """Return the sum of ``compute`` over the batch.
 
     Args:
         compute: see `coded.summed` and `shared.summed`.
-        alike: pytree of what all ranks must have in common, beside the batch.
+        alike: pytree of values that must be equal on all ranks, in addition to the
+            batch.
         batch, weights: the examples of this rank.
-        group: that sums.
-        eps: tells in which numbers ``compute`` computes, see `_jax_compat.coarsest_eps`.
-        same_bits: whether all ranks have what is ``alike`` to the bit, and not to rounding.
-        moving: pytrees that they must have in common, too, each on a scale of its own: tangents or cotangents.
+        group: the group that sums.
+        eps: the precision of ``compute``, see `_jax_compat.coarsest_eps`.
+        same_bits: whether ``alike`` is equal on all ranks to the bit, not only up to
+            rounding.
+        moving: pytrees that must also be equal on all ranks, each on a separate scale:
+            tangents or cotangents.
         name, token, asked: see `coded.summed`.
 
-    Returns:
-        The sum, on every rank the same; the auxiliary data; the numbers that were counted, and how.
+    Returns: The sum, the same on every rank; the auxiliary data; the counted numbers,
+        and their `Count`.
     """
     transport, by_blocks = group._session.transport, group.plan.strategy.by_blocks
     with group._session.failing(name):
@@ -50,10 +55,10 @@ def summed(
             transport.computes_with(eps())
         key = None
         if not group.approximate:
-            # of a code messages are compared, which may differ in rounding
+            # codes compare messages, which may differ in rounding
             to_the_bit = same_bits and by_blocks and group.options.check == DEBUG
             key = marks.key(weights.number, alike, moving, to_the_bit=to_the_bit)
-            # one of all devices that it is split over, as the count is
+            # one key for all devices of a split batch, like the count
             key = over_devices(key, _jax_compat.varying(key))
     how = shared.summed if by_blocks else coded.summed
     return how(compute, batch, weights, group, key, name=name, token=token, **asked)

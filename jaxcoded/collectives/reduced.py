@@ -1,4 +1,4 @@
-"""Which arrays are reduced already, so that they are not handed to one more reduction."""
+"""Record which arrays are already reduced, so that no call reduces them again."""
 
 import functools
 import weakref
@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-# By the `id` of an array, or of what stands for it while JAX traces: that very object, and its
-# group. What is computed from it is another one.
+# By the `id` of an array, or of its tracer: the object and its group. Values computed
+# from it are other objects.
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def note(pytree: Any, group: int) -> None:
-    """These leaves are reduced over the group with this index."""
+    """Note that these leaves are reduced over the group with this index."""
     for leaf in jax.tree.leaves(pytree):
         _known[id(leaf)] = (
             weakref.ref(leaf, functools.partial(_forget, id(leaf))),

@@ -1,4 +1,4 @@
-"""The sum of what blocks of the batch give, each computed by whoever has time for it."""
+"""The sum of a function over blocks of the batch, which the engine assigns to ranks."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,25 +35,25 @@ def summed(
     wire_dtype: Any,
     words: str = "",
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """The sum of ``compute`` over all blocks of the batch, in one round.
+    """Return the sum of ``compute`` over all blocks of the batch, in one round.
 
-    The engine says which blocks this rank computes. They are added to vectors that others
-    fetch while this rank waits for its next block; so the vectors are the leaves
-    themselves, and nothing is copied.
+    The engine says which blocks this rank computes. The rank adds them to vectors that
+    others fetch while it waits for its next block. So the vectors are the leaves
+    themselves, without copies.
 
     Args:
-        compute: a function of a block's examples, ``(size, …)``, and their weights, float32 ``(size,)``, 0 for
-            padding. Its sum, and auxiliary data.
+        compute: a function of a block's examples, ``(size, …)``, and their weights,
+            float32 ``(size,)``, 0 for padding. It returns the sum and auxiliary data.
         batch: pytree of the examples that this rank holds, block by block.
-        weights: those of these examples.
-        group: whose work is shared.
-        key: what ranks must have in common, see `jaxcoded.collectives.marks`.
+        weights: the weights of these examples.
+        group: the group, with shared work.
+        key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
         name, residual, wire_dtype, token, words: see `prepared`.
         erasures: none, as the strategy refuses them.
 
-    Returns:
-        The sum, on every rank the same; the auxiliary data, stacked over the blocks
-        that this rank holds, zeros for those that it has not computed; the numbers that were counted, and how.
+    Returns: The sum, the same on every rank; the auxiliary data, stacked over the
+        blocks that this rank holds, zeros for those that it has not computed; the
+        counted numbers, and their `Count`.
     """
     del erasures
     placement = group.plan.placement
@@ -89,8 +89,8 @@ def summed(
             **fields,
         )
     kinds = [kind for kind, n in zip(packing.kinds, packing.counts) if n]
-    # one more vector: in a sum that may lack a part of the batch, its blocks; in a group with a check, whose sums
-    # are whole, the results of audits
+    # one more vector: the blocks in a sum that may lack a part of the batch, or the
+    # results of audits in a group with a check
     probes, audited = [], None
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
@@ -110,7 +110,7 @@ def summed(
     )
 
     def flat(pytree: Any) -> list[jax.Array]:
-        """The leaves that have elements, in the dtypes in which they are summed."""
+        """Return the nonempty leaves, in the dtypes of their sums."""
         leaves = [leaf for leaf in jax.tree.leaves(pytree) if leaf.size]
         return [leaf.reshape(-1).astype(accumulator(leaf.dtype)) for leaf in leaves]
 
@@ -132,7 +132,7 @@ def summed(
         examples = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
         )
-        # in a smaller last batch of an epoch those at the end of the batch are not there
+        # a smaller last batch of an epoch lacks the examples at its end
         here = jnp.minimum(
             jnp.asarray(sizes)[block], weights.examples - jnp.asarray(starts)[block]
         )
@@ -150,7 +150,7 @@ def summed(
             total += key * jnp.asarray(marked)[block]
         added = [jnp.stack([total, there]), *flat(local)]
         if audited is not None:
-            # what it gives only to compare is not added
+            # results only for comparison are not added
             added = [jnp.where(audit.added(kind), x, 0) for x in added]
             aux = jax.tree.map(
                 lambda all, one: jnp.where(audit.added(kind), one, all[at]), auxes, aux
@@ -202,7 +202,7 @@ def summed(
 
 
 def shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
-    """How many blocks a rank holds, and their examples with padding."""
+    """Return the number of blocks that a rank holds, and their examples with padding."""
     blocks = max(len(group.plan.placement.held(group.rank)), 1)
     assert len(weights) % blocks == 0, (len(weights), blocks)
     return blocks, len(weights) // blocks

@@ -1,4 +1,4 @@
-"""Values that all ranks have, as inputs of each rank's contribution to a sum."""
+"""Spread values that are equal on all ranks to each rank's contribution to a sum."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,16 +17,18 @@ _NAME = "spread"
 
 
 def spread(params: Any, group: CodedGroup) -> Any:
-    """The same values, where gradients that come back are summed over the ranks.
+    """Return the same values, whose gradients are summed over the ranks.
 
-    `coded_sum` does this to its parameters itself. With `coded_allreduce` it makes a function of a sum
-    differentiable: spread what the ranks have in common, compute this rank's contribution of it, and sum it. The
-    transpose of the sum hands each rank the cotangent, which is that of all; what comes back through the contribution
-    is again a contribution; and the transpose of ``spread`` sums it, in one more round. They are each other's
-    transpose, as ``jax.lax.pvary`` and ``psum`` in ``shard_map``.
+    `coded_sum` does this to its parameters itself. With `coded_allreduce` it makes a
+    function of a sum differentiable: spread the common values, compute this rank's
+    contribution from them, and sum it. The transpose of the sum passes the cotangent,
+    equal on all ranks, to each rank. The gradient through the contribution is again a
+    contribution, and the transpose of ``spread`` sums it in one more round. The sum and
+    ``spread`` are each other's transposes, like ``psum`` and ``jax.lax.pvary`` in
+    ``shard_map``.
 
-    Everything that the contribution depends on and that is differentiated must come through it: what does not gets
-    a gradient that differs between ranks.
+    All differentiated inputs of the contribution must come through ``spread``: other
+    inputs get gradients that differ between ranks.
 
     Args:
         params: pytree of arrays that are equal on all ranks.
@@ -78,7 +80,7 @@ batching.primitive_batchers[spread_p] = lambda leaves, axes, *, group: (
 
 
 def _transpose(cotangents: Sequence[Any], *leaves: Any, group: CodedGroup) -> Any:
-    """One round."""
+    """Transpose by one round, which sums the cotangents."""
     there = [i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero)]
     back: list[Any] = [None] * len(cotangents)
     if there:

@@ -63,11 +63,10 @@ def coded_value_and_grad(
             gives the sum. With an approximate code, or ``on_deadline="approximate"``, divide by the weight of the
             examples in the sum.
         residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
-            ``c_k`` with which the atoms of the batch, its parts ``p_k``, entered; of
-            atoms that divide the batch, see `coded_allreduce`.
+            ``c_k`` of the batch's atoms ``p_k`` in the sum, see `coded_allreduce`.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
-            arrays travel, see `coded_allreduce`. Gradients are computed and encoded as
-            without it, and loss and count keep all digits.
+            arrays are sent, see `coded_allreduce`. It does not affect the computation
+            and encoding of gradients, and loss and count keep all digits.
 
     Returns:
         A function ``(params, batch, *, erasures=None, token=None) -> (loss, grads)``, or ``((loss, aux), grads)``;
@@ -101,7 +100,7 @@ def coded_value_and_grad(
     def reduce(
         params: Any, data: Any, weights: Weights, erasures: Any, token: Any
     ) -> Result:
-        # what is asked for its shape, chunk after chunk, is traced once
+        # the shapes are needed for every chunk, so trace it once
         of_part = jax.jit(
             functools.partial(gradient.of_part, losses, has_aux, group.plan)
         )
