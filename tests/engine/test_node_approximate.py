@@ -66,6 +66,8 @@ class Approximate(Call):
 @example(2804007454)
 # a child that had been stopped was never asked again
 @example(275)
+# a stopped child was waited for although another one had come
+@example(4111256856)
 @given(st.integers(0, 2**32 - 1))
 def test_one_set_of_children_for_all_of_a_sum(seed):
     rng = random.Random(seed)
