@@ -217,6 +217,10 @@ def test_composing_benchmark(tmp_path):
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 2
     assert all(float(row["ratio"]) > 0 for row in rows)
+    with (tmp_path / "composing-memory-4.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3
+    assert all(float(row["mib"]) > 0 for row in rows)
 
 
 def test_verify_benchmark(tmp_path):

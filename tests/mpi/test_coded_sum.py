@@ -193,6 +193,35 @@ def test_cotangents_of_a_vmap_are_one_round(strategy):
     close(out, Whole(THETA).jacobian, strategy)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", [Uncoded(), Shared()])
+def test_memory_of_a_gradient(comm, how):
+    """That of one backward pass over this rank's examples, where intermediate values need most."""
+    rng = np.random.default_rng(0)
+    layers = [jnp.asarray(rng.normal(size=(32, 32)) / 6) for _ in range(8)]
+
+    def deep(layers, x):
+        for layer in layers:
+            x = jnp.tanh(x @ layer)
+        return x.sum(1)
+
+    def planned(loss, data):
+        compiled = jax.jit(jax.grad(loss)).lower(layers, data).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    with jaxcoded.CodedGroup(comm, how) as group:
+        batch = group.batch(rng.normal(size=(4000, 32)))
+        total = coded_sum(deep, group)
+        here = planned(
+            lambda layers, batch: jnp.log1p(total(layers, batch) ** 2), batch
+        )
+        alone = planned(
+            lambda layers, x: jnp.log1p(deep(layers, x).sum() ** 2), batch.data
+        )
+        assert alone > 8 * jnp.asarray(batch.data).nbytes  # so it counts what is kept
+        assert here < 1.1 * alone, (here, alone)
+
+
 @every_strategy
 def test_rounds_of_a_hessian_vector_product(strategy):
     """The rounds are the sum, its jvp, its transpose, and the jvp of that."""
