@@ -543,6 +543,26 @@ def test_a_branch_that_one_rank_does_not_take(strategy, comm):
     assert all(comm.allgather(told)), (errors, comm.rank)
 
 
+@redundant
+@pytest.mark.ranks(4)
+def test_a_branch_and_the_same_sum_again(comm):
+    """In a group that waits for all, a sum at other parameters is an error on every rank."""
+    with jaxcoded.CodedGroup(comm, Uncoded()) as group:
+        batch, odd = group.batch(A), comm.rank == comm.size - 1
+        total = coded_sum(values, group)
+        branch = lambda theta, take: jax.lax.cond(
+            take, lambda: total(theta, batch).sum(), lambda: 0.0
+        )
+        grad = jax.jit(jax.grad(branch))
+        finish(grad(THETA, True))
+        if odd:
+            finish(grad(THETA, False))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="InconsistentMessages"):
+            finish(grad((1 + odd) * THETA, True))
+        jaxcoded.effects_barrier()
+        comm.Barrier()
+
+
 @every_strategy
 def test_spread(strategy):
     """The sum and `spread` are each other's transposes for contributions of each rank."""
