@@ -338,7 +338,7 @@ def sum_round(
     call += ", with its residual" * residual + _ORDERED * tokened
     counts = [] if count.vector is None else [count.vector.dtype]
     runs: list[Apart] = []
-    if group.options.check:
+    if group._session.transport.compares:
         runs = [Apart(0, 0, count.numbers, 1 + len(apart)) for _ in counts]
         for run_ in packing.apart(apart):
             runs.append(run_._replace(vector=run_.vector + len(counts)))

@@ -48,17 +48,17 @@ def summed(
     Returns: The sum, the same on every rank; the auxiliary data; the counted numbers,
         and their `Count`.
     """
-    transport, by_blocks = group._session.transport, group.plan.strategy.by_blocks
+    transport = group._session.transport
     with group._session.failing(name):
         devices = transport.devices(token)
-        if group.options.check and not by_blocks and devices is None:
-            transport.computes_with(eps())
+        if devices is None:
+            transport.computes_with(eps)
         key = None
         if not group.approximate:
-            # codes compare messages, which may differ in rounding
-            to_the_bit = same_bits and by_blocks and group.options.check == DEBUG
-            key = marks.key(weights.number, alike, moving, to_the_bit=to_the_bit)
+            # compared messages may differ in rounding
+            same_bits &= group.options.check == DEBUG and not transport.compares
+            key = marks.key(weights.number, alike, moving, to_the_bit=same_bits)
             # one key for all devices of a split batch, like the count
             key = over_devices(key, _jax_compat.varying(key))
-    how = shared.summed if by_blocks else coded.summed
+    how = shared.summed if group.plan.strategy.by_blocks else coded.summed
     return how(compute, batch, weights, group, key, name=name, token=token, **asked)

@@ -390,7 +390,7 @@ class CodedGroup:
             most = int(np.iinfo(np.int64).max)  # indices are int64
             batch_size = _require.integer("batch_size", batch_size, 1, most)
             self.plan.strategy.require_blocks("blocks")
-            if self.options.check not in (False, None, DEBUG):
+            if self.options.check not in (False, DEBUG):
                 raise ValueError(
                     f"check={self.options.check} sees only what coded_value_and_grad computes, not what a program adds "
                     "up itself: leave it out, or use coded_value_and_grad"

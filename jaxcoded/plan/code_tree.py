@@ -175,8 +175,8 @@ class CodeTree(Strategy, named=False):
             else ""
         )
 
-    def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
-        del debug
+    def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
+        del wait
         if plan.size > 1 and not plan.checked:
             return (
                 f"has nothing to compare: {self.gaps(plan)}; take more stragglers or another "

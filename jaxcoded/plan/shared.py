@@ -178,10 +178,12 @@ class Shared(Strategy):
         del plan
         return f"with {self!r} examples belong to blocks"
 
-    def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
-        if debug or plan.placement.replicas:
-            return ""  # examples are counted, and blocks are audited
-        return "has nothing to compare: each block is on one rank only; take replicas=1 or more"
+    def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
+        if wait != "all" and not plan.placement.replicas:
+            return "has nothing to compare: each block is on one rank only; take replicas=1 or more"
+        if wait is True:
+            return "waits for surplus messages, but shared work has none: leave out wait=True"
+        return ""  # examples are counted, and blocks are audited
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
         raise ValueError(

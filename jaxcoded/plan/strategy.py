@@ -134,8 +134,8 @@ class Strategy(abc.ABC):
         """
 
     @abc.abstractmethod
-    def why_not_compared(self, plan: Plan, *, debug: bool) -> str:
-        """Return why a group cannot have a ``check``, or `DEBUG`; empty if it can."""
+    def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
+        """Return why a group cannot have a `Check` with this ``wait``; empty if it can."""
 
     def gaps(self, plan: Plan) -> str:
         """Return the mistakes that a group with a ``check`` cannot detect; empty if

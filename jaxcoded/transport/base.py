@@ -1,7 +1,7 @@
 """The interface of all transports."""
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -24,6 +24,7 @@ class Carrier(abc.ABC):
         takes_parts: whether parts of a message can be sent ahead of the others.
         most_started: how many rounds can be started before the first is finished. 0: a
             started round would not progress while its rank computes.
+        compares: whether parents compare their children's messages.
     """
 
     index: int
@@ -33,6 +34,7 @@ class Carrier(abc.ABC):
     takes_tokens = False
     takes_parts = False
     most_started = 0
+    compares = False
 
     @abc.abstractmethod
     def lower(
@@ -59,7 +61,7 @@ class Transport(Carrier):
     def check_sum(self, dtype: np.dtype) -> None:
         """Raise a TypeError unless vectors of this dtype can be summed."""
 
-    def computes_with(self, eps: float) -> None:
+    def computes_with(self, eps: Callable[[], float]) -> None:
         """Note the precision of the group's programs, an eps. The coarsest one counts:
         compared messages may differ by as much.
         """

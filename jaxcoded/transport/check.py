@@ -62,11 +62,6 @@ class Check:
                 f"wait='all' fails the round where messages differ: leave out action={self.action!r}"
             )
 
-    @property
-    def waits_for_all(self) -> bool:
-        """Return whether it detects mistakes of the program, like `DEBUG`."""
-        return self.wait == "all"
-
     def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
         """Return why a group cannot have it; empty if it can."""
         if transport != "engine":
@@ -74,18 +69,10 @@ class Check:
         if deadline.approximates:
             return (
                 'waits for all ranks, so that on_deadline="approximate" means nothing'
-                if self.waits_for_all
+                if self == DEBUG
                 else 'compares exact sums: on_deadline must be "wait" or "raise"'
             )
-        strategy = plan.strategy
-        if why := strategy.why_not_compared(plan, debug=self.waits_for_all):
-            return why
-        if self.wait is True and strategy.by_blocks:
-            return (
-                "waits for surplus messages, but shared work has none: leave out "
-                "wait=True"
-            )
-        return ""
+        return plan.strategy.why_not_compared(plan, self.wait)
 
 
 DEBUG = Check(wait="all")

@@ -30,7 +30,7 @@ from jaxcoded.transport.capabilities import (
     SharedWork,
     Snapshots,
 )
-from jaxcoded.transport.check import Check
+from jaxcoded.transport.check import DEBUG, Check
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.following import follow
 from jaxcoded.transport.options import Options
@@ -135,7 +135,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
     ) -> None:
         self.index, self.plan, self.rank = index, plan, comm.rank
         # with shared work no two ranks send messages that could be compared
-        self._compares = bool(options.check) and not plan.strategy.by_blocks
+        self.compares = bool(options.check) and not plan.strategy.by_blocks
         # a handler for a GPU blocks the thread that fills the stream, so that rounds
         # that progress by themselves gain nothing
         on_cpu = _jax_compat.default_backend() == "cpu"
@@ -156,15 +156,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         limits.deadline_rounds = waits.rounds
         limits.stuck_seconds = (waits.waits_on and waits.seconds) or _STUCK_SECONDS
         limits.deadline_share = _deadline_share(plan, comm.rank)
-        if isinstance(check := options.check, Check):
-            limits.waits_for_all = check.waits_for_all
-            if not check.waits_for_all:
-                limits.on_contradiction = getattr(_engine.OnContradiction, check.action)
-                limits.compares = (
-                    _engine.Compares.until_deadline
-                    if check.wait
-                    else _engine.Compares.what_has_come
-                )
+        compare(limits, options.check)
         cards = on_all(comm, _introduce, undo=_engine.forget)
         _engine.let_read(cards)  # on all ranks before any continues
         # all ranks draw the same session, which distinguishes new messages from old
@@ -180,7 +172,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
                     session,
                     cards,
                     _family(plan, comm.rank, cut.delegating),
-                    _decoder(plan, comm.rank, self._compares),
+                    _decoder(plan, comm.rank, self.compares),
                     limits,
                     _erasures(plan),
                     waits.waits_on,
@@ -332,12 +324,13 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         self.host_round(Round(self.index, words, up=False), [array], [out])
         return out
 
-    def computes_with(self, eps: float) -> None:
-        self._ask("computes_with", eps)
+    def computes_with(self, eps: Callable[[], float]) -> None:
+        if self.compares:
+            self._ask("computes_with", eps())
 
     def replanned(self, index: int, plan: Plan) -> Self:
         children = list(plan.coded_children(self.rank))
-        decoder = _decoder(plan, self.rank, self._compares)
+        decoder = _decoder(plan, self.rank, self.compares)
         self._ask("replan", index, children, decoder, _erasures(plan))
         registry.remove(self.index)
         other = copy.copy(self)
@@ -452,6 +445,15 @@ def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
     return _engine.Family(
         rank, ancestors, children, descendants, leaves, siblings, rank in delegating
     )
+
+
+def compare(limits: Any, check: Check | bool | None) -> None:
+    """Say which messages of its children a parent compares, and what happens if they differ."""
+    if isinstance(check, Check):
+        limits.waits_for_all = check == DEBUG
+        limits.on_contradiction = getattr(_engine.OnContradiction, check.action)
+        waits = {False: "what_has_come", True: "until_deadline", "all": "all"}
+        limits.compares = getattr(_engine.Compares, waits[check.wait])
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:

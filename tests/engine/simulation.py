@@ -17,7 +17,7 @@ import weakref
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import Check, Coded, make_plan
 from jaxcoded.plan.assignment import shares
 from jaxcoded.transport import _engine, engine, pieces
 
@@ -289,11 +289,8 @@ class World:
         chained: whether contributions depend on `steps`, as gradients depend on
             parameters: a rank that lacks the sum of a round must not contribute to the
             next one.
-        debug: whether parents wait for all of their children and compare their
-            messages.
-        verify: whether parents compare the messages that have come, and what they do
-            about a mismatch.
-        verify_wait: whether they wait for all children until the deadline.
+        check: a `Check`: whether parents compare their children's messages, for which they
+            wait, and what follows.
         news: the messages in the nodes' logs, by rank.
         deviations: calls that differ from the script, by ``(rank, round)``.
         skips: each ``(rank, round)`` in which a rank has nothing to contribute.
@@ -327,9 +324,7 @@ class World:
         staged=0.0,
         rests=0.0,
         chained=False,
-        debug=False,
-        verify=None,
-        verify_wait=False,
+        check=None,
     ):
         self.plan = plan
         self.script = list(script)
@@ -342,7 +337,7 @@ class World:
         self.unreadable = unreadable
         self.staged = staged
         self.rests = rests
-        self.compares = debug or verify is not None
+        self.compares = check is not None
         self.news = [[] for _ in range(plan.size)]
         self.echoes = []
         self.deviations = {}
@@ -382,11 +377,7 @@ class World:
             setattr(self.limits, name, value)
         if self.limits.sections_from:
             self.delegating = pieces.delegating(plan, self.hosts)
-        if verify is not None:
-            compares = _engine.Compares
-            waits = compares.until_deadline if verify_wait else compares.what_has_come
-            self.limits.compares = waits
-            self.limits.on_contradiction = getattr(_engine.OnContradiction, verify)
+        engine.compare(self.limits, check)
 
         self.ancestors = []
         for rank in range(plan.size):
@@ -1087,8 +1078,8 @@ def comparing(plan, rng):
     """Draw a world's options for the comparison of messages: whether, and what to do
     about a mismatch.
     """
-    verify = beside(rng).choice([None, None, *POLICIES])
-    return {"verify": verify} if plan.checked else {}
+    action = beside(rng).choice([None, None, *POLICIES])
+    return {"check": Check(action)} if action and plan.checked else {}
 
 
 def random_script(plan, rng, rounds, *, most=40, dtypes=None, **more):

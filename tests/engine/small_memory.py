@@ -11,7 +11,7 @@ import random
 
 from simulation import Call, World
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import DEBUG, Coded, make_plan
 from jaxcoded.transport import _engine
 
 malloc = ctypes.CDLL(os.environ["LD_PRELOAD"])
@@ -25,7 +25,7 @@ def compare(number):
     plan = make_plan(
         5, Coded(stragglers=1, code="cyclic_repetition", root_computes=False)
     )
-    world = World(plan, [CALL] * 3, random.Random(0), debug=True)
+    world = World(plan, [CALL] * 3, random.Random(0), check=DEBUG)
     world.open = 1
     advance, fails = world.advance, []
 

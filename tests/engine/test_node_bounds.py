@@ -10,7 +10,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import DESYNCHRONIZED, Call, World, Zeros
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import Check, Coded, make_plan
 
 ROUNDS = 200
 COUNT = 128  # float32 numbers
@@ -101,13 +101,13 @@ class NotFinite(Zeros):
         return [v + (np.nan if rank == 7 else 0) for v in super().own(plan, rank)]
 
 
-@pytest.mark.parametrize("verify", ["warn", "raise"])
-def test_messages_about_nan_to_a_stopped_rank(verify):
+@pytest.mark.parametrize("action", ["warn", "raise"])
+def test_messages_about_nan_to_a_stopped_rank(action):
     """The stopped rank gets the first and the latest of the alerts of each round."""
     parents, _, _ = TREES["one below the other"]
     plan = make_plan(len(parents), Coded(parents=parents))
     calls = [NotFinite((("float32", COUNT),), seed) for seed in range(ROUNDS)]
-    world = World(plan, calls, random.Random(1), verify=verify)
+    world = World(plan, calls, random.Random(1), check=Check(action))
     for _ in played(world, 3):
         pass
     world.frozen.add(1)

@@ -16,7 +16,7 @@ pytest.importorskip("jaxcoded.transport._engine", reason="built without the engi
 
 from simulation import FAILED, PENDING, Call, erasable, random_plan, random_world
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import DEBUG, Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
@@ -76,7 +76,7 @@ def test_sums_that_fit_are_the_same(seed):
         erased = frozenset(erasable(plan, rng))
         script = [dataclasses.replace(call, erased=erased) for call in script]
     repeats = rng.choice([{}, {"twice": 0.2}, {"again": 0.1}])
-    world = random_world(plan, 0, rng, script=script, debug=True, **repeats)
+    world = random_world(plan, 0, rng, script=script, check=DEBUG, **repeats)
     run(world, rng.choice([0, 200, 1000]))
     world.assert_done()
 
@@ -88,7 +88,7 @@ def test_no_rank_is_left_behind(seed):
     """Sums need all ranks, even if the code tolerates missing ones."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
-    world = random_world(plan, 0, rng, script=sound_script(plan, rng, 1), debug=True)
+    world = random_world(plan, 0, rng, script=sound_script(plan, rng, 1), check=DEBUG)
     late = rng.choice([rank for rank in range(plan.size) if rank != plan.root])
     world.frozen.add(late)
     run(world, rng.choice([0, 300]))
@@ -104,7 +104,7 @@ def test_no_rank_is_left_behind(seed):
 def test_ranks_without_a_contribution_are_left_out(seed):
     rng = random.Random(seed)
     plan = make_plan(rng.choice([7, 13]), Coded(fanout=3, stragglers=1))
-    world = random_world(plan, 0, rng, script=sound_script(plan, rng, 2), debug=True)
+    world = random_world(plan, 0, rng, script=sound_script(plan, rng, 2), check=DEBUG)
     world.skips = {(rng.choice(plan.coded_children(plan.root)), 1)}
     run(world, rng.choice([0, 500]))
     world.assert_done()
@@ -115,7 +115,7 @@ def test_a_parent_that_lacks_too_many_is_left_out():
     plan = make_plan(5, Coded(parents=[-1, 0, 0, 0, 1]))
     for erased, skips in [({4}, set()), (set(), {(4, 1)})]:
         call = Call((("float32", 9),), 1, erased=frozenset(erased))
-        world = random_world(plan, 0, random.Random(5), script=[call], debug=True)
+        world = random_world(plan, 0, random.Random(5), script=[call], check=DEBUG)
         world.skips = skips
         world.settle()
         world.assert_done()
@@ -150,7 +150,7 @@ def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
         segments = ((dtype, 24 * plan.padding_multiple),)
         wrong = Wrong(segments, 5, culprits=(culprit,))
         script = [Call(segments, 4), wrong, Call(segments, 6)]
-        world = random_world(plan, 0, rng, script=script, debug=True)
+        world = random_world(plan, 0, rng, script=script, check=DEBUG)
         run(world, 300)
         for rank in range(plan.size):
             ends = world.ends[rank]
@@ -208,7 +208,7 @@ def test_small_numbers_are_compared(code, children, stragglers, found, kind):
     segments = (("float32", 24 * plan.padding_multiple),)
     for apart, outcome in [(((0, 0, 1, kind),), FAILED), ((), 1)]:
         wrong = Small(segments, 5, size=1e-3, culprits=(2,), apart=apart)
-        world = random_world(plan, 0, random.Random(4), script=[wrong], debug=True)
+        world = random_world(plan, 0, random.Random(4), script=[wrong], check=DEBUG)
         run(world, 300)
         assert [ends[1].outcome for ends in world.ends] == [outcome] * plan.size
 
@@ -223,7 +223,7 @@ def test_rounding_alone_is_no_mistake(code):
     )
     segments, apart = (("float32", 40),), ((0, 0, 1, 1),)
     script = [Small(segments, 5, size=1e-9, noise=5e-8, apart=apart)]
-    world = random_world(plan, 0, random.Random(4), script=script, debug=True)
+    world = random_world(plan, 0, random.Random(4), script=script, check=DEBUG)
     run(world, 300)
     assert [ends[1].outcome for ends in world.ends] == [1] * plan.size
 
@@ -247,7 +247,7 @@ def test_rounding_alone_is_no_mistake(code):
 
     for seeds, outcome in [((0, 9), 1), ((9, 9), FAILED)]:
         script = [OneCall(segments, seed) for seed in seeds]
-        world = random_world(plan, 0, random.Random(4), script=script, debug=True)
+        world = random_world(plan, 0, random.Random(4), script=script, check=DEBUG)
         run(world, 300)
         assert world.ends[0][2].outcome == outcome
 
@@ -274,7 +274,7 @@ def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
     plan = make_plan(5, Coded(fanout=2, stragglers=1, code="fractional_repetition"))
     for seed in range(5):
         call = Vanishing(((dtype, 40), ("float32", 1)), seed, culprits=culprits)
-        world = random_world(plan, 0, random.Random(seed), script=[call], debug=True)
+        world = random_world(plan, 0, random.Random(seed), script=[call], check=DEBUG)
         run(world, 300)
         assert [ends[1].outcome for ends in world.ends] == [outcome] * plan.size
 
@@ -295,8 +295,8 @@ def test_a_count_that_is_not_that_of_the_examples(seed):
         number = float(call.sums[0][0][0])
     right = dataclasses.replace(call, examples=(number, 1e-3))
     wrong = dataclasses.replace(call, examples=(number + 1e3, 1e-3))
-    debug = rng.random() < 0.5 and bool(plan.checked)
-    world = random_world(plan, 0, rng, script=[right, wrong, right], debug=debug)
+    check = DEBUG if rng.random() < 0.5 and plan.checked else None
+    world = random_world(plan, 0, rng, script=[right, wrong, right], check=check)
     run(world, rng.choice([0, 500]))
     for ends in world.ends:
         assert [ends[r].outcome for r in (1, 2, 3)] == [1, FAILED, 1], ends
@@ -319,7 +319,7 @@ def test_the_parent_of_the_wrong_message_is_named():
             0,
             random.Random(seed),
             script=[Wrong(segments, 1, culprits=(leaf,))],
-            debug=True,
+            check=DEBUG,
         )
         run(world, 500)
         texts = {world.ends[rank][1].error for rank in range(13)}
@@ -330,7 +330,7 @@ def test_the_parent_of_the_wrong_message_is_named():
 def test_several_wrong_messages():
     plan = make_plan(8, Coded(fanout=7, stragglers=3, code="cyclic_repetition"))
     wrong = Wrong((("float64", 30),), 1, culprits=(2, 5))
-    world = random_world(plan, 0, random.Random(1), script=[wrong], debug=True)
+    world = random_world(plan, 0, random.Random(1), script=[wrong], check=DEBUG)
     world.settle()
     text = world.ends[0][1].error
     assert "several of them are wrong" in text
@@ -350,7 +350,7 @@ def test_nan_is_named():
 
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     world = random_world(
-        plan, 0, random.Random(2), script=[Nan((("float32", 9),), 1)], debug=True
+        plan, 0, random.Random(2), script=[Nan((("float32", 9),), 1)], check=DEBUG
     )
     world.settle()
     assert "what rank 3 has sent to rank 0 has NaN" in world.ends[4][1].error
@@ -375,7 +375,7 @@ def test_no_parent_waits_for_a_closed_child():
         0,
         random.Random(3),
         script=[Call(segments, 1), Call(segments, 2)],
-        debug=True,
+        check=DEBUG,
     )
     world.open = 1
     world.settle()

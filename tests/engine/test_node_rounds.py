@@ -32,7 +32,7 @@ from simulation import (
     too_many,
 )
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import DEBUG, Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=50)
 seeds = st.integers(0, 2**32 - 1)
@@ -289,7 +289,9 @@ def test_too_many_skip(seed):
     plan, rounds = random_plan(rng), rng.randint(1, 8)
     action = rng.choice(["wait", "raise"])
     limits = {"on_deadline": getattr(_engine.OnDeadline, action)}
-    world = random_world(plan, rounds, rng, limits=limits, debug=rng.random() < 0.3)
+    world = random_world(
+        plan, rounds, rng, limits=limits, check=DEBUG if rng.random() < 0.3 else None
+    )
     for rank in range(plan.size):
         share = rng.choice([0, 0.2, 0.5])
         for round in range(1, rounds + 1):

@@ -33,7 +33,7 @@ from simulation import (
 )
 from test_node_parity import run, sound_script
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import DEBUG, Check, Coded, make_plan
 
 many = settings(bounded, derandomize=True, max_examples=30)
 seeds = st.integers(0, 2**32 - 1)
@@ -146,8 +146,7 @@ def test_honest_rounds_pass(seed):
         0,
         rng,
         script=script,
-        verify=rng.choice(POLICIES),
-        verify_wait=rng.random() < 0.5,
+        check=Check(rng.choice(POLICIES), wait=rng.random() < 0.5),
         **rng.choice([{}, {"twice": 0.2}, {"again": 0.1}]),
     )
     run(world, rng.choice([0, 200, 1000]))
@@ -158,7 +157,7 @@ def test_honest_rounds_pass(seed):
 @many
 @given(seeds)
 def test_no_rank_waits_for_late_ones(seed):
-    """With ``verify_wait`` nodes wait only until the deadline."""
+    """With ``wait=True`` nodes wait only until the deadline."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     waits = rng.random() < 0.5
@@ -167,8 +166,7 @@ def test_no_rank_waits_for_late_ones(seed):
         0,
         rng,
         script=sound_script(plan, rng, 2),
-        verify="raise",
-        verify_wait=waits,
+        check=Check(wait=waits),
         limits={"deadline_seconds": 5.0},
     )
     late = tolerated(plan, rng)
@@ -207,7 +205,7 @@ def test_no_result_is_taken_for_a_message(below, policy):
         random.Random(1),
         hosts=[int(rank in (parent, *children)) for rank in range(plan.size)],
         in_place=1.0,
-        verify=policy,
+        check=Check(policy),
         limits={"piece_bytes": 8, "announced_bytes": 32},
     )
     some = collections.Counter()
@@ -266,9 +264,7 @@ def test_honest_ranks_are_never_accused(seed):
         0,
         rng,
         script=sound_script(plan, rng, rng.randint(1, 4)),
-        debug=policy is None,
-        verify=policy,
-        verify_wait=policy is not None and rng.random() < 0.3,
+        check=Check(policy, wait=rng.random() < 0.3) if policy else DEBUG,
         limits={"deadline_seconds": 0.2},
     )
     world.in_place = rng.choice([0.5, 1, 1])
@@ -352,8 +348,7 @@ def honest(code, dtype, rounds, seed):
         script,
         random.Random(seed),
         inline=(1 << 20,),
-        verify="raise",
-        verify_wait=True,
+        check=Check(wait=True),
     )
     world.settle()
     for r in range(rounds):
@@ -430,8 +425,8 @@ def test_a_flipped_bit_is_found(code, children, stragglers, slices, one, policy,
             script.append(
                 Lie(segments, rng.randrange(2**32), flips=flips, policy=policy)
             )
-    how = {"verify": policy, "verify_wait": True}
-    world = random_world(plan, 0, rng, script=script, **how)
+    check = Check(policy, wait=True)
+    world = random_world(plan, 0, rng, script=script, check=check)
     world.settle()
     for round, call in enumerate(script, 1):
         if isinstance(call, Lie):
@@ -496,8 +491,7 @@ def test_a_liar_anywhere_is_found(seed):
         0,
         rng,
         script=[sound[0], lie, sound[0]],
-        verify=policy,
-        verify_wait=True,
+        check=Check(policy, wait=True),
     )
     run(world, rng.choice([0, 300]))
     judge(world, policy, 2, liar, found=lie.shows(plan), one=False)
@@ -520,8 +514,7 @@ def test_a_parent_waits_for_a_slow_message(then):
         random.Random(0),
         hosts=[0, 1, 2],
         limits={"deadline_seconds": 5.0},
-        verify="raise",
-        verify_wait=True,
+        check=Check(wait=True),
     )
     world.submit(1)
     world.advance(1)  # its offer is on its way
@@ -579,7 +572,7 @@ def test_a_repeatedly_wrong_rank_is_named_once(nan):
             call = Lie(segments, seed, flips=flips, policy="drop")
         script.append(call)
     rng = random.Random(0)
-    world = random_world(plan, 0, rng, script=script, verify="drop", verify_wait=True)
+    world = random_world(plan, 0, rng, script=script, check=Check("drop", wait=True))
     world.settle()
     world.assert_done()
     said = [(text.partition(",")[0], named(text)) for text in world.news[0]]
@@ -607,7 +600,7 @@ def test_nan_is_traced_to_its_rank(seed):
         value=rng.choice([np.nan, np.inf, -np.inf]),
     )
     world = random_world(
-        plan, 0, rng, script=[sound, wrong, sound], verify=policy, verify_wait=True
+        plan, 0, rng, script=[sound, wrong, sound], check=Check(policy, wait=True)
     )
     run(world, rng.choice([0, 300]))
     ends = [ends[2] for ends in world.ends]
@@ -643,12 +636,12 @@ class Shaken(World):
         return numbers.tobytes()
 
 
-@pytest.mark.parametrize("verify", POLICIES)
-def test_a_piece_changed_on_its_way_is_fetched_again(verify):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_piece_changed_on_its_way_is_fetched_again(policy):
     plan = make_plan(4, Coded(fanout=3, stragglers=1, code="cyclic_repetition"))
     call = Call((("float32", 9),), 1)
-    options = {"verify": verify, "verify_wait": True}
-    world = Shaken(plan, [call], random.Random(0), **options)
+    check = Check(policy, wait=True)
+    world = Shaken(plan, [call], random.Random(0), check=check)
     world.settle()
     assert world.flipped
     world.assert_done()

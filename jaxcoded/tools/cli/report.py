@@ -66,6 +66,7 @@ class _Found:
 
     Attributes:
         files: the telemetry, the root's first.
+        shared: whether ranks compute blocks of each other.
         savings: of each parent what its code saved.
         late: see `analysis.too_late`.
         measured: seconds of a round; NaN if not known.
@@ -74,15 +75,11 @@ class _Found:
 
     files: list[Telemetry]
     plan: Plan
+    shared: bool
     savings: dict[int, analysis.Savings]
     late: np.ndarray
     measured: float
     plans: list[analysis.Predicted]
-
-    @property
-    def shared(self) -> bool:
-        """Whether ranks compute blocks of each other."""
-        return self.plan.strategy.by_blocks
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -119,7 +116,8 @@ def _found(files: list[Telemetry]) -> _Found:
     known = files[0].rank == plan.root and not shared
     measured = analysis.step_seconds(files[0]) if known else np.nan
     plans = analysis.compare(files) if known else []
-    return _Found(files, plan, savings, analysis.too_late(files), measured, plans)
+    late = analysis.too_late(files)
+    return _Found(files, plan, shared, savings, late, measured, plans)
 
 
 def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
