@@ -27,7 +27,7 @@ REFUSED = {
     "dates": (np.array(["2020-01-01"], "datetime64[D]"), r"\(x - x.min\(\)\) / np"),
     "durations": (np.ones(2, "timedelta64[s]"), r"x / np.timedelta64"),
     "fields": (np.ones(2, [("a", "f4")]), "structured array: hand over its fields"),
-    "masked": (np.ma.masked_array(np.ones(2), [0, 1]), r"hand over x.filled\(0\)"),
+    "masked": (np.ma.masked_array(np.ones(2), [0, 1]), r"pass x.filled\(0\)"),
     "name": ("adam", "is a str, which is not an array: leave it out"),
     "function": (len, "which is not an array: leave it out"),
     "long double": (np.ones(2, np.longdouble), r"hand over x.astype\(np.float64\)"),
