@@ -27,9 +27,9 @@ from jaxcoded.tools.planner.measurement import Measurement
 from jaxcoded.tools.terminal import output
 from jaxcoded.tools.terminal.progress import progress
 
-_TURN = 5e-3  # seconds of computing, many times
+_TURN = 5e-3  # seconds of a computation, which is repeated
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.cli.bench"]
-_MANY = 32  # rows of a table
+_MANY = 32  # most rows of a table
 
 
 @click.command("bench")
@@ -89,7 +89,7 @@ def command(
 
 
 def _measured() -> Measurement | None:
-    """Collective; what rank 0 knows."""
+    """Measure; return the results on rank 0. Collective."""
     from mpi4py import MPI
 
     from jaxcoded.tools.planner.measuring import measured
@@ -106,7 +106,7 @@ def _measured() -> Measurement | None:
 
 
 def _fields(seen: Measurement) -> dict[str, Any]:
-    """Numbers in seconds and bytes per second."""
+    """Return the fields of the JSON output, in seconds and bytes per second."""
     return {
         "ranks": len(seen.speeds),
         "latency": seen.network.latency,

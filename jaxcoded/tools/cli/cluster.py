@@ -1,4 +1,4 @@
-"""What `jaxcoded plan` and `jaxcoded simulate` are told of a job, in options."""
+"""The options of `jaxcoded plan` and `jaxcoded simulate` that describe a job."""
 
 import dataclasses
 import inspect
@@ -24,16 +24,16 @@ _NOBODY = "none, as no --model, --trace or --measured tells of any"
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A job, and what it runs on.
+    """A job and its machines.
 
     Attributes:
-        ranks: how many.
-        payload: bytes that are summed in every step.
+        ranks: number of ranks.
+        payload: bytes of the sum in every step.
         work: seconds that one usual rank would take for the whole batch.
-        network: between the ranks.
-        stragglers: a model of them.
-        model: how they were named.
-        seed: of the draws, and of random codes.
+        network: the network between the ranks.
+        stragglers: the straggler model.
+        model: the model's name as given.
+        seed: the seed of the draws, and of random codes.
     """
 
     ranks: int
@@ -46,7 +46,7 @@ class Cluster:
 
     @property
     def words(self) -> str:
-        """The job in one line, so that one sees what was not meant."""
+        """Return the job in one line, so that a user notices wrong options."""
         it = self.network
         sends = it.bandwidth if it.send_bandwidth is None else it.send_bandwidth
         links = f"{8e-9 * it.bandwidth:.3g} Gb/s"
@@ -60,7 +60,9 @@ class Cluster:
 
 
 class Command(click.Command):
-    """A command that is told of a `Cluster`, and lists the models and the codes in its help."""
+    """A command with the options of a `Cluster`, which lists the models and the codes
+    in its help.
+    """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -81,13 +83,15 @@ class Command(click.Command):
 
 
 def models() -> Iterator[tuple[str, str]]:
-    """Each model of stragglers as it is written, and what it is."""
+    """Return the text of each straggler model, and its description."""
     for name, model in stragglers.MODELS.items():
         yield _call(name, model), _sentence(model)
 
 
 def named_codes() -> Iterator[tuple[str, str]]:
-    """Each code as it is written, but for what all codes of a plan share, and what it is."""
+    """Return the text of each code without the arguments common to a plan, and its
+    description.
+    """
     for name in codes.NAMES:
         code = getattr(codes, name)
         yield _call(name, code, _COMMON), _sentence(code)
@@ -103,9 +107,10 @@ def _call(name: str, what: Callable[..., Any], without: Collection[str] = ()) ->
 
 
 def _sentence(what: object) -> str:
-    """The first one of its docstring."""
+    """Return the first sentence of a docstring, without its verb."""
     paragraph, *_ = docstrings.of(what).split("\n\n")
     first, *_ = re.split(r"(?<=\.) (?=[A-Z])", " ".join(paragraph.split()))
+    first = re.sub("^Return (?:an? )?(.)", lambda start: start[1].upper(), first)
     return first.replace("``", "").replace("`", "")
 
 
@@ -214,7 +219,7 @@ def _cluster(
 
 
 def only_one(**given: Any) -> None:
-    """Raise a ValueError that names two of these options if more than one is there."""
+    """Raise a ValueError that names two of these options if more than one is given."""
     names = [
         f"--{name.replace('_', '-')}"
         for name, value in given.items()
@@ -268,7 +273,7 @@ def _stragglers(
     measured: str | None,
     seen: Measurement | None,
 ) -> tuple[stragglers.Stragglers, str]:
-    """A model, and how it was named."""
+    """Return the straggler model and its name."""
     if trace is not None:
         found: Any = stragglers.Trace(trace)
         columns = found.table.shape[1]

@@ -1,4 +1,4 @@
-"""Docstrings from the sources: ``python -OO`` keeps none in memory."""
+"""Read docstrings from the sources, as ``python -OO`` keeps none in memory."""
 
 import ast
 import inspect

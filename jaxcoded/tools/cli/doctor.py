@@ -34,7 +34,7 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.doctor.trial"]
 @places.options
 @output.json_option
 def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> int:
-    """Print what was found, and return the status."""
+    """Print the findings, and return the status."""
     ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     chosen: launcher.Launcher | str
     try:
@@ -57,7 +57,7 @@ def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> 
 def _tried(
     ranks: int, mpirun: launcher.Launcher, where: dict[str, str | None]
 ) -> Iterator[Finding]:
-    """What a job of so many ranks says."""
+    """Yield the findings of a job of ``ranks`` ranks."""
     try:
         everything = asking.answered(mpirun, ranks, _PROGRAM, **where)
         if not (isinstance(everything, list) and all(map(_is_of_rank, everything))):
@@ -72,7 +72,9 @@ def _tried(
 
 
 def _is_of_rank(found: Any) -> bool:
-    """Whether it is what a rank of this jaxcoded has found, see `jaxcoded.tools.doctor.trial`."""
+    """Return whether these are findings of a rank of this jaxcoded, see
+    `jaxcoded.tools.doctor.trial`.
+    """
     return (
         isinstance(found, dict)
         and all(isinstance(found.get(key), kind) for key, kind in _KINDS.items())
@@ -83,10 +85,10 @@ def _is_of_rank(found: Any) -> bool:
 
 
 def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yield the findings of all ranks. A finding that is equal on all of them comes once."""
+    """Yield the findings of all ranks, once if they are equal on all."""
 
     def said(key: str) -> Iterator[tuple[str, str]]:
-        """Each text but the empty one, and the ranks that say it."""
+        """Return each nonempty text, and the ranks that report it."""
         who = collections.defaultdict(list)
         for each in everything:
             who[str(each[key])].append(each["rank"])

@@ -13,13 +13,15 @@ import jaxcoded
 from jaxcoded.tools.cli import docstrings
 from jaxcoded.tools.terminal import plain
 
-# Each is a module of jaxcoded.tools.cli, whose docstring is its help, with a `command`.
+# Each is a module of jaxcoded.tools.cli with a `command`; its docstring is the help.
 COMMANDS = ("doctor", "run", "bench", "plan", "simulate", "report")
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
 class _Formatter(click.HelpFormatter):
-    """Help in characters that standard output has: click would print others to an ASCII terminal."""
+    """Write help in the characters of standard output: click would print others to an
+    ASCII terminal.
+    """
 
     def getvalue(self) -> str:
         return plain.words(super().getvalue())
@@ -30,7 +32,7 @@ class _Context(click.Context):
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are asked for; an error is one line."""
+    """Commands that are imported on use; an error is one line."""
 
     context_class = _Context
 
@@ -72,7 +74,7 @@ class _Commands(click.Group):
 
 
 def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
-    """Run, and exit with its status: 2 after wrong use, 1 after a failure."""
+    """Run a command, and exit with its status: 2 after wrong use, 1 after a failure."""
     try:
         sys.exit(run() or 0)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -85,11 +87,11 @@ def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
     except click.Abort:
         _fail(given, "interrupted", _INTERRUPTED)
     except ValueError as error:
-        # Python and NumPy raise others than ValueError itself, such as UnicodeEncodeError
+        # Python and NumPy raise subclasses of ValueError, such as UnicodeEncodeError
         kind = type(error)
         ours = kind is ValueError or kind.__module__.startswith("jaxcoded.")
         _fail(given, str(error), _USAGE if ours else _FAILURE)
-    except BrokenPipeError:  # nobody reads on
+    except BrokenPipeError:  # the reader has closed the pipe
         sys.stdout = sys.stderr
         sys.exit(_FAILURE)
     except (click.ClickException, OSError, ImportError) as error:
@@ -116,4 +118,4 @@ def _help(name: str) -> str:
     jaxcoded.__version__, message="jaxcoded %(version)s", help="Print the version."
 )
 def main() -> None:
-    """Run the command that is asked for."""
+    """Run the requested command."""

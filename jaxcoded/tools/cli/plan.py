@@ -86,7 +86,7 @@ def command(
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
-    """The best of the coded ones, and of each uncoded and shared one."""
+    """Return the best coded candidates, and the best of each uncoded and shared kind."""
     coded = [e for e in ranking.estimates if e.candidate.coded][:top]
     uncoded: dict[int, Estimate] = {}
     for estimate in ranking.estimates:
@@ -99,7 +99,7 @@ def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
 
 
 def _python(ranking: Ranking) -> str:
-    """The line that makes the group."""
+    """Return the line of code that makes the group."""
     it = ranking.best.candidate
     if not it.tree:
         return "jaxcoded.baselines.ring_allreduce(gradients, comm)"
@@ -171,7 +171,9 @@ def _left_out(it: LeftOut | None) -> dict[str, Any] | None:
 
 
 def _fields(estimate: Estimate) -> dict[str, Any]:
-    """Numbers in seconds and bytes; those that do not end are null."""
+    """Return the fields of the JSON output, in seconds and bytes; infinite numbers are
+    null.
+    """
     it = estimate.candidate
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}

@@ -26,9 +26,9 @@ from jaxcoded.tools.terminal import output
 _BLUE, _RED, _GREEN = COLOURS[:3]
 _GREY = "0.75"
 _SMALL: dict[str, Any] = {"va": "center", "fontsize": "x-small", "color": "0.5"}
-_ROWS = 30  # of ranks in a picture; the others share one
-_POINTS = 3000  # of a row
-_COLUMNS = 200  # of rounds in a picture
+_ROWS = 30  # most rows of ranks in a picture; other ranks share one
+_POINTS = 3000  # most points of a row
+_COLUMNS = 200  # most columns of rounds in a picture
 
 
 @click.command("report")
@@ -49,7 +49,7 @@ _COLUMNS = 200  # of rounds in a picture
 )
 @output.json_option
 def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> None:
-    """Say what the files show, and draw it."""
+    """Print a summary of the files, and draw it."""
     found = _found(_loaded(files))
     pictures = _draw(found, out)
     if json:
@@ -67,10 +67,10 @@ class _Found:
     Attributes:
         files: the telemetry, the root's first.
         shared: whether ranks compute blocks of each other.
-        savings: of each parent what its code saved.
+        savings: the savings of each parent's code.
         late: see `analysis.too_late`.
         measured: seconds of a round; NaN if not known.
-        plans: the one that the job had first; none where they cannot be replayed.
+        plans: the job's plan first, then others; none if they cannot be replayed.
     """
 
     files: list[Telemetry]
@@ -83,23 +83,23 @@ class _Found:
 
     @property
     def parents(self) -> list[Telemetry]:
-        """The files of ranks with children."""
+        """Return the files of ranks with children."""
         return [seen for seen in self.files if len(seen.children)]
 
     @property
     def off(self) -> float:
-        """How far the replay of the job's own plan is from the job."""
+        """Return how far the replay of the job's plan is from the job."""
         return analysis.disagreement(self.measured, self.plans[0].seconds)
 
     @property
     def ranked(self) -> list[analysis.Predicted]:
-        """The plans, if their order can be trusted."""
+        """Return the plans, if their order can be trusted."""
         known = self.plans and self.off <= analysis.WRONG and not self.unknown
         return self.plans if known else []
 
     @property
     def unknown(self) -> list[int]:
-        """Ranks without which nothing can be said of other plans."""
+        """Return the ranks whose unknown speeds prevent a comparison of plans."""
         return analysis.unknown(self.files)
 
 
@@ -110,7 +110,7 @@ def _found(files: list[Telemetry]) -> _Found:
     for seen in files:
         if len(seen.children) and not np.isnan(seen.lateness).all():
             saved = analysis.savings(seen, files)
-            # where work is shared a late child would have had more to do
+            # with shared work a late child would have had more to do
             if len(saved.rounds) and not shared:
                 savings[seen.rank] = saved
     known = files[0].rank == plan.root and not shared
@@ -121,7 +121,7 @@ def _found(files: list[Telemetry]) -> _Found:
 
 
 def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
-    """Draw all pictures there are, and return where they are."""
+    """Draw all pictures, and return their paths."""
     pictures = []
     for seen in found.parents if not found.shared else []:
         if np.isnan(seen.lateness).all():
@@ -144,9 +144,9 @@ def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
-    """The files' telemetry, the root's first, then in the order of the ranks."""
+    """Return the files' telemetry, the root's first, then in the order of the ranks."""
     files = [Telemetry.load(path) for path in paths]
-    Plan.from_json(files[0].plan)  # an error before anything is written
+    Plan.from_json(files[0].plan)  # raises an error before anything is written
     ranks: set[int] = set()
     for path, seen in zip(paths, files):
         if seen.plan != files[0].plan:
@@ -159,13 +159,13 @@ def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
     return sorted(files, key=lambda seen: (seen.parents[seen.rank] >= 0, seen.rank))
 
 
-# In words.
+# As text.
 
 
 def _say(found: _Found) -> None:
     for seen in found.parents or found.files[:1]:
         for line in seen.summary().splitlines():
-            # links do not matter here, and may be many
+            # links are not shown, as they may be many
             if not line.startswith("from rank "):
                 output.say(line)
         if seen.rank in found.savings:
@@ -194,7 +194,9 @@ def _say(found: _Found) -> None:
 
 
 def _fields(found: _Found) -> dict[str, Any]:
-    """Seconds and parts of rounds; what is not known, or does not end, is null."""
+    """Return the fields of the JSON output, in seconds and shares of rounds; unknown or
+    infinite numbers are null.
+    """
     first = found.files[0]
     return {
         "ranks": len(first.parents),
@@ -244,7 +246,7 @@ def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
 
 
 def _replay_in_words(measured: float, replayed: float, off: float) -> str:
-    """How near the replay of the plan as it was comes, and what follows from it."""
+    """Print how close the replay of the job's plan is, and the consequences."""
     if not np.isfinite(measured):
         return "how long a round took is not known, nor how near its replay comes"
     text = f"a round took {seconds(measured)}; replayed with the same plan "
@@ -292,11 +294,11 @@ def _say_plans(found: _Found) -> None:
     output.say()
 
 
-# In pictures.
+# As pictures.
 
 
 def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
-    """When each child's message came, relative to the sum."""
+    """Draw when each child's message came, relative to the sum."""
     late = seen.lateness[~np.isnan(seen.decided)]
     came = np.where(np.isfinite(late), late, np.nan)
     share = (late > 0).mean(axis=0)
@@ -347,7 +349,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
 
 
 def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) -> None:
-    """Waiting so far, with coding and without."""
+    """Draw the accumulated waits, with and without coding."""
     ended = np.isfinite(saved.uncoded)
     coded = np.cumsum(saved.coded)
     uncoded = np.cumsum(np.where(ended, saved.uncoded, 0.0))
@@ -408,7 +410,9 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
 
 
 def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> None:
-    """Draw which rank computed what, usually and in each round, and how fast ranks are."""
+    """Draw which rank computed which blocks, usually and in each round, and the speeds
+    of ranks.
+    """
     rows = seen.divided
     computed, rounds = seen.computed[rows], seen.rounds[rows]
     mean = computed.mean(axis=0)
@@ -430,7 +434,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
         bars.axvline(placement.blocks, color="black", linewidth=1, linestyle=":")
         bars.set_xlabel("blocks a round")
         _name_rows(bars, [f"rank {rank}" for rank in order])
-        # rounds side by side, the mean of as many as a pixel shows
+        # rounds next to each other, each pixel showing a mean
         step = -(-len(rounds) // _COLUMNS)
         starts = np.arange(0, len(rounds), step)
         counts = computed[:, order, :2].sum(axis=2)
@@ -464,7 +468,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
 def _draw_plans(
     path: pathlib.Path, measured: float, plans: Sequence[analysis.Predicted]
 ) -> None:
-    """Predicted rounds of the plans, the fastest at the top."""
+    """Draw the predicted rounds of the plans, the fastest at the top."""
     plans = sorted(plans, key=lambda plan: plan.seconds, reverse=True)
     finite = [plan.seconds for plan in plans if np.isfinite(plan.seconds)]
     longest = max([*finite, np.nan_to_num(measured)])
@@ -504,7 +508,7 @@ def _draw_plans(
 
 
 def _spread(axes: Any, values: np.ndarray) -> None:
-    """Logarithmic where few values are far from zero and most are near it."""
+    """Choose a logarithmic scale if few values are far from zero and most are near it."""
     sizes = np.abs(values[np.isfinite(values)])
     near = np.quantile(sizes, 0.75) if len(sizes) else 0.0
     if near > 0 and sizes.max() > 50 * near:
@@ -541,6 +545,8 @@ def _height(rows: int) -> float:
 
 
 def _medians(table: np.ndarray) -> np.ndarray:
-    """Return the median of each column, ignoring NaN; infinite for those without a number."""
+    """Return the median of each column, ignoring NaN; infinite for columns without a
+    number.
+    """
     known = [column[~np.isnan(column)] for column in table.T]
     return np.array([np.median(each) if len(each) else np.inf for each in known])

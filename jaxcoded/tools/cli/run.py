@@ -130,7 +130,7 @@ def command(
             wrapper=ends.WRAPPER,
             variables=heard.variables | given,
         )
-        environment.pop(rank.JOINS, None)  # of a rank that has started this job
+        environment.pop(rank.JOINS, None)  # set by a rank that has started this job
         environment.pop(rank.STARTER, None)
         end = job.play(
             words,
@@ -140,7 +140,8 @@ def command(
             own_files=not where.away,
             marked=marked,
         )
-    # which MPICH does not always tell, nor Open MPI where it has lost its daemons
+    # MPICH does not always report it, and neither does Open MPI after losing its
+    # daemons
     status = end.status or heard.failure
     limit = timeout if end.too_long else None
     first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)
@@ -163,7 +164,9 @@ def command(
 
 
 def _variable(said: str) -> tuple[str, str]:
-    """The name and the value of one, as in ``NAME=VALUE``, or ``NAME`` for what it is here."""
+    """Return the name and the value of a variable, from ``NAME=VALUE``, or ``NAME``
+    with its current value.
+    """
     name, given, value = said.partition("=")
     if not name:
         raise ValueError(f"-x {said}: must be NAME or NAME=VALUE")
@@ -180,7 +183,9 @@ def _words(
     begun: bool,
     hosts: Sequence[str],
 ) -> str:
-    """What the status means; empty if all went well. ``seconds``: after which the job was ended, if it was."""
+    """Return what the status means; empty after success. ``seconds``: the time limit
+    that ended the job, if any.
+    """
     if status == 0:
         return ""
     if status == mpirun.killed and not fault_tolerant and begun:

@@ -92,7 +92,7 @@ def command(
 
 
 def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each step, of each way to make it."""
+    """Return the seconds of each step, for each way to make it."""
     uncoded = Coded(stragglers=0, root_computes=True, parents=plan.parents)
     layouts: dict[str, Layout | Ring] = {
         _PLAN: Layout.of(plan),
@@ -129,7 +129,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class _Told(Stragglers):
-    """A model that tells which part of so many rounds has been drawn."""
+    """A model that reports the drawn share of the rounds."""
 
     model: Stragglers
     count: int
@@ -149,7 +149,7 @@ def _summary(took: np.ndarray) -> dict[str, float]:
 def _fields(
     cluster: Cluster, plan: Plan, rounds: int, seconds: dict[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Numbers in seconds; those that do not end are null."""
+    """Return the fields of the JSON output in seconds; infinite numbers are null."""
     return {
         "ranks": cluster.ranks,
         "payload": cluster.payload,
@@ -166,7 +166,7 @@ def _fields(
 
 
 def _draw(path: str, seconds: dict[str, np.ndarray]) -> None:
-    """For each way the part of the steps that take longer."""
+    """Draw for each way the share of steps that take longer."""
     usual = np.concatenate([took[np.isfinite(took)] for took in seconds.values()])
     if not len(usual):
         raise ValueError(f"--picture {path}: no step ends, so there is nothing to draw")
@@ -177,7 +177,7 @@ def _draw(path: str, seconds: dict[str, np.ndarray]) -> None:
             ended = np.sort(took[np.isfinite(took)]) / size
             x = np.concatenate([ended[:1], ended, [right]])
             longer = np.append(1 - np.arange(len(ended) + 1) / len(took), np.nan)
-            if len(ended) < len(took):  # some never end
+            if len(ended) < len(took):  # some steps never end
                 longer[-1] = longer[-2]
             style = "--" if name == _IDEAL else "-"
             axes.step(x, 100 * longer[-len(x) :], style, where="post", label=name)
@@ -191,7 +191,7 @@ def _draw(path: str, seconds: dict[str, np.ndarray]) -> None:
 
 
 def _labelled(x: float, _: int) -> str:
-    """Some of the ticks between powers of ten."""
+    """Label some of the ticks between powers of ten."""
     first = f"{x:e}"[0]
     return f"{x:g}" if first in "25" else ""
 

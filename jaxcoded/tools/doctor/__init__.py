@@ -1,1 +1,1 @@
-"""Whether jobs work on this machine and between hosts."""
+"""Check whether jobs work on this machine and between hosts."""

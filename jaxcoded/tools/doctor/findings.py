@@ -1,4 +1,4 @@
-"""What was looked at, what was found, and what to do about it."""
+"""Findings of doctor: the subject, the finding, and the remedy."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class Finding:
     """One line of a report.
 
     Attributes:
-        about: what was looked at, in a word or two.
+        about: the subject, in a word or two.
         state: `GOOD`, `NOTE` (it works, but not as well as it could) or `BAD` (it does not).
-        found: in words.
-        remedy: what to do; empty if nothing.
+        found: the finding, as text.
+        remedy: the remedy; empty if none is needed.
     """
 
     about: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """One line for each, and the remedies below."""
+    """Print one line for each finding, and the remedies below."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for each in findings:
         words = Text(plain.words(each.found))

@@ -1,4 +1,4 @@
-"""What this machine and its installation have, without starting MPI or JAX."""
+"""Examine this machine and its installation without starting MPI or JAX."""
 
 import importlib.metadata
 import importlib.util
@@ -15,19 +15,20 @@ from jaxcoded.tools.doctor.findings import BAD, GOOD, NOTE, Finding
 from jaxcoded.tools.launch import launcher
 
 _GIBIBYTE = 1 << 30
-_SECONDS = 60.0  # for a command
+_SECONDS = 60.0  # most seconds of a command
 _SHARED = pathlib.Path("/dev/shm")
 _ENOUGH_SHARED = _GIBIBYTE // 4
 _CONTROL = pathlib.Path("/sys/fs/cgroup")
 _NO_LIMIT = "max"
-# the level of threads at which several may call MPI at the same time
+# the thread level at which several threads may call MPI at the same time
 MULTIPLE = "MPI_THREAD_MULTIPLE"
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
-    """Yield the findings about a machine that should run this many ranks. ``mpirun``: the launcher, or why there is
-    none."""
+    """Yield the findings about a machine that should run this many ranks. ``mpirun``:
+    the launcher, or why none exists.
+    """
     yield Finding(
         "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
     )
@@ -51,7 +52,9 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
 
 
 def cores() -> float:
-    """How many this process may use, at a time: of its mask and its container's limit."""
+    """Return how many cores this process may use at a time, by its mask and its
+    container's limit.
+    """
     mask = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit("cpu.max").partition(" ")
     return mask if quota == _NO_LIMIT else min(mask, int(quota) / int(period))
@@ -74,7 +77,7 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
     except launcher.Unfit as error:
         yield Finding("mpirun", BAD, f"{name}: {error.found}", error.remedy)
         return
-    except (ImportError, RuntimeError) as error:  # of mpi4py, which finds no MPI
+    except (ImportError, RuntimeError) as error:  # raised by mpi4py without MPI
         yield Finding(
             "mpirun",
             BAD,
@@ -105,7 +108,7 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
 
 
 def _started() -> Iterator[Finding]:
-    """Whether the tasks are ranks of one job, where this process is one of several."""
+    """Yield whether the tasks are ranks of one job, if this process is one of several."""
     if not (words := alone.words(1)):
         return
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
@@ -118,7 +121,7 @@ def _started() -> Iterator[Finding]:
 
 
 def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
-    """Whether srun can start ranks, in a job of Slurm."""
+    """Yield whether srun can start ranks, in a job of Slurm."""
     if "SLURM_JOB_ID" not in os.environ or mpirun.mpi != launcher.OPEN_MPI:
         return
     kinds = _said("srun", "--mpi=list")
@@ -132,7 +135,7 @@ def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
 
 
 def _said(*command: str) -> str:
-    """What a command prints; empty if it fails."""
+    """Return a command's output; empty if it fails."""
     try:
         done = subprocess.run(
             command,
@@ -161,7 +164,7 @@ def _threads(ranks: int) -> Finding:
 
 
 def driver() -> bool:
-    """Whether there is one of NVIDIA's."""
+    """Return whether an NVIDIA driver is installed."""
     return _DRIVER.exists()
 
 
@@ -206,7 +209,7 @@ def _shared_memory() -> Finding:
 
 
 def _limit(name: str) -> str:
-    """What the container says, where the kernel has control groups of version 2."""
+    """Return a limit of the container, with control groups of version 2."""
     try:
         return (_CONTROL / name).read_text().strip()
     except OSError:

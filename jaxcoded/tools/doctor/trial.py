@@ -19,7 +19,7 @@ from jaxcoded.tools.launch.asking import answer
 from jaxcoded.transport import cuda_aware, engine
 from jaxcoded.transport.agreement import gathered
 
-SIZES = (1, 1 << 20)  # numbers of float32
+SIZES = (1, 1 << 20)  # numbers of float32 values
 _CALLS = 20
 _LEVELS = {
     MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",
@@ -27,11 +27,11 @@ _LEVELS = {
     MPI.THREAD_SERIALIZED: "MPI_THREAD_SERIALIZED",
     MPI.THREAD_MULTIPLE: machine.MULTIPLE,
 }
-_EXAMPLES = 3  # of each rank, on average
+_EXAMPLES = 3  # examples of each rank, on average
 
 
 def main() -> None:
-    """Collective."""
+    """Examine the ranks and report on rank 0. Collective."""
     comm = MPI.COMM_WORLD
     found: dict[str, Any] = {
         "rank": comm.rank,
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def _imported(name: str) -> str:
-    """Why it cannot be, if it is installed."""
+    """Return why an installed module cannot be imported."""
     if importlib.util.find_spec(name) is None:
         return ""
     try:
@@ -63,8 +63,9 @@ def _imported(name: str) -> str:
 
 
 def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
-    """The median seconds of a call for each of `SIZES`, how many sums were wrong, what carried
-    them, and whether the next rank's memory can be read."""
+    """Return the median seconds of a call for each of `SIZES`, the number of wrong
+    sums, the transport, and whether the next rank's memory can be read.
+    """
     took, wrong = [], 0
     batch = _EXAMPLES * comm.size
     with CodedGroup(comm, Uncoded()) as group:
@@ -78,7 +79,7 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
                 start = time.perf_counter()
                 y = jax.block_until_ready(total(x))
                 times.append(time.perf_counter() - start)
-                # whole numbers, and small: exact in float32
+                # small whole numbers are exact in float32
                 wrong += bool(np.any(np.asarray(y) != batch * (batch - 1) / 2))
             took.append(float(np.median(times[1:])))
         fast = group._session.transport.name == "engine"
@@ -86,7 +87,9 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
 
 
 def _reads(comm: MPI.Intracomm) -> bool:
-    """Whether the memory of the next rank of this host can be read, as the engine does it."""
+    """Return whether the memory of the next rank of this host can be read in the
+    engine's way.
+    """
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
     secret = ctypes.c_int64(1000 + near.rank)
     every = gathered(near, (os.getpid(), ctypes.addressof(secret)))
@@ -102,7 +105,7 @@ def _reads(comm: MPI.Intracomm) -> bool:
     done = read is not None and 0 < read(
         process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
     )
-    near.Barrier()  # nobody has ended while others read
+    near.Barrier()  # no rank ends while others read
     right = done and got.value == 1000 + (near.rank + 1) % near.size
     near.Free()
     return right

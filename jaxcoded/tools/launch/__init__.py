@@ -1,1 +1,1 @@
-"""Starting the ranks of a job, and ending them."""
+"""Start and end the ranks of a job."""

@@ -1,4 +1,4 @@
-"""Ranks that are started to find something out, and what rank 0 answers."""
+"""Start ranks for an examination, and read rank 0's answer."""
 
 import json
 import tempfile
@@ -12,11 +12,11 @@ from jaxcoded.tools.launch import job, launcher, misfits, places, reaching
 from jaxcoded.tools.terminal import output
 
 _SECONDS = 120.0
-_MARK = "jaxcoded answers "  # the line may stand among what others print
+_MARK = "jaxcoded answers "  # the line may stand among other output
 
 
 class NoAnswer(click.ClickException):
-    """The ranks have failed: what was ``found``, in words, and the ``remedy``."""
+    """The ranks have failed: what was ``found``, as text, and the ``remedy``."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}\n→ {remedy}")
@@ -34,7 +34,7 @@ def answered(
     """Start ``python *program`` on this many ranks, and return what rank 0 passes to `answer`. `NoAnswer` if the
     job failed or took too long, or its answer cannot be read."""
     where = places.chosen(ranks, hosts, hostfile)
-    # a file of the user's in this folder must not pass for a module, such as random.py
+    # a user's file in this folder, such as random.py, must not replace a module
     command, environment = launcher.command(
         mpirun,
         ranks,
@@ -80,7 +80,7 @@ def answered(
 
 
 def unreadable(ranks: int, said: Any) -> NoAnswer:
-    """The error of what rank 0 answers, where it is something else than what was asked for."""
+    """Return the error for an unexpected answer of rank 0."""
     return NoAnswer(
         f"what {ranks} ranks answer cannot be read: {_require.shown(said)}",
         "install the same jaxcoded on all hosts",
@@ -88,5 +88,5 @@ def unreadable(ranks: int, said: Any) -> NoAnswer:
 
 
 def answer(value: Any) -> None:
-    """On rank 0."""
+    """Print an answer, on rank 0."""
     print(_MARK + json.dumps(value), flush=True)

@@ -1,4 +1,6 @@
-"""Which rank of a job ended how: each tells it through `jaxcoded.tools.launch.rank`, its parent."""
+"""Collect how each rank of a job ended: its parent, `jaxcoded.tools.launch.rank`,
+reports it.
+"""
 
 import contextlib
 import pathlib
@@ -13,25 +15,26 @@ from collections.abc import Iterator, Sequence
 from jaxcoded import _format
 from jaxcoded.tools.launch import rank
 
-# without what a program would import, which takes time
+# without a program's imports, which take time
 WRAPPER = [
     *(sys.executable, "-I", "-S"),
     str(pathlib.Path(__file__).with_name("rank.py")),
 ]
-_LONGEST = 200  # bytes of a message
-_PATIENCE = 3.0  # seconds for one
+_LONGEST = 200  # most bytes of a message
+_PATIENCE = 3.0  # seconds for a message
 _UNHEARD = "no rank is known to have begun: none was started, or no host answers"
 
 
 class Ends:
-    """What ranks have told. Those that have joined are counted after the others, as they are heard.
+    """The reports of ranks. Joined ranks are numbered after the others, in the order of
+    their reports.
 
     Attributes:
-        variables: of the environment, with which they tell it.
-        told: of each rank its status, or minus the signal that it died of, and after how many
-            seconds; in the order in which they ended.
-        begun: the ranks that have told that they run.
-        sure: whether each rank that begins is heard.
+        variables: the environment variables that ranks need to report.
+        told: for each rank its status, or minus the signal that killed it, and the
+            seconds; in the order of the ends.
+        begun: the ranks that have reported their beginning.
+        sure: whether every rank that begins can report.
         of_job: set once a rank has ended the whole job.
     """
 
@@ -51,13 +54,13 @@ class Ends:
         self.of_job = threading.Event()
 
     def hear(self) -> None:
-        """Listen until the line is closed."""
+        """Receive reports until the line is closed."""
         while True:
             try:
                 caller, _ = self._line.accept()
             except OSError:
                 return
-            # whoever else calls may say anything
+            # other callers may send anything
             with caller, contextlib.suppress(OSError, ValueError, TypeError):
                 caller.settimeout(_PATIENCE)
                 said = caller.makefile("rb").readline(_LONGEST).decode()
@@ -84,20 +87,23 @@ class Ends:
 
     @property
     def failure(self) -> int:
-        """The first status of a rank that is not 0, signals apart; if there is none, 1 where ranks
-        have begun, or would be heard, and none has ended with status 0, else 0."""
+        """Return the first status of a rank other than 0, ignoring signals. Without
+        one, return 1 if ranks have begun, or would have reported, and none has ended
+        with status 0; otherwise 0.
+        """
         codes = [code for code, _ in self.told.values()]
         none_ended = (self.sure or bool(self.begun)) and 0 not in codes
         return next((code for code in codes if code > 0), int(none_ended))
 
     @property
     def heard_any(self) -> bool:
-        """Whether a rank was heard."""
+        """Return whether a rank has reported."""
         return bool(self.begun or self.told)
 
     def fields(self) -> list[dict[str, int | float | str | None]]:
-        """For JSON: of each rank its status or the signal that it died of, and after how many
-        seconds; null where nothing is known."""
+        """Return the fields of the JSON output: for each rank its status or the signal
+        that killed it, and the seconds; null if unknown.
+        """
         out: list[dict[str, int | float | str | None]] = []
         for number in sorted({*range(self.ranks), *self.begun, *self.told}):
             code, after = self.told.get(number, (None, None))
@@ -114,8 +120,9 @@ class Ends:
         return out
 
     def words(self) -> list[str]:
-        """A line for all that ended alike, in the order in which the first of them did; none if
-        all ended with status 0."""
+        """Return a line for each group of ranks that ended the same way, in the order
+        of their first ends; none if all ended with status 0.
+        """
         if not self.heard_any:
             return ["no rank has begun" if self.sure else _UNHEARD]
         alike: dict[int, list[int]] = {}
@@ -151,11 +158,11 @@ class Ends:
 def listening(
     ranks: int, hosts: Sequence[str] | None = (), *, sure: bool = False
 ) -> Iterator[Ends]:
-    """Hear of the ends of so many ranks meanwhile.
+    """Collect the ends of ``ranks`` ranks in this block.
 
     Args:
-        hosts: of the ranks, if not this one; ``None``: not known. Without any, nothing is open to
-            other hosts.
+        hosts: the ranks' hosts, if not this one; ``None``: unknown. Without other
+            hosts, the socket is not open to them.
         sure: whether all ranks are known to be started on this host.
     """
     here = "127.0.0.1" if hosts == () else _address(hosts or ())
@@ -167,18 +174,18 @@ def listening(
         try:
             yield ends
         finally:
-            line.shutdown(socket.SHUT_RDWR)  # closing it alone wakes nobody
+            line.shutdown(socket.SHUT_RDWR)  # wakes the listener
             thread.join()
 
 
 def _address(hosts: Sequence[str]) -> str:
-    """Return the address of this host, as one of the others sees it."""
+    """Return the address of this host for the other hosts."""
     for host in hosts:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line,
-            contextlib.suppress(OSError, UnicodeError),  # no name that there can be
+            contextlib.suppress(OSError, UnicodeError),  # an impossible name
         ):
-            line.connect((host, 9))  # says nothing to it
+            line.connect((host, 9))  # sends nothing
             address: str = line.getsockname()[0]
             if not address.startswith("127."):
                 return address
@@ -188,5 +195,5 @@ def _address(hosts: Sequence[str]) -> str:
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # of the real-time ones
+    except ValueError:  # a real-time signal
         return f"signal {number}"

@@ -1,8 +1,10 @@
-"""Ends a job whose launcher is gone: all its processes on this host, and its folders.
+"""End a job after its launcher has ended: all its processes on this host, and its
+folders.
 
-Runs by itself, without the package: `python -I -S guardian.py NAME FOLDER...`. The launcher holds the other end of its
-standard input. So that input ends when the launcher does, also by SIGKILL or a crash. The guardian has a session of
-its own and ignores all signals that can be ignored: what a terminal sends to the launcher does not end it.
+It runs without the package: `python -I -S guardian.py NAME FOLDER...`. The launcher
+holds the other end of its standard input. So that input ends when the launcher does,
+also by SIGKILL or a crash. The guardian has a separate session and ignores all signals
+that can be ignored: a terminal's signals to the launcher do not end it.
 """
 
 import contextlib
@@ -15,20 +17,23 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-# The environment variable by which processes of a job are known: NAME, or NAME/NAME of a job that a rank has started.
+# The environment variable that identifies processes of a job: NAME, or NAME/NAME for a
+# job that a rank has started.
 MARK = "JAXCODED_JOB"
 GRACE = 10.0  # seconds for mpirun to end the job
-_PAUSE = 0.1  # seconds between two looks at mpirun
+_PAUSE = 0.1  # seconds between two checks of mpirun
 
 
 class Guardian:
-    """The process, from its launcher's side: of the job with this name. It removes
-    these folders, which need not exist."""
+    """The guardian process of the job with this name, for the launcher. It removes
+    these folders, which need not exist.
+    """
 
     def __init__(self, name: str, folders: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, name, *folders],
-            # without the mark of a job to which its launcher belongs: the end of that job must not end it
+            # without the mark of its launcher's job, whose end must not end the
+            # guardian
             env={key: value for key, value in os.environ.items() if key != MARK},
             cwd="/",
             bufsize=0,
@@ -42,7 +47,7 @@ class Guardian:
 
     def watch(self, mpirun: int) -> None:
         """Name the process to end first, as it ends ranks on other hosts."""
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed the guardian
+        with contextlib.suppress(BrokenPipeError):  # the guardian was killed
             self._line.write(b"%d" % mpirun)
 
     def dismiss(self) -> None:
@@ -58,7 +63,7 @@ def main() -> None:
         signal.signal(each, signal.SIG_IGN)
     name, *folders = sys.argv[1:]
     mpirun = sys.stdin.buffer.read()
-    # a process that was just being started shows its mark by then
+    # a process that was just starting has its mark by then
     time.sleep(_PAUSE)
     if mpirun:
         _end_in_order(name, int(mpirun))
@@ -76,14 +81,16 @@ def _end_in_order(name: str, mpirun: int) -> None:
 
 
 def clean_up(name: str, folders: Iterable[str]) -> None:
-    """Leave nothing of a job on this host."""
+    """Remove everything of a job on this host."""
     kill_all(name)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def kill_all(name: str) -> None:
-    """Kill all processes of a job until they are gone: meanwhile they may start others, or write files."""
+    """Kill all processes of a job until none is left: meanwhile they may start others,
+    or write files.
+    """
     end = time.monotonic() + GRACE
     while (found := processes(name)) and time.monotonic() < end:
         for place in found:
@@ -93,7 +100,9 @@ def kill_all(name: str) -> None:
 
 
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
-    """The processes of a job, by their places in /proc, and the environment with which each has begun."""
+    """Return the processes of a job, by their places in /proc, and each one's initial
+    environment.
+    """
     found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
     return {it: its for it, its in found.items() if _named(its, name)}
 
@@ -107,7 +116,7 @@ def _named(environment: dict[str, str], name: str) -> bool:
 
 
 def _environment(place: pathlib.Path) -> dict[str, str]:
-    """Empty if the process is gone or of another user."""
+    """Return a process's environment; empty if it is gone or belongs to another user."""
     try:
         words = (place / "environ").read_bytes().decode(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""A job of many processes, of which nothing is left when it is over."""
+"""Run a job of many processes, and leave nothing of it at its end."""
 
 import contextlib
 import dataclasses
@@ -18,13 +18,13 @@ from typing import IO
 
 from jaxcoded.tools.launch import guardian, rank
 
-TOO_LONG = 124  # the status of a job that was ended, as of `timeout`
+TOO_LONG = 124  # the status of a job that its time limit ended, as with `timeout`
 _GRACE = guardian.GRACE  # seconds for mpirun to end it
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
 _SHARED_MEMORY = "/dev/shm"
 _FOLDER = re.compile(r"jaxcoded\.([0-9]+\.[0-9a-f]{8})")
-_BEGUN = 60.0  # seconds after which a launcher has locked its folders
+_BEGUN = 60.0  # seconds in which a launcher locks its folders
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,11 @@ class End:
     """How a job has ended.
 
     Attributes:
-        status: of the launcher. 128 plus the number of a signal that ended it, or that told this process to end it;
-            `TOO_LONG` after too long; 0 if it continued after a rank had ended the job.
-        too_long: whether it was ended as it took too long.
-        stopped: the ranks on this host that were stopped then.
+        status: the launcher's status. 128 plus the number of a signal that ended it, or
+            that asked this process to end it; `TOO_LONG` after too long; 0 if it
+            continued after a rank had ended the job.
+        too_long: whether the time limit ended it.
+        stopped: the stopped ranks on this host at that time.
     """
 
     status: int
@@ -53,22 +54,25 @@ def play(
     output: IO[str] | None = None,
     marked: bool = False,
 ) -> End:
-    """Start a launcher, hand signals on to it, and wait for its end.
+    """Start a launcher, pass signals on to it, and wait for its end.
 
-    A launcher that is killed leaves ranks running, and stopped ones ignore what tells them to end: whatever is
-    left of the job on this host is killed. So is a launcher that waits for those after a signal that ends. The
-    files in which ranks share memory, which a killed launcher leaves too, are in a directory of the job's own,
-    where `jaxcoded.tools.launch.rank` starts the ranks. Where this process itself is killed,
-    `jaxcoded.tools.launch.guardian` does all that.
+    A killed launcher leaves ranks running, and stopped ranks ignore signals. So this
+    kills all that is left of the job on this host, and a launcher that waits for such
+    ranks after a signal. A killed launcher also leaves the files of shared memory,
+    which are in a directory of the job if `jaxcoded.tools.launch.rank` starts the
+    ranks. If this process itself is killed, `jaxcoded.tools.launch.guardian` does all
+    that.
 
     Args:
-        seconds: after which the job is ended.
-        ended: set once a rank has ended the job. A launcher that still continues, as a fault-tolerant one may, is
-            ended some seconds later.
-        own_files: whether it gets a directory of its own for temporary files, over which a later launcher would
-            trip. Other hosts have none of that name.
-        output: takes what it prints and what its errors say. Default: those of this process.
-        marked: whether the launcher says whose output it is, for `jaxcoded.tools.terminal.lines` to hand it on.
+        seconds: the time limit of the job.
+        ended: an event that is set once a rank has ended the job. A launcher that still
+            runs some seconds later, as a fault-tolerant one may, is ended.
+        own_files: whether it gets a separate directory for temporary files, which would
+            disturb a later launcher. Other hosts have no such directory.
+        output: the destination of its output and errors. Default: those of this
+            process.
+        marked: whether the launcher marks the rank of each output, for
+            `jaxcoded.tools.terminal.lines`.
     """
     places = tempfile.gettempdir(), _SHARED_MEMORY
     for place in places:
@@ -86,12 +90,12 @@ def play(
         if own_files:
             held.append(stack.enter_context(_folder(temporary)))
             settings["TMPDIR"] = temporary
-        # where a rank has started this job, it is that of the rank's
+        # if a rank has started this job, it is that of the rank's job
         if not any(name in environment for name in rank.BACKING):
             with contextlib.suppress(OSError):  # a system without it
                 held.append(stack.enter_context(_folder(shared)))
                 settings[rank.SHARED_MEMORY] = shared
-        # in a session of its own: a terminal would signal the ranks, too
+        # in a separate session: a terminal would also signal the ranks
         to = subprocess.PIPE if marked else output
         process = subprocess.Popen(
             command,
@@ -103,7 +107,7 @@ def play(
         )
         watcher.watch(process.pid)
         if process.stdout and process.stderr:
-            # here, as any Python can run scripts/mpirun, which needs no such package as rich
+            # imported here, as scripts/mpirun must run without packages such as rich
             from jaxcoded.tools.terminal import lines
 
             handed_on = lines.HandedOn({1: process.stdout, 2: process.stderr})
@@ -131,7 +135,9 @@ def play(
 
 @contextlib.contextmanager
 def _folder(path: str) -> Iterator[int]:
-    """Make a folder, and give its descriptor: while a process has that open, the folder is locked against `_sweep`."""
+    """Make a folder, and return its descriptor: while a process has that open, the
+    folder is locked against `_sweep`.
+    """
     os.mkdir(path, 0o700)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -143,7 +149,9 @@ def _folder(path: str) -> Iterator[int]:
 
 
 def _sweep(place: str) -> None:
-    """Remove the folders that are left of this user's jobs whose launcher and guardian were killed together."""
+    """Remove the folders of this user's jobs whose launcher and guardian were killed
+    together.
+    """
     with contextlib.suppress(OSError), os.scandir(place) as found:
         for each in found:
             if match := _FOLDER.fullmatch(each.name):
@@ -169,7 +177,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _kill_later(process: subprocess.Popen[bytes]) -> None:
-    # a process that is gone is left alone
+    # a process that has ended is skipped
     timer = threading.Timer(_GRACE, process.kill)
     timer.daemon = True
     timer.start()
@@ -189,7 +197,7 @@ def _end_later(
 
 @contextlib.contextmanager
 def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Gives the signals that have told this process to end."""
+    """Pass signals on to the launcher; yield the signals that ask this process to end."""
     told: list[int] = []
 
     def hand_on(number: int, _: FrameType | None) -> None:
@@ -199,7 +207,7 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
                 told.append(number)
                 _kill_later(process)
 
-    # what is ignored stays so, as by nohup
+    # ignored signals stay ignored, as with nohup
     heard = [it for it in _HANDED_ON if signal.getsignal(it) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
@@ -210,7 +218,9 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _stopped(name: str) -> frozenset[int]:
-    """The ranks of a job of which a process is stopped; not those that have joined, whose numbers are others."""
+    """Return the ranks of a job with a stopped process, except joined ranks, which have
+    other numbers.
+    """
     out = set()
     for place, variables in guardian.processes(name).items():
         with contextlib.suppress(OSError):

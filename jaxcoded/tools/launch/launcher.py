@@ -1,4 +1,4 @@
-"""The mpirun of an MPI: which one it is, and what it is to be told."""
+"""The mpirun of an MPI: its kind and its arguments."""
 
 import dataclasses
 import os
@@ -16,12 +16,13 @@ OPEN_MPI, MPICH = "Open MPI", "MPICH"
 _GOES_ON = {
     # 0 turns off the check by which mpirun ends the job if a daemon is gone
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
-    # its daemons are a step of Slurm, which ends all of them with one; srun refuses "1"
+    # its daemons form a Slurm step, which ends all of them if one ends; srun refuses
+    # "1"
     "SLURM_NO_KILL": "set",
 }
 # Settings of Open MPI 5 for jobs whose ranks start others
 TAKES_IN = {
-    # the launcher survives the death of these as of the ranks that it has started
+    # the launcher survives the death of these, as of the ranks that it has started
     "PRTE_MCA_state_base_recoverable": "1",
     # this kind of MPI's collectives on several hosts crashes, or gives wrong values, if such ranks take part
     "OMPI_MCA_coll_han_priority": "-1",
@@ -35,20 +36,22 @@ _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 # it may drop the connection for good (ompi#3035). So it must look up all ranks as it begins.
 _KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
 
-# Whether XLA divides an operation among threads. PJRT_NPROC is how many it has: at least two, one of which
-# may wait for a round. With one alone, two groups that two threads of Python call could wait for ever.
+# Whether XLA divides an operation among threads. PJRT_NPROC is their number: at least
+# two, one of which may wait for a round. With a single one, two groups called by two
+# Python threads could wait for ever.
 _ONE_THREAD = "xla_cpu_multi_thread_eigen"
 
-# With these Open MPI 5 hands on what ranks print in pieces as they come, for `jaxcoded.tools.terminal.lines`. Without "xml" it does
-# not mark where a piece ends; without "raw" it keeps a piece until its line ends. Ranks that others have started get no
+# With these Open MPI 5 passes on the ranks' output in pieces as they come, for
+# `jaxcoded.tools.terminal.lines`. Without "xml" it does not mark the ends of pieces;
+# without "raw" it keeps a piece until its line ends. Ranks started by others get no
 # "jobid".
 _PIECES = ["--output", "tag,xml:raw"]
 
-# Variables of the user that ranks on other hosts are to have, too.
+# The user's variables that ranks on other hosts also get.
 _HANDED_ON = ("JAX", "XLA_")
 
-# Arrays in huge pages, where the kernel has programs ask for them: other ranks read those up to 1.7 times as fast, and
-# each new array costs fewer faults.
+# Arrays in huge pages, if the kernel lets programs request them: other ranks read these
+# up to 1.7 times as fast, and each new array costs fewer faults.
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
@@ -57,8 +60,8 @@ class Launcher:
     """An mpirun.
 
     Attributes:
-        path: where it is.
-        mpi: whose it is: "Open MPI", "MPICH", or the first line of what it says of itself.
+        path: its path.
+        mpi: its MPI: "Open MPI", "MPICH", or the first line of its version text.
         major: the first number of its version.
     """
 
@@ -68,11 +71,11 @@ class Launcher:
 
     @property
     def reports_deaths(self) -> bool:
-        """Whether ranks can hear of others' deaths, and live."""
+        """Whether ranks can get reports of others' deaths, and survive them."""
         return self.mpi == OPEN_MPI and self.major >= 5
 
     def built_for_deaths(self) -> bool | None:
-        """What its ompi_info says of that; ``None`` if there is none, or it says nothing."""
+        """The answer of its ompi_info to that; ``None`` if unknown."""
         beside = pathlib.Path(self.path).with_name("ompi_info")
         try:
             said = _asked(beside, "--parsable", "--config").stdout
@@ -88,7 +91,7 @@ class Launcher:
 
     def crowded(self) -> list[str]:
         """Return the launcher's arguments for jobs with more ranks than cores."""
-        # it refuses them, and keeps all threads of a rank on one core
+        # otherwise it refuses them, and keeps all threads of a rank on one core
         return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
 
     def options(
@@ -105,11 +108,12 @@ class Launcher:
         that.
 
         Args:
-            fault_tolerant: whether ranks are to hear of others' deaths, and live.
+            fault_tolerant: whether ranks get reports of others' deaths, and survive
+                them.
             named: whether each line of output begins with its rank.
             hosts: ``"a:2,b:2"``.
             hostfile: a file of hosts, in the form that this MPI reads.
-            environment: variables that ranks on other hosts are to get, too.
+            environment: variables that ranks on other hosts also get.
         """
         if hosts and hostfile:
             raise ValueError(
@@ -129,7 +133,7 @@ class Launcher:
             if hosts or hostfile:
                 out += [word for name in environment for word in ("-x", name)]
             flags = ("--host", "--hostfile")
-        else:  # MPICH hands on all of the environment
+        else:  # MPICH passes on the whole environment
             if named and self.mpi == MPICH:
                 out += ["-prepend-rank"]
             flags = ("-hosts", "-f")
@@ -139,9 +143,10 @@ class Launcher:
 
 
 def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
-    """Return the mpirun asked for, by the argument or ``JAXCODED_MPIRUN``; else that of this
-    Python, in its folder or ``beside``; else the one on the PATH. A ValueError if there is none,
-    or it does not run."""
+    """Return the requested mpirun, by the argument or ``JAXCODED_MPIRUN``; otherwise
+    that of this Python, in its folder or ``beside``; otherwise the one on the PATH. A
+    ValueError if none exists, or it does not run.
+    """
     beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
     asked = asked or os.environ.get("JAXCODED_MPIRUN")
     path = shutil.which(asked or (str(beside) if beside.exists() else "mpirun"))
@@ -170,7 +175,7 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
 
 
 def _asked(*command: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    """A command of an MPI that ends by itself, and what it said."""
+    """Run a command of an MPI that ends by itself, and return its output."""
     return subprocess.run(
         [*command],
         env=os.environ | environment(1),
@@ -193,16 +198,16 @@ def command(
     variables: Mapping[str, str] = {},
     **options: Any,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return what starts ``python *arguments`` on so many ranks, and its environment; a
-    ValueError if this MPI cannot do that.
+    """Return the command that starts ``python *arguments`` on ``ranks`` ranks, and its
+    environment; a ValueError if this MPI cannot do that.
 
     Args:
-        hosts, hostfile: and the other options of `Launcher.options`.
+        hosts, hostfile: these and the others are options of `Launcher.options`.
         wrapper: a command that starts the one after it, for each rank.
-        variables: of its environment.
+        variables: further environment variables.
     """
     here = _on_one_host(ranks, listed(hosts, hostfile))
-    # as many threads as a rank has cores, as if all hosts were like this one
+    # one thread for each core of a rank, assuming that all hosts equal this one
     cores = len(os.sched_getaffinity(0))
     added = environment(max(1, cores // here)) | {**variables}
     if mpirun.mpi == OPEN_MPI and here > cores:
@@ -221,7 +226,9 @@ def command(
 
 
 def listed(hosts: str | None, hostfile: str | None) -> list[str]:
-    """The hosts, of a file or not, with how many ranks each is to have; none if none were asked for."""
+    """Return the hosts, from a file or not, with their numbers of ranks; none if none
+    were given.
+    """
     if hosts or not hostfile:
         return hosts.split(",") if hosts else []
     try:
@@ -232,7 +239,7 @@ def listed(hosts: str | None, hostfile: str | None) -> list[str]:
 
 
 def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
-    """The most ranks that a host has: of ``["a:2", "b slots=1"]`` two."""
+    """Return the most ranks of a host: two for ``["a:2", "b slots=1"]``."""
     said = [re.search(r":([0-9]{1,9})$|\bslots *= *([0-9]{1,9})", it) for it in hosts]
     counts = [int(it[1] or it[2]) for it in said if it]
     if counts and len(counts) == len(hosts):
@@ -241,14 +248,15 @@ def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """The variables that ranks of so many threads each need. What is set already stays; XLA_FLAGS and
-    GLIBC_TUNABLES are added to."""
+    """Return the variables that ranks with this number of threads need. Existing values
+    stay; XLA_FLAGS and GLIBC_TUNABLES are extended.
+    """
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         "PJRT_NPROC": str(max(2, threads)),
         **_KNOWS_ALL,
     }
-    if "NPROC" in os.environ:  # XLA reads it where there is no PJRT_NPROC
+    if "NPROC" in os.environ:  # XLA reads it without PJRT_NPROC
         del wanted["PJRT_NPROC"]
     out = {name: os.environ.get(name, value) for name, value in wanted.items()}
     flags = os.environ.get("XLA_FLAGS", "")
@@ -257,14 +265,15 @@ def environment(threads: int) -> dict[str, str]:
     tunables = os.environ.get(_TUNABLES, "")
     huge = "" if _HUGE in tunables else f"{_HUGE}=1"
     out[_TUNABLES] = ":".join(filter(None, (tunables, huge)))
-    if os.geteuid() == 0:  # which Open MPI refuses otherwise
+    if os.geteuid() == 0:  # Open MPI refuses root otherwise
         out |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return out
 
 
 class Unfit(ValueError):
-    """The ranks' MPI is not the launcher's: what was ``found``, in words, and the
-    ``remedy``."""
+    """The ranks' MPI is not the launcher's: what was ``found``, as text, and the
+    ``remedy``.
+    """
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}: {remedy}")
@@ -272,8 +281,9 @@ class Unfit(ValueError):
 
 
 def check_fits(launcher: Launcher) -> None:
-    """Raise `Unfit` unless mpi4py uses the launcher's MPI, as each rank would be alone
-    otherwise."""
+    """Raise `Unfit` unless mpi4py uses the launcher's MPI: otherwise each rank would be
+    alone.
+    """
     import mpi4py
 
     mpi4py.rc.initialize = False

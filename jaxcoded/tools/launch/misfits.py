@@ -1,7 +1,7 @@
-"""Variables of the environment that tell MPI what to do, and which of them keep it from starting.
+"""Find environment variables that keep MPI from starting.
 
-Modules, schedulers and other MPIs leave them there. Which ones fit depends on the MPI, on how it was
-built and on the machine: so MPI is started with them and without.
+Modules, schedulers and other MPIs set them. Which ones fit depends on the MPI, its
+build and the machine: so this starts MPI with and without them.
 """
 
 import os
@@ -11,22 +11,23 @@ from collections.abc import Collection, Iterator
 
 from jaxcoded.tools.launch import job, launcher
 
-_SECONDS = 30.0  # for a start of MPI; some variables let it hang
+_SECONDS = 30.0  # for a start of MPI, which some variables make hang
 _PROGRAM = ["-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"]
 _RANKS = 2
-# Settings of an MPI, of which each may be wrong by itself.
+# Settings of an MPI, each of which may be wrong alone.
 _SETTING = re.compile(
     "(OMPI|PRTE|PMIX)_MCA_.+|(OPAL|PRTE|PMIX|PMIX_INSTALL)_PREFIX"
     "|(UCX|FI|HYDRA|MPICH|MPIR_CVAR|I_MPI)_.+"
 )
-# By which mpirun knows the job that it is a part of: it reads all of one kind, and ranks read none.
+# Variables that tell mpirun its job: it reads all of one kind, and ranks read none.
 _JOB = re.compile("(SLURM|PBS|LSB|FLUX|PMIX|PMI)_.+")
-_SHOWN = 4  # of one kind
+_SHOWN = 4  # most shown variables of one kind
 
 
 def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
-    """Return what is set, in kinds that are right or wrong as a whole; ``of_ranks``:
-    without what mpirun alone reads."""
+    """Return the set variables, in kinds that are right or wrong together;
+    ``of_ranks``: without those that only mpirun reads.
+    """
     kinds: dict[str, list[str]] = {}
     for name in sorted(os.environ):
         if _SETTING.fullmatch(name):
@@ -37,7 +38,7 @@ def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
 
 
 def listed(kinds: Collection[list[str]]) -> str:
-    """Return them with their values."""
+    """Return variables with their values."""
     return ", ".join(text for names in kinds for text in _shown(names))
 
 
@@ -55,13 +56,13 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
     every = {name for names in kinds.values() for name in names}
     if not kinds or _starts(mpirun, set()) or not _starts(mpirun, every):
         return None
-    # two that are wrong only together are named with all others
+    # two variables that are wrong only together are named with all others
     wrong = [
         kind for kind, names in kinds.items() if not _starts(mpirun, every - {*names})
     ] or list(kinds)
     found = listed([kinds[kind] for kind in wrong])
     remedy = f"unset {' '.join(wrong)}"
-    if not {*wrong} <= every:  # of a scheduler
+    if not {*wrong} <= every:  # set by a scheduler
         remedy += ", if this is no part of that job"
     return (
         f"MPI does not start with {found} in the environment, and does without",
@@ -70,7 +71,7 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
 
 
 def _starts(mpirun: launcher.Launcher, without: Collection[str]) -> bool:
-    """Whether ranks on this host get through MPI's start without these variables."""
+    """Return whether MPI starts on this host without these variables."""
     command, environment = launcher.command(
         mpirun, _RANKS, ["-P", *_PROGRAM], named=False
     )

@@ -1,4 +1,4 @@
-"""Options of commands that start ranks: by which mpirun, and on which hosts."""
+"""The options for mpirun and hosts of commands that start ranks."""
 
 import dataclasses
 import os
@@ -11,17 +11,18 @@ import click
 
 from jaxcoded.tools.launch import launcher
 
-# Where mpirun finds hosts by itself, of Slurm, PBS, LSF, Grid Engine, and of files of the user.
+# Variables by which mpirun finds hosts itself: of Slurm, PBS, LSF, Grid Engine, and
+# user files.
 OTHERS = (
     *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     "OMPI_MCA_orte_default_hostfile",
 )
-# A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto is as many as
-# there are cores.
+# A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto
+# means the number of cores.
 _PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
-# The name, and what one is used to of one mpirun or another.
+# The option, and its names in mpiruns.
 RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
 # The most ranks of a job: an mpirun takes 2**32 + 1 for 1, and the simulator needs 2 GB for this many.
 MOST_RANKS = 2_000_000
@@ -54,11 +55,12 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where ranks are to be started.
+    """Where to start ranks.
 
     Attributes:
-        asked: the hosts that the user has named, with how many ranks each is to have.
-        hosts: ``"a:2,b:2"``: these, or those of Slurm; ``None`` where they are those of the file, or this one.
+        asked: the hosts that the user has named, with their numbers of ranks.
+        hosts: ``"a:2,b:2"``: these, or those of Slurm; ``None``: those of the file, or
+            this host.
         hostfile: a file of hosts.
     """
 
@@ -68,17 +70,19 @@ class Places:
 
     @property
     def away(self) -> bool:
-        """Whether there may be ranks on other hosts."""
+        """Return whether ranks may be on other hosts."""
         return self.hosts is not None or self.hostfile is not None
 
     @property
     def sure(self) -> bool:
-        """Whether all ranks are known to be started on this host."""
+        """Return whether all ranks certainly start on this host."""
         return not self.away and not mpirun_finds_hosts()
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names of hosts that may have ranks; empty for this host alone, ``None`` if unknown."""
+        """Return the names of hosts that may have ranks; empty for this host alone,
+        ``None`` if unknown.
+        """
         if not self.away:
             return ()
         if self.hosts is None:
@@ -106,7 +110,7 @@ def _check(ranks: int, hosts: str) -> None:
             )
     counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
     room = sum(int(count[1]) for count in counts if count)
-    if all(counts) and room < ranks:  # a host without a number takes any
+    if all(counts) and room < ranks:  # a host without a number takes any number
         fewer = f", or say -n {room}" if room else ""
         raise ValueError(
             f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or hosts{fewer}"
@@ -114,13 +118,14 @@ def _check(ranks: int, hosts: str) -> None:
 
 
 def mpirun_finds_hosts() -> bool:
-    """Whether mpirun may find other hosts than this one where none are given."""
+    """Return whether mpirun may find hosts other than this one if none are given."""
     return any(name in os.environ for name in OTHERS)
 
 
 def of_slurm() -> str | None:
-    """The hosts of the job of Slurm that this is a part of, and how many tasks each has: ``"a:2,b:2"``;
-    ``None`` if there is no such job, or it has this host alone."""
+    """Return the hosts of this process's Slurm job with their numbers of tasks:
+    ``"a:2,b:2"``; ``None`` without a job, or if it has only this host.
+    """
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
         return None
@@ -141,7 +146,7 @@ def of_slurm() -> str | None:
     tasks: list[str] = []
     for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
         if found := _TASKS.fullmatch(each):
-            # one more than there are hosts shows that they do not fit
+            # one more than the hosts shows a mismatch
             tasks += [found[1]] * min(int(found[2] or 1), len(names) + 1)
     if len(tasks) != len(names):
         return ",".join(names)

@@ -1,7 +1,7 @@
-"""Starts the program of a rank as its child, with the rank's GPUs and the job's shared memory. Reports to `jaxcoded
-run` when it begins and how it ends, and ends in the same way.
+"""Start the program of a rank as a child, with the rank's GPUs and the job's shared
+memory. Report its beginning and end to `jaxcoded run`, and end in the same way.
 
-Runs by itself, without the package: `python -I -S rank.py COMMAND...`.
+It runs without the package: `python -I -S rank.py COMMAND...`.
 
 Launchers signal the process group of a rank, of which both are members. So the program gets the signals that it
 would get without this process, which ignores them. A SIGKILL of this process kills the program, too.
@@ -16,11 +16,12 @@ import time
 
 VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of the listener
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 if each rank sees all GPUs of its host
-# a directory of the job, on the host that has started it, for memory that ranks share
+# the job's directory for shared memory, on the host that started the job
 SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
 # 1 if mpirun survives the death of a rank that others have started (`jaxcoded.group.membership.joining`)
 TAKES_IN = "JAXCODED_TAKES_IN"
-# The words by which this process was started, before those of the program, one a line: for ranks that start others
+# The words of this process's command before the program's, one per line: for ranks that
+# start others
 STARTER = "JAXCODED_STARTER"
 JOINS = "JAXCODED_JOINS"  # START:… for ranks that others have started, the same for all of one start
 GOES_ON = "JAXCODED_GOES_ON"  # 1 if the others continue without a rank that ends
@@ -29,26 +30,27 @@ GOES_ON = "JAXCODED_GOES_ON"  # 1 if the others continue without a rank that end
 _PIPE = "JAXCODED_ENDS_JOB"
 _IN_GROUP, _FAILED, _LEFT_MPI, _ENDS_JOB = b"+", b"-", b".", b"!"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-# which rank of its host it is, and of how many: of Open MPI, and of MPICH
+# its number among the ranks of its host, and their count: for Open MPI, and for MPICH
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# where Open MPI 5 and 4 put such memory
+# where Open MPI 5 and 4 put shared memory
 BACKING = (
     "OMPI_MCA_btl_sm_backing_directory",
     "OMPI_MCA_btl_vader_backing_directory",
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PATIENCE = 3.0  # seconds for being heard
-# for which one that was to join stays, so that who has started it sees that it was there (`jaxcoded.group.membership.joining`)
+_PATIENCE = 3.0  # seconds for a report
+# seconds for which a joining rank stays, so that its starter sees it
+# (`jaxcoded.group.membership.joining`)
 _SEEN = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
 
 
 def main() -> None:
-    """Never returns."""
+    """Run the rank; never return."""
     ignored = [each for each in signal.Signals if each.name not in _OWN]
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ignored}
     # Python ignores these itself
@@ -82,7 +84,7 @@ def main() -> None:
     joins = JOINS in os.environ
     if joins and _IN_GROUP not in said:
         time.sleep(_SEEN)
-    # others may go on without it, while it waits for them
+    # others may continue without it, while it waits for them
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     goes_on = os.environ.get(GOES_ON) == "1"
     can_go_on = _IN_GROUP in said or joins
@@ -91,9 +93,9 @@ def main() -> None:
     _tell(f"{told} ends" if ends else told)
     alone = goes_on and can_go_on and _LEFT_MPI not in said
     if code > 0 and alone:
-        code = -signal.SIGKILL  # Open MPI reports no death where there is a status
+        code = -signal.SIGKILL  # Open MPI reports no death of a process with a status
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one is enough
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file is enough
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(here, -code)
@@ -101,35 +103,36 @@ def main() -> None:
 
 
 def _share_in(directory: str) -> None:
-    """Other hosts have none of that name; what the user has set stays."""
+    """Set the directory of shared memory, unless the user has; other hosts lack it."""
     if os.path.isdir(directory) and not any(name in os.environ for name in BACKING):
         os.environ.update(dict.fromkeys(BACKING, directory))
 
 
 def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
-    """Those of one rank among the ranks of its host: as many for each, or, where there are fewer
-    than ranks, one that is shared."""
+    """Return the GPUs of one rank among the ranks of its host: an equal number for
+    each, or a shared one if there are fewer than ranks.
+    """
     if each := len(gpus) // ranks:
         return gpus[rank * each : (rank + 1) * each]
     return [gpus[rank * len(gpus) // ranks]]
 
 
 def _divide_gpus() -> None:
-    """JAX would take the first GPU in all ranks."""
+    """Divide the GPUs: JAX would use the first one in all ranks."""
     found = [
         [int(os.environ[name]) for name in names]
         for names in _LOCAL
         if all(_is_number(os.environ.get(name, "")) for name in names)
     ]
     gpus = _visible_gpus()
-    # left by another job it may be no rank of so many
+    # variables of another job may be inconsistent
     if not found or not gpus or found[0][0] >= found[0][1]:
         return
     rank, ranks = found[0]
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
     if len(gpus) >= ranks:
         return
-    # or each would take most of the memory when JAX starts
+    # otherwise each would take most of the memory when JAX starts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if rank == 0:
         number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
@@ -142,12 +145,12 @@ def _is_number(text: str) -> bool:
 
 
 def _visible_gpus() -> list[str]:
-    """The GPUs that CUDA can use here, as its variable names them."""
-    if _VISIBLE in os.environ:  # of the user, or of the scheduler
+    """Return the GPUs that CUDA can use here, as its variable names them."""
+    if _VISIBLE in os.environ:  # set by the user or the scheduler
         gpus = []
         for each in map(str.strip, os.environ[_VISIBLE].split(",")):
             if not each or each.startswith("-"):
-                break  # CUDA looks no further
+                break  # CUDA ignores the rest
             gpus.append(each)
         return list(dict.fromkeys(gpus))
     count = ctypes.c_int(0)
@@ -160,12 +163,12 @@ def _visible_gpus() -> list[str]:
 
 
 def number(variables: "os._Environ[str] | dict[str, str]") -> str:
-    """The number of a rank, as its launcher says it; -1 if it does not."""
+    """Return the number of a rank from its launcher; -1 if unknown."""
     return next((variables[name] for name in _RANK if name in variables), "-1")
 
 
 def _tell(code: int | str) -> None:
-    """Best effort: without a listener the job continues."""
+    """Report an end, if possible: without a listener the job continues."""
     rank = number(os.environ)
     import socket
 
@@ -175,8 +178,8 @@ def _tell(code: int | str) -> None:
         host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())
-            line.recv(1)  # heard, before the launcher ends the others
-    except (OSError, ValueError, OverflowError):  # or it names nobody
+            line.recv(1)  # received before the launcher ends the others
+    except (OSError, ValueError, OverflowError):  # or an invalid address
         pass
 
 

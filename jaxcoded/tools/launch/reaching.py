@@ -1,4 +1,4 @@
-"""Which hosts `ssh` does not get to, by which mpirun starts what starts the ranks there."""
+"""Find the hosts that `ssh` cannot reach, by which mpirun starts its daemons."""
 
 import concurrent.futures
 import contextlib
@@ -10,15 +10,16 @@ from collections.abc import Sequence
 
 from jaxcoded.tools.launch import places
 
-_SECONDS = 10  # to connect
+_SECONDS = 10  # seconds to connect
 _AT_A_TIME = 32
-# By which users name another command than ssh, of Open MPI and MPICH
+# Variables of Open MPI and MPICH for a command other than ssh
 _OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
 
 
 def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """Return which hosts, given as in ``--hosts`` or a file, `ssh` cannot reach, and what to do. None if it reaches
-    all."""
+    """Return which hosts, given as in ``--hosts`` or a file, `ssh` cannot reach, and
+    the remedy. None if it reaches all.
+    """
     away = failures(hosts)
     if not away:
         return None
@@ -31,8 +32,9 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def failures(hosts: Sequence[str]) -> dict[str, str]:
-    """Those that `ssh` does not get to without a question, and what it says; none where mpirun starts ranks by
-    something else."""
+    """Return the hosts that `ssh` cannot reach without a prompt, and its messages; none
+    if mpirun uses another program.
+    """
     if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
         return {}
     names = {re.split(r"[\s:]", each)[0] for each in hosts}
@@ -43,14 +45,14 @@ def failures(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def _is_here(name: str) -> bool:
-    """Whether it is this host, on which mpirun starts ranks by itself."""
+    """Return whether it is this host, on which mpirun needs no ssh."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):  # no name that there can be
         return False
     for family, kind, _, _, address in addresses:
         with (
-            contextlib.suppress(OSError),  # it is another host's
+            contextlib.suppress(OSError),  # the address belongs to another host
             socket.socket(family, kind) as line,
         ):
             line.bind(address)
@@ -59,7 +61,7 @@ def _is_here(name: str) -> bool:
 
 
 def _failure(name: str) -> str:
-    """Why not; empty if it gets there."""
+    """Return why ssh cannot reach a host; empty if it can."""
     patience = f"ConnectTimeout={_SECONDS}"
     try:
         job = subprocess.run(
