@@ -1276,7 +1276,9 @@ def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "again", "3")
     trained(job, {3, 6}, 5)
     (said,) = job.of_all("said")
-    assert said.startswith("CodedError: one more rank died while the group was made")
+    assert said.startswith(
+        "CodedError: one more rank died while the ranks made a new group"
+    )
 
 
 @pytest.mark.exhaustive
@@ -1285,7 +1287,9 @@ def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "waits", "3")
     trained(job, {3}, 6)
     (said,) = job.of_all("said")
-    assert said.startswith("CodedError: one more rank died while the group was made")
+    assert said.startswith(
+        "CodedError: one more rank died while the ranks made a new group"
+    )
 
 
 def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_tolerant):
@@ -1293,7 +1297,9 @@ def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_toleran
     job = recover(tmp_path, fault_tolerant, "stops", "3")
     trained(job, {3, 6}, 5)
     (said,) = job.of_all("said")
-    assert said.startswith("CodedError: one more rank died while the group was made")
+    assert said.startswith(
+        "CodedError: one more rank died while the ranks made a new group"
+    )
 
 
 def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tolerant):

@@ -285,7 +285,7 @@ def test_without_waiting_the_ranks_that_have_come_are_compared(comm):
             {"transport": "mpi4jax"},
             r"check=Check\(action='warn', wait=True\) needs the engine",
         ),
-        ({"stragglers": 0}, "has nothing to compare: what the children"),
+        ({"stragglers": 0}, "has nothing to compare: messages of the children"),
         (
             {"deadline": 1, "on_deadline": "approximate"},
             "compares exact sums",
@@ -296,7 +296,7 @@ def test_without_waiting_the_ranks_that_have_come_are_compared(comm):
         ),
         (
             {"strategy": jaxcoded.Shared(replicas=min(2, SIZE - 1))},
-            "waits for messages, but where work is shared there are no more",
+            "waits for surplus messages, but shared work has none",
         ),
     ],
 )
