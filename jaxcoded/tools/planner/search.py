@@ -63,7 +63,7 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Expected seconds of a step: all the time over all the rounds."""
+        """Expected seconds of a step: the mean over the simulated rounds."""
         return float(self.seconds.mean())
 
     @property

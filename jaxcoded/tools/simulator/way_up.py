@@ -23,8 +23,8 @@ class WayUp(NamedTuple):
 
 
 class Parents:
-    """Parents of one layer, alike in the number of their children and how many they
-    need. With ``seconds`` their children form their messages in sections, which take so long once they are
+    """Parents of one layer with equal numbers of children and of required messages.
+    With ``seconds`` their children form their messages in sections, which take so long once they are
     whole."""
 
     def __init__(
