@@ -562,6 +562,7 @@ class Node {
 
   // The end.
   void on_bye(Child& child, const Message& message);
+  Message bye(Round round) const;
   void retire();
   void append_departed(Message& message, const std::vector<Rank>& ranks) const;
   void learn_failures(std::string_view lines);

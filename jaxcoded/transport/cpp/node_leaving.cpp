@@ -40,15 +40,22 @@ void Node::on_bye(Child& child, const Message& message) {
     child.left = true;
     listeners_[child.rank].want_nothing();
   }
-  child.told = child.called();
+  child.told = std::max(child.called(), message.header.last);
   child.retired = true;
   say_bye();
+}
+
+// It has made all calls before the next one, although the parent may not have heard of those that had a result already.
+Message Node::bye(Round round) const {
+  Message message{header(Kind::bye, round)};
+  message.header.last = next_ - 1;
+  return message;
 }
 
 // Tell the parent that there will be no more offers, and who has closed the group.
 void Node::retire() {
   if (root() || departures_.retired()) return;
-  Message message{header(Kind::bye, 0)};
+  Message message = bye(0);
   message.header.flags = relays;
   append_departed(message, departures_.closed());
   wire_.send(family_.ancestors.front(), message);
@@ -107,7 +114,7 @@ void Node::say_bye() {
   }
   if (!std::ranges::all_of(children_, &Child::left)) return;
   if (!root()) {
-    Message message{header(Kind::bye, 0)};
+    Message message = bye(0);
     append_departed(message, absent());
     wire_.send(family_.ancestors.front(), message);
   }
@@ -135,7 +142,7 @@ std::vector<Rank> Node::end() {
     if (!child.left) out.push_back(child.rank);
   }
   if (root() || !calling() || !up_.offering) return out;
-  Message message{header(Kind::bye, next_)};
+  Message message = bye(next_);
   // Those below may be on their way, served from above: whoever is there waits for them.
   message.header.flags = left() ? ended : ended | relays;
   wire_.send(family_.ancestors.front(), message);
