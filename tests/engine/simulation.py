@@ -885,7 +885,7 @@ class World:
         return max(moved, self._on_their_way())
 
     def _on_their_way(self):
-        """Return, as `sweep`, what ranks that are not stopped have not got yet."""
+        """Return the messages that running ranks have not received yet, as `sweep` does."""
         stopped = self.frozen | self.dead
         pieces = [r[1] for r in self.requests] + [a[0] for a in self.answers]
         if set(pieces) - stopped:

@@ -290,7 +290,7 @@ def test_descent_with_a_late_rank(strategy, comm):
 @redundant
 @pytest.mark.parametrize("code", ["shared", "cyclic", "slices"])
 def test_a_late_rank_computes_nothing(comm, code):
-    """Of rounds that are over, forward and backward; it gets the same bits."""
+    """It skips rounds that are over, forward and backward, and gets the same bits."""
     strategy = {
         "shared": Shared(),
         "cyclic": Coded(stragglers=1, fanout=3),

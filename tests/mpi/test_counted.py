@@ -179,7 +179,7 @@ def test_ranks_at_different_batches(comm, transport, call, odd, how):
 @redundant
 @calls
 def test_weights_that_are_missing(group, call):
-    """Plain numbers of each rank are no coded message: the error comes before anything
+    """Numbers without weights are not a coded message: the error comes before anything
     is sent.
     """
     if call is on_the_host and not group._session.transport.can_lag:

@@ -85,7 +85,7 @@ def going_on(request, comm, transport):
 @each_rank
 @pytest.mark.parametrize("call", [by_weights, by_no_weights, by_arrays, by_a_batch])
 def test_ranks_that_go_on_after_it(comm, going_on, call, odd):
-    """They hear of it in that call or in the next one, and the third sum is right."""
+    """All ranks get the error in that call or in the next one, and the third sum is right."""
 
     def right():
         return gradient(going_on, batches(going_on)[0])

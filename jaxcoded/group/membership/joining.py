@@ -65,7 +65,7 @@ def tolerant(comm: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Invitation:
-    """The data about the group that joining ranks need. All old ranks have the same.
+    """The data about the group that joining ranks need. It is the same on all old ranks.
 
     Attributes:
         size: ranks of the old group.

@@ -1,6 +1,6 @@
 """Static balancing: the load of each rank in proportion to the speed that it had in the round before.
 
-What a job without codes comes to that divides its batch anew after each step, by the seconds that all ranks
+What a job without codes comes to that divides its batch again after each step, by the seconds that all ranks
 have measured, as with ``group.replan(group.telemetry().speeds)``. Nobody helps others during a step.
 """
 
