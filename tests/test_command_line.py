@@ -338,7 +338,6 @@ SEEN = Measurement(
     Network(latency=1e-3, bandwidth=2e8, trips=1),
     0.005,
     Measured(np.array([[1.0, 1.0, 4.0], [1.0, 2.0, 4.0], [1.0, 1.5, 4.0]])),
-    3,
     (Link(0, 1, 1e-3, 2e8),),
     ("a", "a", "b"),
 )

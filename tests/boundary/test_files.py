@@ -287,7 +287,6 @@ MEASURED = Measurement(
     Network(),
     0.1,
     stragglers.Measured([[1.0, 2.0], [1.5, 2.5]]),
-    2,
     (Link(0, 1, 1e-5, 1e9),),
     ("a", "b"),
 )

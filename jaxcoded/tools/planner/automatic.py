@@ -71,9 +71,10 @@ class Automatic:
         return make_plan(size, Uncoded())
 
     def choose(self, comm: MPI.Intracomm, transport: str, options: Options) -> Choice:
-        """Return what all ranks take. Collective, see `choose`."""
+        """Measure, and return what all ranks take. Collective; rank 0 decides. A RuntimeError on every rank if
+        ``work`` failed on one, and a ValueError if rank 0 could not plan."""
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
-        # who compares messages sums by the root
+        # whoever compares messages sums by the root
         whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
         not_shared = why_not_shared(transport, reasons)
         return self.measured(comm, not_shared, 0 if whole else options.sections_from)
@@ -81,17 +82,7 @@ class Automatic:
     def measured(
         self, comm: MPI.Intracomm, not_shared: str, sections_from: int | None
     ) -> Choice:
-        """Measure, and plan. Collective; rank 0 decides.
-
-        Args:
-            not_shared: why this group cannot share work, in words that follow "shared work".
-            sections_from: bytes from which this group forms sums in sections; 0: none. Default:
-                as is expected to pay between its hosts.
-
-        Raises:
-            RuntimeError: ``work`` failed on a rank. Raised on every rank.
-            ValueError: rank 0 could not plan. Raised on every rank.
-        """
+        """See `choose`. ``sections_from``: None, if it is as is expected to pay between the hosts."""
         size = comm.size
         if size == 1:
             alone = make_plan(1, Uncoded())

@@ -26,17 +26,12 @@ MOST_DRAWN = 64
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to sum over the ranks of a job.
+    """One way to sum over the ranks of a job."""
 
-    Attributes:
-        strategy: of a group; ``None`` is a ring all-reduce, of which there is no group.
-        piece: bytes in which messages move.
-        balanced: whether the load of each rank is in proportion to the speed that it had in the step before, to compare
-            with; a group comes to that with `CodedGroup.replan` after each step.
-    """
-
-    strategy: Strategy | None
-    piece: int = PIECE
+    strategy: Strategy | None  # None: a ring all-reduce, of which there is no group
+    piece: int = PIECE  # bytes in which messages move
+    # Whether the load of each rank is in proportion to the speed that it had in the step before. To compare with: a
+    # group comes to that with `CodedGroup.replan` after each step.
     balanced: bool = False
 
     @property
@@ -51,7 +46,7 @@ class Candidate:
 
     @property
     def coded(self) -> bool:
-        """Whether ranks compute or send anything but their own part of the batch."""
+        """Whether ranks compute or send more than their own part of the batch."""
         return isinstance(self.strategy, Coded)
 
     @property
@@ -103,7 +98,7 @@ class Candidate:
         return dataclasses.replace(layout, loads=loads)
 
     def plan(self, ranks: int) -> Plan:
-        """Return that of a group; a ValueError if there is none."""
+        """Return the plan of a group; a ValueError if there is none."""
         return make_plan(ranks, self.strategy)
 
     @property
@@ -145,12 +140,7 @@ def code_tree(
 
 
 def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
-    """Trees and codes for so many ranks, and the ring; without their `variants`. ``seed`` is that of random codes.
-
-    Fan-outs are small numbers with many divisors, those of the smallest trees of each
-    depth, those that give all parents equal numbers of children, and the star. No parent has more than 1,024 children, or a
-    tolerance of more than half of them.
-    """
+    """Trees and codes for so many ranks, and the ring, without their `variants`: see ``docs/planning.md``."""
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}
     # parents with equal numbers of children more often have repetition, without κ
@@ -200,21 +190,17 @@ def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
 
 
 def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
-    """Return ways to share the work of so many ranks, which one usual rank would do in
-    ``work`` seconds; without their `variants`. A block takes some milliseconds, and a rank
-    has two or more: none where `why_not_shared` says so. ``most``: other ranks that may
-    hold each block; default all."""
+    """Return ways to share the work of so many ranks, which one usual rank would do in ``work`` seconds, without
+    their `variants`. ``most``: other ranks that may hold each block; default all."""
     if why_not_shared(ranks, work, most):
         return []
     blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
     all_others = ranks - 2  # as the root may have no data
     most = all_others if most is None else min(most, all_others)
-    replicas = {each for each in (*_REPLICAS, all_others) if each <= most}
-    if most > max(_REPLICAS):
-        replicas.add(most)
     return [
         Candidate(Shared(replicas=each, blocks=blocks, root_computes=False))
-        for each in sorted(replicas)
+        for each in sorted({*_REPLICAS, most})
+        if each <= most
     ]
 
 

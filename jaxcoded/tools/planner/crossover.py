@@ -12,15 +12,7 @@ def sections_pay_from(layout: Layout, network: Network) -> int:
     in sections than parents by themselves, with nobody late; 0: never, up to 64 MiB.
 
     Slow cables gain early, as the root's is the bottleneck. Where latency is what takes the time,
-    sections cost more of it.
-
-    Example:
-        >>> from jaxcoded.tools.planner.crossover import sections_pay_from
-        >>> from jaxcoded.tools.simulator import Layout, Network
-        >>> star = Layout.balanced(13, 12, 1)
-        >>> [sections_pay_from(star, Network.of(rate, latency=1e-3)) for rate in (1, 10)]
-        [32768, 262144]
-    """
+    sections cost more of it."""
     found = 0
     for power in range(_MOST, _LEAST - 1, -1):
         in_sections, by_root = (

@@ -16,45 +16,32 @@ _FORMAT = "jaxcoded measurement 1"
 
 
 class Link(NamedTuple):
-    """Between two ranks.
-
-    Attributes:
-        rank, partner: which.
-        latency: seconds until a small message is there.
-        bandwidth: bytes per second of a large one.
-    """
+    """Between two ranks."""
 
     rank: int
     partner: int
-    latency: float
-    bandwidth: float
+    latency: float  # seconds until a small message is there
+    bandwidth: float  # bytes per second of a large one
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What `measured` has found.
+    """What `measured` has found."""
 
-    Attributes:
-        network: latency and bandwidth between ranks that are far apart in the job, all
-            pairs at once; the rest as usual.
-        work: seconds that a usual rank takes for what it was given to compute once.
-        stragglers: how much longer each rank took each time.
-        rounds: how often the fastest rank has computed it.
-        links: the pairs.
-        hosts: that of each rank.
-    """
+    network: Network  # between ranks that are far apart in the job, all pairs at once
+    work: float  # seconds that a usual rank takes to compute once
+    stragglers: Measured  # how much longer each rank took each time
+    links: tuple[Link, ...]
+    hosts: tuple[str, ...]  # of each rank
 
-    network: Network
-    work: float
-    stragglers: Measured
-    rounds: int
-    links: tuple[Link, ...] = ()
-    hosts: tuple[str, ...] = ()
+    @property
+    def rounds(self) -> int:
+        """How often the fastest rank has computed."""
+        return len(self.stragglers.factors)
 
     @property
     def speeds(self) -> np.ndarray:
-        """How fast each rank usually computes, relative to the fastest: float64 ``(N,)`` in
-        0 … 1."""
+        """How fast each rank usually computes, relative to the fastest: 0 … 1."""
         usual = np.median(self.stragglers.factors, axis=0)
         return usual.min() / usual
 
@@ -91,7 +78,6 @@ class Measurement:
                 Network(**said["network"]),
                 _require.positive("work", said["work"]),
                 factors,
-                len(factors.factors),
                 tuple(_link(link, len(hosts)) for link in said["links"]),
                 hosts,
             )
@@ -99,26 +85,13 @@ class Measurement:
             raise ValueError(f"{type(error).__name__}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file of JSON. An OSError if it cannot be written; the old one, if
-        there is one, stays."""
+        """Write a file of JSON."""
         with replacing(path) as file:
             file.write(json.dumps(self.to_fields(), ensure_ascii=False).encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Return what `save` wrote; a ValueError with the path if it is something else.
-
-        Example:
-            >>> import tempfile
-            >>> from jaxcoded.tools.planner.measurement import Measurement
-            >>> from jaxcoded.tools.simulator import Network
-            >>> from jaxcoded.tools.simulator.stragglers import Measured
-            >>> seen = Measurement(Network(), 0.1, Measured([[1, 2]]), 1, (), ("a", "b"))
-            >>> with tempfile.NamedTemporaryFile() as file:
-            ...     seen.save(file.name)
-            ...     Measurement.load(file.name).speeds.tolist()
-            [1.0, 0.5]
-        """
+        """Return what `save` wrote; a ValueError with the path if it is something else."""
         text = contents(path)
         try:
             return cls.from_fields(_parse.document(text))

@@ -26,15 +26,11 @@ def measured(
     work: Callable[[], Any] | float,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Measurement:
-    """Measure links and computation on all ranks at the same time. Collective; waits
-    for the slowest rank to compute twice. No other messages may be under way in
-    ``comm``. A RuntimeError on every rank if ``work`` failed on one.
+    """Measure links and computation on all ranks at the same time. Collective; waits for the slowest rank to compute
+    twice. No other messages may be under way in ``comm``. A RuntimeError on every rank if ``work`` failed on one.
 
-    Args:
-        work: computes once; called once to compile, and then for a second. Or the
-            seconds that it takes: then only the spread is measured, with a loop.
-        progress: is told the part that is done.
-    """
+    ``work`` computes once; it is called once to compile, and then for a second. Or it is the seconds that this takes:
+    then only the spread is measured, with a loop. ``progress`` is told the part that is done."""
     compute = _loop(comm, work) if isinstance(work, float) else work
     failure: Exception | None = None
     times: list[float] = []
@@ -93,8 +89,7 @@ def _summary(
         trips=1 if len(set(hosts)) == 1 else 3,
     )
     seconds = work if isinstance(work, float) else typical
-    stragglers = Measured(factors / typical)
-    return Measurement(network, seconds, stragglers, rounds, links, hosts)
+    return Measurement(network, seconds, Measured(factors / typical), links, hosts)
 
 
 def _added(times: np.ndarray, together: int) -> np.ndarray:
@@ -123,17 +118,12 @@ def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
 
 
 def _links(comm: MPI.Intracomm) -> tuple[float, float]:
-    """Seconds until a small message is there, and bytes per second of a large one, seen
-    by this rank; 0 where it only answers.
-
-    Ranks near each other are often on one host, so each talks to the one that is half the
-    job away.
-    """
+    """Seconds until a small message is there, and bytes per second of a large one, seen by this rank; 0 where it only
+    answers. Ranks near each other are often on one host, so each talks to the one that is half the job away."""
     partner = _partner(comm.rank, comm.size)
-    if partner == comm.rank:
-        return 0.0, 0.0
-    if partner < comm.rank:
-        answer_pings(comm, partner)
+    if partner <= comm.rank:
+        if partner < comm.rank:
+            answer_pings(comm, partner)
         return 0.0, 0.0
     buffer = np.zeros(_LONGEST, np.uint8)
     small: list[float] = []

@@ -231,9 +231,8 @@ class Ranking:
         found = next((e for e in self.estimates if e.candidate.balanced), None)
         if found is None or not found.faster_than(self.uncoded):
             return ""
-        times = (
-            found.step / self.best.step
-        )  # it is no chance if less than 1, but a group with other calls
+        # less than 1 is no chance, but this is a group with other calls
+        times = found.step / self.best.step
         return f". Static balancing: {found.name}, takes {times:.3g} times as long"
 
     def _why_shared(self, best: Estimate) -> str:

@@ -12,36 +12,21 @@ from jaxcoded.tools.simulator.ring import Ring
 _SLOWEST = 1e-3  # of the fastest, as in `jaxcoded.Uncoded`
 
 
-class Fixed:
-    """The loads of a layout, the same in each round.
-
-    Attributes:
-        loads: float64 ``(N,)``, the part of the batch that each rank computes in the next round.
-    """
-
-    def __init__(self, layout: Layout | Ring) -> None:
-        self.loads = layout.loads
-
-    def took(self, seconds: np.ndarray) -> None:
-        """Ranks took so long in a round; infinite: they did not end."""
+def check_waits(layout: Layout | Ring) -> None:
+    """Raise a ValueError unless the root waits for all ranks."""
+    if isinstance(layout, Layout) and (
+        layout.placement.blocks or (layout.needs < layout.counts).any()
+    ):
+        raise ValueError(
+            "balanced=True needs a layout that waits for all ranks, such as Layout.of(make_plan(size, Uncoded()))"
+        )
 
 
-class Balancing(Fixed):
-    """See above. All begin with the loads of the layout."""
-
-    def __init__(self, layout: Layout | Ring) -> None:
-        super().__init__(layout)
-        if not isinstance(layout, Layout):
-            return
-        if layout.placement.blocks or (layout.needs < layout.counts).any():
-            raise ValueError(
-                "balanced=True needs a layout that waits for all ranks, such as Layout.of(make_plan(size, Uncoded()))"
-            )
-
-    def took(self, seconds: np.ndarray) -> None:
-        known = (self.loads > 0) & (seconds > 0)
-        speeds = np.divide(self.loads, seconds, out=np.zeros(len(seconds)), where=known)
-        if not known.any() or not speeds.max() > 0:
-            return
-        speeds[known] = np.maximum(speeds[known], _SLOWEST * speeds.max())
-        self.loads = speeds * (self.loads[known].sum() / speeds.sum())
+def rebalanced(loads: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return the loads after a round in which ranks took so long for these; infinite: they did not end."""
+    known = (loads > 0) & (seconds > 0)
+    speeds = np.divide(loads, seconds, out=np.zeros(len(seconds)), where=known)
+    if not known.any() or not speeds.max() > 0:
+        return loads
+    speeds[known] = np.maximum(speeds[known], _SLOWEST * speeds.max())
+    return speeds * (loads[known].sum() / speeds.sum())

@@ -8,15 +8,6 @@ class Bursts:
 
     In any ``window`` rounds in a row at most ``stragglers`` different workers are late, each of them
     within ``burst`` rounds in a row.
-
-    Example:
-        >>> import numpy as np
-        >>> from jaxcoded.tools.simulator.bursts import Bursts
-        >>> bursts = Bursts(workers=2, burst=1, window=2, stragglers=1)
-        >>> first, second = np.eye(2, dtype=bool)
-        >>> bursts.record(first)
-        >>> bursts.allow(first), bursts.allow(second), bursts.allow(first & second)
-        (False, False, True)
     """
 
     def __init__(self, workers: int, burst: int, window: int, stragglers: int) -> None:

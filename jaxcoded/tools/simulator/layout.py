@@ -56,11 +56,6 @@ class Layout:
         return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
 
     @functools.cached_property
-    def one_family(self) -> bool:
-        """Whether all ranks are the root's children."""
-        return bool(self.counts[0] == self.size - 1)
-
-    @functools.cached_property
     def family(self) -> "Layout":
         """The root and its children."""
         ranks = slice(0, 1 + int(self.counts[0]))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.tools.simulator.balancing import Balancing, Fixed
+from jaxcoded.tools.simulator.balancing import check_waits, rebalanced
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.ring import Ring
@@ -117,11 +117,12 @@ def simulate(
             raise ValueError(f"{name} must be a number >= 0, got {value!r}")
     seed = _require.integer("seed", seed, 0)
     delays = as_model(stragglers).rounds(layout.size, seed)
-    loads = Balancing(layout) if balanced else Fixed(layout)
+    if balanced:
+        check_waits(layout)
     if isinstance(layout, Ring):
-        return _ring(layout, network, payload, work, delays, rounds, loads)
+        return _ring(layout, network, payload, work, delays, rounds, balanced)
     job = _Job(layout, network, payload, forms_sections(layout, network, payload))
-    numbers = layout.ranks
+    numbers, loads = layout.ranks, layout.loads
     free = np.zeros(layout.size)
     frozen = np.full(layout.size, -np.inf)
     ends = np.full(rounds, np.inf)
@@ -134,8 +135,9 @@ def simulate(
     for number in range(rounds):
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
-        took = delay.time(work * loads.loads)
-        loads.took(took)
+        took = delay.time(work * loads)
+        if balanced:
+            loads = rebalanced(loads, took)
         called = busy = free + took
         frozen = np.where(delay.stopped, free + delay.seconds, frozen)
         if sharing is not None:
@@ -167,7 +169,7 @@ def _ring(
     work: float,
     delays: Iterator[Delays],
     rounds: int,
-    loads: Fixed,
+    balanced: bool,
 ) -> Outcome:
     """All ranks are done when the last message has gone round."""
     n = layout.size
@@ -175,15 +177,13 @@ def _ring(
     step = network.latency + network.overhead
     step += piece / min(network.bandwidth, network.sending)
     moving = (n - 1) * (2 * step + piece / network.combine)
-    now, ends = 0.0, np.full(rounds, np.inf)
+    loads, lasted = layout.loads, np.empty(rounds)
     for number in range(rounds):
-        took = next(delays).time(work * loads.loads)
-        loads.took(took)
-        now += float(took.max())
-        now += moving + network.call
-        ends[number] = now
-        if not np.isfinite(now):
-            break
+        took = next(delays).time(work * loads)
+        lasted[number] = took.max() + moving + network.call
+        if balanced:
+            loads = rebalanced(loads, took)
+    ends = np.cumsum(lasted)
     done = np.full(n, np.isfinite(ends).sum())
     return Outcome(ends, done, np.zeros(n, np.int64))
 
@@ -286,13 +286,8 @@ class _Job:
         return WayUp(first, last, used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
-        """Return when each rank has the result.
-
-        Args:
-            frozen: until when each rank passes on nothing.
-            patience: seconds after which those below it ask further up; they stay with
-                who answers until it passes on results again.
-        """
+        """Return when each rank has the result. ``frozen``: until when it passes on nothing; after ``patience``
+        seconds those below it ask further up, and stay there until it passes on results again."""
         first, last = up.first.copy(), up.last.copy()
         if self.sections:
             family = WayUp(*(column[self.family] for column in up))

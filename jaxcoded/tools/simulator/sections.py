@@ -28,40 +28,22 @@ _BUSY = 0.9
 
 
 class Traffic(NamedTuple):
-    """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and whose messages count.
+    """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and whose messages count."""
 
-    Attributes:
-        terms_sent: of its message, to the makers.
-        terms_received: of the messages of others, for its own section.
-        sections_sent: of its own section, to everybody.
-        sections_received: of those of others.
-        used: bool ``(N,)``, whether its message enters the sum.
-    """
-
-    terms_sent: np.ndarray
-    terms_received: np.ndarray
-    sections_sent: np.ndarray
-    sections_received: np.ndarray
-    used: np.ndarray
+    terms_sent: np.ndarray  # of its message, to the makers
+    terms_received: np.ndarray  # of the messages of others, for its own section
+    sections_sent: np.ndarray  # of its own section, to everybody
+    sections_received: np.ndarray  # of those of others
+    used: np.ndarray  # bool, whether its message enters the sum
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
     """Whether the engine forms sums of so many bytes in sections, where all ranks are hosts: those that are
-    long enough, if the ports of the tree move less so.
-
-    Example:
-        >>> from jaxcoded.tools.simulator import Layout, Network
-        >>> from jaxcoded.tools.simulator.sections import forms_sections
-        >>> star, tree, narrow = [Layout.balanced(n, fanout) for n, fanout in ((13, 12), (31, 5), (15, 2))]
-        >>> [forms_sections(it, Network(), 20e6) for it in (star, tree, narrow)]
-        [True, True, False]
-        >>> forms_sections(star, Network(), 1e3)
-        False
-    """
+    long enough, if the ports of the tree move less so."""
     least = network.sections_from
     if not least or payload < least or _pieces(layout, network, payload) < 2:
         return False
-    if layout.one_family:
+    if layout.counts[0] == layout.size - 1:  # all are the root's children
         return True
     if not (layout.messages == 1).all():
         return False
@@ -107,12 +89,8 @@ class Sections:
         self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """Return the sum of a round, once the ranks that are in time have formed it.
-
-        Args:
-            called: float64 ``(N,)``, when each rank has its message; minus infinity if it has none.
-            busy: float64 ``(N,)``, until when it computes.
-        """
+        """Return the sum of a round, once the ranks that are in time have formed it. ``called``: when each rank has
+        its message, minus infinity if it has none; ``busy``: until when it computes."""
         network, latency = self.network, self.network.latency
         heard = called[1:] + latency
         comes = np.maximum(called, busy)[1:] + latency
@@ -216,12 +194,9 @@ class Sections:
     def _sections(
         self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: float
     ) -> np.ndarray:
-        """How much of the sum each maker forms, float64 ``(N,)``, in whole pieces: so much that no
-        port sends or receives more than it must.
-
-        A port sends its message, less what it forms from it, and its section to all others; it
-        receives what its section is formed from, and the other sections. Both grow with its section.
-        """
+        """How much of the sum each maker forms, float64 ``(N,)``, in whole pieces: so much that no port sends or
+        receives more than it must. A port sends its message, less what it forms from it, and its section to all
+        others; it receives what its section is formed from, and the other sections. Both grow with its section."""
         receivers = np.count_nonzero(makers) - 1
         own_message = usable * self.lengths
         sends = np.maximum(receivers - own_message, 1e-9)[makers]

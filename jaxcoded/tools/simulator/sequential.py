@@ -130,12 +130,11 @@ def simulate_sequence(
         patience = (1 + mu) * times[works].min(initial=np.inf)
         later = np.unique(times[times > patience])
         ends_at = [patience, *later[0 if one_by_one else -1 :]]
-
-        def enough(until: float, times: np.ndarray = times) -> bool:
-            return play.tolerates(times > until)
-
         # fewer late workers are tolerated if more are, and none always
-        until = ends_at[bisect.bisect_left(ends_at, True, key=enough)]
+        enough = bisect.bisect_left(
+            ends_at, True, key=lambda until: play.tolerates(times > until)
+        )
+        until = ends_at[enough]
         late = times > until
         now += float(min(until, times.max()))
         if now == np.inf:

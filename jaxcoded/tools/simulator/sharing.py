@@ -28,16 +28,11 @@ _MORE = 1 + 1e-6
 
 
 class Shared(NamedTuple):
-    """What came of a round, float64 ``(N,)``.
+    """What came of a round, float64 ``(N,)``."""
 
-    Attributes:
-        called: when each rank hands over its sum; minus infinity where that is empty, and
-            infinite if some blocks are never computed.
-        busy: when each rank is done with what it computes, also if nobody needs it.
-    """
-
+    # when each rank hands over its sum: minus infinity where that is empty, infinite if some blocks are never computed
     called: np.ndarray
-    busy: np.ndarray
+    busy: np.ndarray  # when it is done with what it computes, also if nobody needs it
 
 
 class Sharing:

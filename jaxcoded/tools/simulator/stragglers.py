@@ -237,9 +237,8 @@ class Measured(Stragglers):
     seconds: bool = False
 
     def __post_init__(self) -> None:
-        table = _table("factors", self.factors)
-        _require_bool("seconds", self.seconds)
-        object.__setattr__(self, "factors", table)
+        _require.boolean("seconds", self.seconds)
+        object.__setattr__(self, "factors", _table("factors", self.factors))
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         columns = np.arange(size) % self.factors.shape[1]
@@ -270,16 +269,11 @@ class Trace(Stragglers):
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike):
             raise ValueError(f"path must be that of a file, got {self.path!r}")  # noqa: TRY004
-        _require_bool("seconds", self.seconds)
+        _require.boolean("seconds", self.seconds)
 
     @property
     def table(self) -> np.ndarray:
-        """The numbers, float64 ``(rounds, ranks)``.
-
-        Raises:
-            ValueError: the file has something else. The message has its path.
-            OSError: it cannot be read.
-        """
+        """The numbers, float64 ``(rounds, ranks)``; a ValueError with the path if the file has something else."""
         data = contents(self.path)
         try:
             if os.fspath(self.path).endswith(".npy"):
@@ -400,12 +394,7 @@ def named(text: str) -> Stragglers:
 
 
 def as_model(given: Stragglers | str | None) -> Stragglers:
-    """A model, or that of a text; none of ``None``.
-
-    Raises:
-        TypeError: it is something else.
-        ValueError: as `named`.
-    """
+    """A model, or that of a text, see `named`; none of ``None``. A TypeError of anything else."""
     if given is None:
         return NoStragglers()
     if isinstance(given, str):
@@ -455,25 +444,19 @@ def _within(ranks: tuple[int, ...], size: int) -> list[int]:
     return [rank % size for rank in ranks]
 
 
-def _require_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {value!r}")  # noqa: TRY004
-
-
 def _require_numbers(
     model: Any, least: float | None = None, above: float | None = None
 ) -> None:
     """All fields but ``ranks`` are finite numbers not below ``least``, and above
     ``above``."""
-    for field in dataclasses.fields(model):
-        value = getattr(model, field.name)
-        if field.name == "ranks":
+    for name, value in vars(model).items():
+        if name == "ranks":
             continue
         if not (_require.is_number(value) and np.isfinite(value)):
             raise ValueError(
-                f"{field.name} must be a finite number, got {_require.shown(value)}"
+                f"{name} must be a finite number, got {_require.shown(value)}"
             )
         if least is not None and value < least:
-            raise ValueError(f"{field.name} must be at least {least}, got {value!r}")
+            raise ValueError(f"{name} must be at least {least}, got {value!r}")
         if above is not None and value <= above:
-            raise ValueError(f"{field.name} must be above {above}, got {value!r}")
+            raise ValueError(f"{name} must be above {above}, got {value!r}")

@@ -9,17 +9,11 @@ from jaxcoded.tools.simulator.network import Network
 
 
 class WayUp(NamedTuple):
-    """A round on the way up: float64 and bool ``(N,)``.
+    """A round on the way up: float64 and bool ``(N,)``."""
 
-    Attributes:
-        first: when the first piece of each rank's sum is there.
-        last: when the last one is.
-        used: whether a rank's message enters the root's sum.
-    """
-
-    first: np.ndarray
-    last: np.ndarray
-    used: np.ndarray
+    first: np.ndarray  # when the first piece of each rank's sum is there
+    last: np.ndarray  # when the last one is
+    used: np.ndarray  # whether a rank's message enters the root's sum
 
 
 class Parents:
