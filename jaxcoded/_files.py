@@ -24,9 +24,6 @@ LONGEST = 1 << 30  # most bytes of a file to read
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a file to write to, which replaces the one at ``path`` once it is on the
     disk. If that fails, as on a full disk, the old one stays.
-
-    Raises:
-        OSError: it cannot be written.
     """
     target = os.path.realpath(path)  # the target of a link
     if os.path.exists(target) and not os.path.isfile(target):
@@ -61,19 +58,9 @@ def contents(path: str | os.PathLike[str]) -> bytes:
 
 def array(data: bytes) -> np.ndarray:
     """Return the array of a ``.npy`` file, read-only. NumPy would allocate the memory
-    that the header claims before it checks the data.
-
-    Raises:
-        ValueError: it is no such file, has less or more data than it claims, or has
-            Python objects, which are not unpickled.
-
-    Example:
-        >>> import io, numpy as np
-        >>> from jaxcoded import _files
-        >>> file = io.BytesIO()
-        >>> np.save(file, np.eye(2))
-        >>> _files.array(file.getvalue()).tolist()
-        [[1.0, 0.0], [0.0, 1.0]]
+    that the header claims before it checks the data. A ValueError if it is no such
+    file, has less or more data than it claims, or has Python objects, which are not
+    unpickled.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
@@ -85,15 +72,13 @@ def array(data: bytes) -> np.ndarray:
             shape, by_columns, dtype = _HEADERS[version](file)
     except Exception as error:  # noqa: BLE001  # damaged files raise any error
         raise ValueError(f"its header cannot be read: {error}") from None
-    there = len(data) - file.tell()
+    start = file.tell()
+    there = len(data) - start
     if dtype.hasobject or min(shape, default=0) < 0:
         raise ValueError(f"it has {dtype} of shape {shape}, and is not read")
     if math.prod(shape) * dtype.itemsize != there:
         raise ValueError(
             f"it has {there} bytes, and not those of {dtype} of shape {_require.shown(shape)}"
         )
-    count = math.prod(shape)
-    flat = (
-        np.frombuffer(data, dtype, count, file.tell()) if there else np.empty(0, dtype)
-    )
+    flat = np.frombuffer(data, dtype, offset=start) if there else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if by_columns else "C")

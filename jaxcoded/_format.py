@@ -51,13 +51,7 @@ def size(count: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Return the names of some ranks.
-
-    Example:
-        >>> from jaxcoded import _format
-        >>> _format.ranks([3]), _format.ranks([5, 0, 1, 2])
-        ('rank 3', 'ranks 0-2, 5')
-    """
+    """Return the names of some ranks."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][-1] + 1:

@@ -21,16 +21,9 @@ LONGEST = 4096  # most characters of a call
 def parsed(
     what: str, text: str, names: Collection[str], besides: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """Return the name in a text, and its keyword arguments.
-
-    Args:
-        what: what the text describes, for messages.
-        text: one of ``names``, or a call of it with keyword arguments that are Python
-            literals.
-        besides: other names that the caller accepts, for messages.
-
-    Raises:
-        ValueError: it has another name or form.
+    """Return the name in a text, one of ``names``, and its keyword arguments, which are
+    Python literals; a ValueError if it has another name or form. ``what`` the text
+    describes, and other names that the caller accepts (``besides``), are for messages.
     """
     check_text(what, text)
     others = ", ".join(map(repr, besides)) + " or " if besides else ""
@@ -111,21 +104,8 @@ def check_text(what: str, text: Any) -> None:
 
 
 def document(text: str | bytes) -> Any:
-    """Return the value of a text of JSON.
-
-    Raises:
-        ValueError: it is no JSON, names a field twice, has numbers that JSON does not have (NaN,
-            Infinity), or is nested too deeply.
-
-    Example:
-        >>> from jaxcoded import _parse
-        >>> _parse.document('{"a": [1, 2]}')
-        {'a': [1, 2]}
-        >>> _parse.document('{"a": 1, "a": 2}')
-        Traceback (most recent call last):
-        ...
-        ValueError: the field 'a' is there twice
-    """
+    """Return the value of a text of JSON; a ValueError if it is none, names a field twice, has numbers that JSON does
+    not have (NaN, Infinity), or is nested too deeply."""
     if not isinstance(text, str | bytes):
         raise ValueError(f"no text, but {shown(text)}")  # noqa: TRY004
     try:

@@ -24,34 +24,23 @@ _NOBODY = "none, as no --model, --trace or --measured tells of any"
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """A job and its machines.
-
-    Attributes:
-        ranks: number of ranks.
-        payload: bytes of the sum in every step.
-        work: seconds that one usual rank would take for the whole batch.
-        network: the network between the ranks.
-        stragglers: the straggler model.
-        model: the model's name as given.
-        seed: the seed of the draws, and of random codes.
-    """
+    """A job and its machines."""
 
     ranks: int
-    payload: float
-    work: float
+    payload: float  # bytes that are summed in every step
+    work: float  # seconds that one usual rank would take for the whole batch
     network: Network
     stragglers: stragglers.Stragglers
-    model: str
-    seed: int
+    model: str  # how the user has named the stragglers
+    seed: int  # of the draws, and of random codes
 
     @property
     def words(self) -> str:
         """Return the job in one line, so that a user notices wrong options."""
         it = self.network
-        sends = it.bandwidth if it.send_bandwidth is None else it.send_bandwidth
         links = f"{8e-9 * it.bandwidth:.3g} Gb/s"
-        if sends != it.bandwidth:
-            links += f" and to send {8e-9 * sends:.3g} Gb/s"
+        if it.sending != it.bandwidth:
+            links += f" and to send {8e-9 * it.sending:.3g} Gb/s"
         return (
             f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
             f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(it.latency)}; stragglers: "

@@ -17,7 +17,7 @@ import click
 from jaxcoded import _format, _require
 from jaxcoded._parse import number_of_seconds
 from jaxcoded.tools.cli.cluster import Cluster, Command
-from jaxcoded.tools.planner import Estimate, LeftOut, Ranking, best_plans
+from jaxcoded.tools.planner import Estimate, Ranking, best_plans
 from jaxcoded.tools.simulator.sections import IN_SECTIONS
 from jaxcoded.tools.terminal import output
 from jaxcoded.tools.terminal.progress import progress
@@ -145,6 +145,7 @@ def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
 
 
 def _as_json(ranking: Ranking, top: int) -> None:
+    left_out = ranking.left_out
     output.as_json(
         {
             "ranks": ranking.ranks,
@@ -154,20 +155,15 @@ def _as_json(ranking: Ranking, top: int) -> None:
             "verdict": ranking.verdict,
             "python": _python(ranking),
             "best": _fields(ranking.best),
-            "left_out": _left_out(ranking.left_out),
+            "left_out": left_out
+            and {
+                "strategy": left_out.candidate.name,
+                "gain": output.finite(left_out.gain),
+                "ranks": left_out.ranks or None,
+            },
             "ranking": [_fields(e) for e in _chosen(ranking, top)],
         }
     )
-
-
-def _left_out(it: LeftOut | None) -> dict[str, Any] | None:
-    if it is None:
-        return None
-    return {
-        "strategy": it.candidate.name,
-        "gain": output.finite(it.gain),
-        "ranks": it.ranks or None,
-    }
 
 
 def _fields(estimate: Estimate) -> dict[str, Any]:

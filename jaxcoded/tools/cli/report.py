@@ -62,24 +62,15 @@ def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The findings about a plan.
+    """The findings about a plan."""
 
-    Attributes:
-        files: the telemetry, the root's first.
-        shared: whether ranks compute blocks of each other.
-        savings: the savings of each parent's code.
-        late: see `analysis.too_late`.
-        measured: seconds of a round; NaN if not known.
-        plans: the job's plan first, then others; none if they cannot be replayed.
-    """
-
-    files: list[Telemetry]
+    files: list[Telemetry]  # the root's first
     plan: Plan
-    shared: bool
-    savings: dict[int, analysis.Savings]
-    late: np.ndarray
-    measured: float
-    plans: list[analysis.Predicted]
+    shared: bool  # whether ranks compute blocks of each other
+    savings: dict[int, analysis.Savings]  # of each parent
+    late: np.ndarray  # see `analysis.too_late`
+    measured: float  # seconds of a round; NaN if not known
+    plans: list[analysis.Predicted]  # the job's own first; none without a replay
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -246,7 +237,6 @@ def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
 
 
 def _replay_in_words(measured: float, replayed: float, off: float) -> str:
-    """Print how close the replay of the job's plan is, and the consequences."""
     if not np.isfinite(measured):
         return "how long a round took is not known, nor how near its replay comes"
     text = f"a round took {seconds(measured)}; replayed with the same plan "
@@ -302,7 +292,8 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
     late = seen.lateness[~np.isnan(seen.decided)]
     came = np.where(np.isfinite(late), late, np.nan)
     share = (late > 0).mean(axis=0)
-    order = np.lexsort((_medians(came), share))  # the latest at the top
+    usual = np.ma.median(np.ma.masked_invalid(came), axis=0)
+    order = np.lexsort((np.ma.filled(usual, np.inf), share))  # the latest at the top
     rows = [order[-_ROWS:][i : i + 1] for i in range(min(_ROWS, len(order)))]
     names = [f"rank {seen.children[row[0]]}" for row in rows]
     if len(order) > _ROWS:
@@ -542,11 +533,3 @@ def _legend(figure: Any, colours: dict[str, str]) -> None:
 
 def _height(rows: int) -> float:
     return 1.6 + 0.22 * max(rows, 3)
-
-
-def _medians(table: np.ndarray) -> np.ndarray:
-    """Return the median of each column, ignoring NaN; infinite for columns without a
-    number.
-    """
-    known = [column[~np.isnan(column)] for column in table.T]
-    return np.array([np.median(each) if len(each) else np.inf for each in known])

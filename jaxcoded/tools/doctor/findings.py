@@ -14,19 +14,13 @@ _STYLES = {GOOD: "green", NOTE: "yellow", BAD: "bold red"}
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One line of a report.
+    """One line of a report."""
 
-    Attributes:
-        about: the subject, in a word or two.
-        state: `GOOD`, `NOTE` (it works, but not as well as it could) or `BAD` (it does not).
-        found: the finding, as text.
-        remedy: the remedy; empty if none is needed.
-    """
-
-    about: str
+    about: str  # the subject, in a word or two
+    # `GOOD`, `NOTE` (it works, but not as well as it could) or `BAD` (it does not)
     state: str
-    found: str
-    remedy: str = ""
+    found: str  # the finding, as text
+    remedy: str = ""  # the remedy; empty if none is needed
 
 
 def show(findings: Sequence[Finding]) -> None:

@@ -29,19 +29,13 @@ _BEGUN = 60.0  # seconds in which a launcher locks its folders
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a job has ended.
+    """How a job has ended."""
 
-    Attributes:
-        status: the launcher's status. 128 plus the number of a signal that ended it, or
-            that asked this process to end it; `TOO_LONG` after too long; 0 if it
-            continued after a rank had ended the job.
-        too_long: whether the time limit ended it.
-        stopped: the stopped ranks on this host at that time.
-    """
-
+    # the launcher's status. 128 plus the number of a signal that ended it, or that asked this process to end it;
+    # `TOO_LONG` after too long; 0 if it continued after a rank had ended the job.
     status: int
-    too_long: bool = False
-    stopped: frozenset[int] = frozenset()
+    too_long: bool = False  # whether the time limit ended it
+    stopped: frozenset[int] = frozenset()  # the stopped ranks on this host at that time
 
 
 def play(

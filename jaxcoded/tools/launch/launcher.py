@@ -57,17 +57,11 @@ _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 @dataclasses.dataclass(frozen=True)
 class Launcher:
-    """An mpirun.
+    """An mpirun."""
 
-    Attributes:
-        path: its path.
-        mpi: its MPI: "Open MPI", "MPICH", or the first line of its version text.
-        major: the first number of its version.
-    """
-
-    path: str
-    mpi: str
-    major: int
+    path: str  # its path
+    mpi: str  # its MPI: "Open MPI", "MPICH", or the first line of its version text
+    major: int  # the first number of its version
 
     @property
     def reports_deaths(self) -> bool:

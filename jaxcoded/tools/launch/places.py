@@ -55,18 +55,12 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where to start ranks.
+    """Where to start ranks."""
 
-    Attributes:
-        asked: the hosts that the user has named, with their numbers of ranks.
-        hosts: ``"a:2,b:2"``: these, or those of Slurm; ``None``: those of the file, or
-            this host.
-        hostfile: a file of hosts.
-    """
-
-    asked: list[str]
+    asked: list[str]  # the hosts that the user has named, with their numbers of ranks
+    # ``"a:2,b:2"``: these, or those of Slurm; ``None``: those of the file, or this host
     hosts: str | None
-    hostfile: str | None
+    hostfile: str | None  # a file of hosts
 
     @property
     def away(self) -> bool:

@@ -30,22 +30,13 @@ _MOSTLY = 0.5  # of all rounds
 
 @dataclasses.dataclass(frozen=True)
 class Savings:
-    """What a parent's rounds took, and would have taken had it waited for all children.
+    """What a parent's rounds took, and would have taken had it waited for all children. Arrays ``(Q,)``."""
 
-    Attributes:
-        rounds: int64 ``(Q,)``, their numbers: those in which it formed a sum.
-        coded: float64 ``(Q,)``, seconds from the result of the round before until the sum
-            was complete.
-        uncoded: float64 ``(Q,)``, seconds until the last child's message would have been
-            there; infinite from the round on after which nothing came from a child.
-        inferred: bool ``(Q,)``, whether the last child's time is not that of its message
-            but what it usually takes.
-    """
-
-    rounds: np.ndarray
-    coded: np.ndarray
+    rounds: np.ndarray  # int64, the numbers of those in which it formed a sum
+    coded: np.ndarray  # seconds from the result before until the sum was complete
+    # seconds until the last child's message would have been there; infinite from the round on after which nothing came
     uncoded: np.ndarray
-    inferred: np.ndarray
+    inferred: np.ndarray  # whether the last child's time is what it usually takes
 
     @property
     def avoided(self) -> float:
@@ -55,8 +46,7 @@ class Savings:
 
     @property
     def share(self) -> float:
-        """The same as a part of what waiting for all would have taken; 0 without
-        rounds."""
+        """The same as a part of what waiting for all would have taken."""
         total = self.uncoded[np.isfinite(self.uncoded)].sum()
         return self.avoided / float(total) if total > 0 else 0.0
 
@@ -69,38 +59,24 @@ class Savings:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Seconds of work of every rank in every round, without waiting for others.
+    """Seconds of work of every rank in every round, without waiting for others."""
 
-    Attributes:
-        rounds: int64 ``(Q,)``, their numbers.
-        seconds: float64 ``(Q, N)``; infinite from the round on after which nothing came from
-            a rank.
-        source: what each rank's column is from: ``"file"`` of its own, ``"messages"`` to
-            its parent, its ``"step time"`` alone, or ``"others"``, whose median is taken.
-    """
-
-    rounds: np.ndarray
-    seconds: np.ndarray
+    rounds: np.ndarray  # int64 (Q,), their numbers
+    seconds: np.ndarray  # (Q, N); infinite after the last sign of a rank
+    # what each rank's column is from: the "file" of its own, "messages" to its parent, its "step time" alone, or
+    # "others", whose median is taken
     source: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """A plan, and what the rounds would have taken with it.
-
-    Attributes:
-        name: the plan in words.
-        load: the largest part of the batch that a rank computes.
-        seconds: mean seconds of a round; infinite if one does not end.
-        actual: whether this is the plan that the job had.
-        ended: how many rounds end.
-    """
+    """A plan, and what the rounds would have taken with it."""
 
     name: str
-    load: float
-    seconds: float
-    actual: bool
-    ended: int
+    load: float  # the largest part of the batch that a rank computes
+    seconds: float  # mean of a round; infinite if one does not end
+    actual: bool  # whether the job had this plan
+    ended: int  # how many rounds end
 
 
 def spans(seen: Telemetry) -> np.ndarray:
@@ -242,10 +218,7 @@ def work(files: Sequence[Telemetry]) -> Work:
 
 
 def network(seen: Telemetry) -> tuple[Network, float]:
-    """The links and the mean payload in bytes, as far as a rank has seen them.
-
-    Latency is not measured: that of `Network` is taken.
-    """
+    """The links and the mean payload in bytes, as far as a rank has seen them; with the latency of `Network`."""
     took = seen.link_seconds > 0
     rates = seen.link_bytes[took] / seen.link_seconds[took]
     links = Network(bandwidth=float(np.median(rates))) if len(rates) else Network()

@@ -16,17 +16,11 @@ _HIDDEN = str.maketrans({number: " " for number in (*range(27), *range(28, 32), 
 
 
 class Source(NamedTuple):
-    """A stream of a rank, or of mpirun.
+    """A stream of a rank, or of mpirun."""
 
-    Attributes:
-        rank: its number; -1: mpirun.
-        stream: "stdout" or "stderr".
-        named: whether the rank stands in front of its lines.
-    """
-
-    rank: int
-    stream: str
-    named: bool
+    rank: int  # -1: mpirun
+    stream: str  # "stdout" or "stderr"
+    named: bool  # whether the rank stands in front of its lines
 
     @property
     def prefix(self) -> str:
@@ -168,13 +162,7 @@ def _text(lines: list[str]) -> str:
 
 
 def cropped(row: str, width: int) -> str:
-    """So much of a row as fits, with its colours and without what would move the cursor.
-
-    Example:
-        >>> from jaxcoded.tools.terminal.display import cropped
-        >>> cropped("\\x1b[1m100 %", 3)
-        '\\x1b[1m100\\x1b[0m'
-    """
+    """So much of a row as fits, with its colours and without what would move the cursor."""
     out, left = "", width
     for token in TOKEN.finditer(row):
         if token["text"]:

@@ -19,14 +19,7 @@ _REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
 
 
 def pieces(line: bytes) -> Iterator[tuple[Source, bytes]]:
-    """What mpirun has made of what ranks have written, as they have written it.
-
-    Example:
-        >>> from jaxcoded.tools.terminal.lines import pieces
-        >>> _, piece, _ = pieces(b'<stdout jobid="1" rank="2">1 &lt; 2&#010;</stdout>\\n')
-        >>> piece
-        (Source(rank=2, stream='stdout', named=True), b'1 < 2\\n')
-    """
+    """What mpirun has made of what ranks have written, as they have written it."""
     end, mpirun = 0, Source(-1, "", False)
     for found in _PIECE.finditer(line):
         yield mpirun, line[end : found.start()]

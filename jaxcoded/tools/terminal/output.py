@@ -62,19 +62,11 @@ def table(
     header: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
-    wraps: Collection[str] = (),
-    extra: Sequence[str] = (),
-    best: int | None = None,
+    wraps: Collection[str] = (),  # columns whose texts may take several lines
+    extra: Sequence[str] = (),  # that a narrow terminal lacks, the first of them first
+    best: int | None = None,  # the row to look at first
 ) -> None:
-    """Rows below a header.
-
-    Args:
-        header: names of the columns.
-        rows: as many texts each.
-        wraps: columns whose texts may take several lines.
-        extra: columns that a narrow terminal does without, the first of them first.
-        best: the row to look at first.
-    """
+    """Rows below a header, with as many texts."""
     header, wraps, extra = (
         list(map(plain.words, names)) for names in (header, wraps, extra)
     )

@@ -22,28 +22,12 @@ RESET = "\x1b[0m"
 class Page:
     """Rows of text in which a cursor moves: a carriage return rewrites a row, and rows above can be rewritten, too.
 
-    What follows a carriage return replaces the whole row, as bars write all of it.
-
-    Args:
-        foresees: whether bars are expected to have others below them before these are seen. Then a line above a bar
-            ends later.
-
-    Example:
-        >>> from jaxcoded.tools.terminal.page import Page
-        >>> page = Page()
-        >>> page.write(b"begins\\n\\r 10%")
-        ['begins']
-        >>> page.write(b"\\r 20%")
-        []
-        >>> page.rows
-        [' 20%']
-
-    Attributes:
-        rows: those that may still change. The last one has not been ended, or the cursor has been above it.
-    """
+    What follows a carriage return replaces the whole row, as bars write all of it. ``foresees``: bars are expected to
+    have others below them before these are seen. Then a line above a bar ends later."""
 
     def __init__(self, foresees: bool = False) -> None:
         self._foresees = foresees
+        # that may still change: the last one has not been ended, or the cursor has been above it
         self.rows = [""]
         self._rewritten = False
         self._at = 0  # the cursor's row

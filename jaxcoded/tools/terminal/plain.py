@@ -54,12 +54,6 @@ def use() -> None:
 
 
 def words(text: str) -> str:
-    """Return the text as standard output will show it, to lay it out.
-
-    Example:
-        >>> from jaxcoded.tools.terminal import plain
-        >>> plain.words("a to b")
-        'a to b'
-    """
+    """Return the text as standard output will show it, to lay it out."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, _ERRORS).decode(encoding, "surrogateescape")
