@@ -10,7 +10,6 @@ import warnings
 import numpy as np
 
 import jaxcoded
-from jaxcoded.plan import assignment
 from jaxcoded.plan.costs import longest_first
 
 PATIENCE = 60.0  # seconds
@@ -315,7 +314,7 @@ class Compiled:
 
 def share(plan, rank, examples):
     """Return the examples of a rank without padding, and their weights."""
-    indices, weights = assignment.assignment(plan, rank, examples)
+    indices, weights = plan.strategy.assignment(plan, rank, examples)
     held = weights != 0
     return indices[held], weights[held].astype(np.float32)
 

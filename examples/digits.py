@@ -312,7 +312,7 @@ def main():
         plain = jaxcoded.make_plan(
             comm.size, jaxcoded.Coded(stragglers=0, fanout=comm.size)
         )
-        own = jaxcoded.plan.assignment.assignment(plain, comm.rank, args.batch)
+        own = plain.strategy.assignment(plain, comm.rank, args.batch)
         examples = [
             comm.allreduce(int(np.count_nonzero(weights)), op=MPI.MAX)
             for weights in (own[1], coded.batch(args.batch).weights)

@@ -8,8 +8,6 @@ import math
 import numpy as np
 from hypothesis import settings
 
-from jaxcoded.plan.assignment import assignment
-
 bounded = settings(deadline=None, max_examples=25)
 
 
@@ -49,7 +47,7 @@ def own_messages(plan, gradients):
     d, q = gradients.shape
     messages = []
     for rank, (P, M) in enumerate(zip(plan.parts_above, plan.slices_above)):
-        indices, weights = assignment(plan, rank, d)
+        indices, weights = plan.strategy.assignment(plan, rank, d)
         slices = gradients[indices].reshape(-1, M, q // M)
         messages.append(np.einsum("epu,euq->pq", weights.reshape(-1, P, M), slices))
     return messages

@@ -3,7 +3,6 @@
 import dataclasses
 import zlib
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -91,12 +90,7 @@ class Blocks:
         self._over = True
         self._work.end_of_blocks()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if self._over:
             return
         self._over = True

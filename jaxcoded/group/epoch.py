@@ -93,11 +93,7 @@ class Epoch:
 
     def indices(self, number: int) -> np.ndarray:
         """Return the places of all examples of one batch, the same on all ranks: int64 ``(batch_size,)``, or fewer in
-        a smaller last one, into the data set. Read-only.
-
-        Raises:
-            IndexError: there is no such batch.
-        """
+        a smaller last one, into the data set. Read-only. An IndexError if there is no such batch."""
         if isinstance(number, slice):
             raise TypeError(
                 "an epoch has no slices: take itertools.islice(epoch, start, stop)"

@@ -4,7 +4,6 @@ import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self, overload
 
 import jax
@@ -759,12 +758,7 @@ class CodedGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         group: CodedGroup = self
         while group._successor is not None:
             group = group._successor

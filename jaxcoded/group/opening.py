@@ -57,11 +57,8 @@ def agreed_plan(
     planner: Callable[[], Plan],
 ) -> Plan:
     """Return this rank's plan, once all ranks have the same plan and the same request.
-    Otherwise raise the same error on all of them. Collective.
-
-    Raises:
-        GroupMismatch: ranks asked for different groups.
-        Exception: the error of ``planner``, if it is the same on all.
+    Otherwise raise the same error on all of them: that of ``planner``, if it is the same
+    on all, or a GroupMismatch. Collective.
     """
     plan: Plan | None = None
     failure: BaseException | None = None
@@ -99,13 +96,9 @@ def agreed_transport(
     explicit: bool,
 ) -> tuple[Transport, Options, list[str]]:
     """Return the requested transport, the same on all ranks, its options, and a warning
-    or an empty text. Collective.
-
-    ``explicit``: whether a call asked for a ``check``, not the environment.
-
-    Raises:
-        ValueError: the transport is not available, or does not support the options.
-            Raised on every rank.
+    or an empty text. Collective. A ValueError on every rank if the transport is not
+    available, or does not support the options. ``explicit``: whether a call asked for a
+    ``check``, not the environment.
     """
     reason = "" if transport == "mpi4jax" else engine.missing()
     reasons = gathered(comm, reason)

@@ -11,19 +11,12 @@ from mpi4py import MPI
 
 
 class Process(NamedTuple):
-    """A process, distinguished from later ones with the same number.
+    """A process, distinguished from later ones with the same number."""
 
-    Attributes:
-        host: the name of its host.
-        numbers: the scope of its number: a boot of the host and a pid namespace.
-        pid: its number.
-        started: its start time in ticks of the kernel's clock.
-    """
-
-    host: str
-    numbers: str
-    pid: int
-    started: int
+    host: str  # the name of its host
+    numbers: str  # the scope of its number: a boot of the host and a pid namespace
+    pid: int  # its number
+    started: int  # its start time in ticks of the kernel's clock
 
     @classmethod
     def own(cls) -> Self:

@@ -34,20 +34,13 @@ _COMMON = (
 
 
 class Choice(NamedTuple):
-    """The plan that `CodedGroup.auto` has chosen, the same on all ranks.
+    """The plan that `CodedGroup.auto` has chosen, the same on all ranks."""
 
-    Attributes:
-        plan: the group's plan.
-        piece: bytes of a piece of its messages; ``None``: the default.
-        sections_from: bytes from which on it forms sums in sections; ``None``: the
-            default.
-        words: the reason for the choice.
-    """
-
-    plan: Plan
-    piece: int | None
+    plan: Plan  # the group's plan
+    piece: int | None  # bytes of a piece of its messages; ``None``: the default
+    # bytes from which on it forms sums in sections; ``None``: the default
     sections_from: int | None
-    words: str
+    words: str  # the reason for the choice
 
 
 _MOST_KEPT = 16

@@ -12,7 +12,6 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.plan import Plan
-from jaxcoded.plan.assignment import assignment
 
 
 def _plain(value: Any) -> Any:
@@ -148,10 +147,10 @@ def assigned(
     plan: Plan, rank: int, batch_size: int, multiple: int = 1
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return a rank's part of a batch and the values of its weights, in JAX's default
-    float dtype; see `jaxcoded.plan.assignment.assignment`.
+    float dtype; see `Strategy.assignment`.
     """
     multiple = _require.integer("multiple", multiple, 1)
-    indices, weights = assignment(plan, rank, batch_size)
+    indices, weights = plan.strategy.assignment(plan, rank, batch_size)
     if multiple > 1:
         if why := plan.strategy.why_not_split(plan):
             raise ValueError(

@@ -18,14 +18,7 @@ from jaxcoded.plan.dealing import Run, dealt
 @functools.lru_cache(maxsize=64)
 def sizes(plan: Plan) -> np.ndarray:
     """Return the sizes of the atoms as parts of the batch, float64 ``(atoms,)``: they
-    add up to 1.
-
-    Example:
-        >>> import jaxcoded
-        >>> from jaxcoded.plan import atoms
-        >>> atoms.sizes(jaxcoded.make_plan(5, jaxcoded.Coded(stragglers=1))).tolist()
-        [0.25, 0.25, 0.25, 0.25]
-    """
+    add up to 1."""
     return np.array([float(b - a) for a, b in itertools.pairwise(_bounds(plan))])
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """See `jaxcoded.plan.assignment.assignment`."""
+    """See `Strategy.assignment`."""
     indices, coefficients = shares(plan, rank, batch_size)
     ranks = [rank] if plan.speeds else range(plan.size)
     if plan.encoded:

@@ -47,15 +47,8 @@ def checked(costs: Any, examples: int) -> np.ndarray:
 
 def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
     """Return the examples of each place. The most expensive example is assigned first, each to the place with the
-    least cost so far that has room (longest processing time first; Graham 1969).
-
-    Args:
-        costs: float64 ``(examples,)``.
-        rooms: the number of examples that each place takes, in total at least all. A
-            place's share of the cost is in proportion.
-
-    Returns:
-        The indices of each place in rising order, int64.
+    least cost so far that has room (longest processing time first; Graham 1969). ``rooms``: the number of examples that
+    each place takes, in total at least all. A place's share of the cost is in proportion.
 
     Example:
         >>> import numpy as np
@@ -84,10 +77,7 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
 
     The blocks of a rank cost about the same, so that others can take any of them. An
     example that costs more than a block is a separate block, the rank's first.
-
-    Args:
-        costs: as for `longest_first`.
-        rooms: for each rank, the number of examples that each of its blocks takes.
+    ``rooms``: for each rank, the number of examples that each of its blocks takes.
     """
     out = []
     for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):

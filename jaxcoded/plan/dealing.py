@@ -94,7 +94,7 @@ def _between(runs: list[Run], start: Fraction, end: Fraction) -> list[Run]:
 
 
 def loads(plan: Plan, batch_size: int) -> np.ndarray:
-    """See `jaxcoded.plan.assignment.loads`."""
+    """See `Strategy.loads`."""
     assigned, own = np.zeros((2, plan.size), np.int64)
     assigned[plan.root] = batch_size
     for rank in plan.tree.order:
@@ -108,7 +108,7 @@ def loads(plan: Plan, batch_size: int) -> np.ndarray:
 
 
 def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """See `jaxcoded.plan.assignment.shares`."""
+    """See `Strategy.shares`."""
     path = [rank]
     while path[-1] != plan.root:
         path.append(plan.tree.parents[path[-1]])

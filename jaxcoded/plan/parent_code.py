@@ -19,18 +19,12 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """The coding of one parent.
+    """The coding of one parent."""
 
-    Attributes:
-        code: a `GradientCode` over the children.
-        rows: child number (position among the parent's children in rank order) of each
-            row of the code.
-        capacity: ``Q``, the size of the largest set that the children can be assigned, in
-            units of one rank's load.
-    """
-
-    code: GradientCode
+    code: GradientCode  # a `GradientCode` over the children
+    # child number (position among the parent's children in rank order) of each row of the code
     rows: tuple[int, ...]
+    # ``Q``, the size of the largest set that the children can be assigned, in units of one rank's load
     capacity: Fraction
 
     @property
@@ -76,13 +70,8 @@ def largest_coded_sets(
 
     ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities
     replaced by ``Q``, so ``Q`` is the smallest of ``(sum of all but the j largest) /
-    (holders − j)`` over ``j < holders``.
-
-    Args:
-        capacities: ``(parents, most children)``, fractions or float64; infinite if a
-            parent has fewer children.
-        counts: int64 ``(parents,)``, the number of children.
-        holders: int64 ``(parents,)``, at most the number of children.
+    (holders − j)`` over ``j < holders``. ``capacities`` are ``(parents, most children)``,
+    infinite if a parent has fewer children, of which there are ``counts``.
     """
     ordered = np.sort(capacities, axis=1)
     ordered[ordered == np.inf] = 0
@@ -102,17 +91,12 @@ def coding_of(
     capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
 ) -> Coding:
     """Return the coding of a parent whose children have these capacities, in rank order
-    and in units of one rank's load.
+    and in units of one rank's load; a ValueError if there is no such code.
 
-    Args:
-        kind: the text of a code, see `codes.named`; or ``"auto"``, which takes fractional repetition if it wastes
-            no capacity, else cyclic repetition if all children are alike, else a random generator.
-        seed: the seed of random codes. It is the only other input, so parents with
-            equal children have equal codes.
-
-    Raises:
-        ValueError: this kind of code does not exist for these numbers. The message says
-            which ones would.
+    ``kind`` is the text of a code, see `codes.named`; or ``"auto"``, which takes
+    fractional repetition if it wastes no capacity, else cyclic repetition if all
+    children are alike, else a random generator. Parents with equal children have equal
+    codes, as the ``seed`` is the only other input.
     """
     n = len(capacities)
     check_size(n, n, slices)

@@ -18,11 +18,6 @@ class Placement:
     is late. ``replicas`` other ranks, in turn, also hold their data, so that as many
     ranks as possible hold blocks of one rank.
 
-    Attributes:
-        ranks: the computing ranks, in order.
-        replicas: number of other ranks that hold each block.
-        blocks: number of blocks of each rank.
-
     Example:
         >>> from jaxcoded.plan.placement import Placement
         >>> placement = Placement((0, 1, 2), replicas=1, blocks=2)
@@ -32,9 +27,9 @@ class Placement:
         ((2, 3, 0, 5), [0, 1, 3, 5, 6, 8, 10])
     """
 
-    ranks: tuple[int, ...]
-    replicas: int
-    blocks: int
+    ranks: tuple[int, ...]  # the computing ranks, in order
+    replicas: int  # number of other ranks that hold each block
+    blocks: int  # number of blocks of each rank
 
     @functools.cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:

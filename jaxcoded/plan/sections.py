@@ -17,13 +17,8 @@ def pay_in_layers(needs: int, children: int, layers: int, most: int) -> bool:
     complete, and the children get the complete result. So layers wait for each other,
     each for the time that a port takes for a vector, on the way up and on the way down.
     Without sections pieces pipeline through all layers, but all children of a parent
-    fetch the whole result from it.
-
-    Args:
-        needs: number of messages that suffice for the root's sum.
-        children: number of the root's children.
-        layers: layers of parents below the root.
-        most: the most vectors that a port sends without sections.
+    fetch the whole result from it. ``needs``: messages that suffice for the root's sum;
+    ``layers``: of parents below it; ``most``: vectors that a port sends without sections.
     """
     if not layers:
         return True

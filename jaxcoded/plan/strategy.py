@@ -55,9 +55,8 @@ class Strategy(abc.ABC):
         if named:
             _KINDS[cls.__name__] = cls
 
-    # A plan: its tree, codes and blocks, and the examples of each rank, see
-    # `jaxcoded.plan.assignment`. Each raises a ValueError with the remedy if the
-    # strategy does not fit.
+    # A plan: its tree, codes and blocks, and the examples of each rank. Each raises a
+    # ValueError with the remedy if the strategy does not fit.
 
     @property
     def root(self) -> int:
@@ -89,15 +88,32 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def loads(self, plan: Plan, batch_size: int) -> np.ndarray:
-        """Return the number of examples that each rank computes."""
+        """Return the number of distinct examples that each rank computes, int64 ``(size,)``.
+
+        If the partitions of a child lie side by side on a circle, no rank exceeds ``⌈load · batch_size⌉`` by more than
+        the depth of the tree. With block designs, expanders and random approximate codes, it exceeds it by less than
+        one example for each partition that it holds.
+        """
 
     @abc.abstractmethod
     def shares(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """Return the examples of one rank, and their coefficients in its message."""
+        """Return the examples of one rank, int64 ``(load,)``, and their coefficients in its message, float64 ``(load,
+        P, M)`` with ``P = plan.parts_above[rank]`` and ``M = plan.slices_above[rank]``: this rank adds ``Σ_u
+        coefficients[e, p, u] · gradient_e[slice u of M]`` to part ``p`` for every example ``e``.
+        """
 
     @abc.abstractmethod
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """Return the examples that one rank reads, padded, and their coding weights."""
+        """Return the examples that one rank reads, int64 ``(length,)``, and their coding weights. They are padded to
+        one length for all ranks, or to a separate length with unequal speeds: padding repeats one of the rank's own
+        examples (example 0 on a rank without data) with weight 0.
+
+        With shared work, weights are 1 for the examples of the rank's own blocks, which come first, and 0 for those
+        that it holds for others. Without slices and parts they are those of the local loss. Otherwise ``(chunks,
+        length // chunks, P · M)``: the coefficients of the ``M`` slices of each example's gradient in the ``P`` parts
+        of the message, equal within a chunk but for padding. The number of chunks is a multiple of ``P``, and the
+        first ``(p + 1) / P`` of them are all of part ``p``.
+        """
 
     @abc.abstractmethod
     def bounds(self, plan: Plan) -> tuple[Fraction, ...]:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import Check, Coded, make_plan
-from jaxcoded.plan.assignment import shares
 from jaxcoded.transport import _engine, engine, pieces
 
 MESSAGE, RESULT, STATE, SECTION, OWN = range(5)
@@ -39,8 +38,8 @@ EXAMPLES = 9  # in the batch from which the ranks' contributions are made
 
 @functools.lru_cache(maxsize=4096)
 def held(plan, rank):
-    """Return `shares` of this module's batch."""
-    return shares(plan, rank, EXAMPLES)
+    """Return a rank's examples of this module's batch, and their coefficients."""
+    return plan.strategy.shares(plan, rank, EXAMPLES)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,8 +8,20 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents
 
 from jaxcoded import Coded, make_plan
-from jaxcoded.plan.assignment import assignment, loads, shares
 from jaxcoded.plan.tree import regular_size
+
+
+def loads(plan, batch):
+    return plan.strategy.loads(plan, batch)
+
+
+def shares(plan, rank, batch):
+    return plan.strategy.shares(plan, rank, batch)
+
+
+def assignment(plan, rank, batch):
+    return plan.strategy.assignment(plan, rank, batch)
+
 
 PLANS = {
     "regular": make_plan(13, Coded(fanout=3)),
@@ -207,34 +219,3 @@ def test_shares_in_the_large():
         assert plan.assigned[rank] / plan.capacities[rank] * plan.load == Fraction(
             4, 15
         )
-
-
-@pytest.mark.parametrize("batch", [0, -1, 2.0, "8", True, None])
-@pytest.mark.parametrize(
-    "call",
-    [
-        loads,
-        lambda plan, batch: shares(plan, 1, batch),
-        lambda plan, batch: assignment(plan, 1, batch),
-    ],
-)
-def test_misuse_of_the_batch_size(call, batch):
-    with pytest.raises(
-        ValueError, match=f"batch_size must be an integer >= 1, got {batch!r}"
-    ):
-        call(PLANS["regular"], batch)
-
-
-@pytest.mark.parametrize("rank", [-1, 4, 1.0])
-@pytest.mark.parametrize("call", [shares, assignment])
-def test_misuse_of_the_rank(call, rank):
-    with pytest.raises(ValueError, match="rank must be"):
-        call(make_plan(4, Coded()), rank, 8)
-
-
-def test_numpy_integers_are_integers():
-    plan = PLANS["regular"]
-    for one, other in zip(
-        assignment(plan, np.int64(5), np.int32(20)), assignment(plan, 5, 20)
-    ):
-        np.testing.assert_array_equal(one, other)

@@ -20,7 +20,6 @@ from independent import (
 
 from jaxcoded import Coded, GradientCode, codes, make_plan
 from jaxcoded.plan import atoms
-from jaxcoded.plan.assignment import assignment, loads, shares
 
 
 @pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 1), (5, 2), (6, 3), (4, 0)])
@@ -333,7 +332,7 @@ def test_tree_with_parts_that_did_not_come():
 def test_stages(plan, batch):
     """After the first p + 1 of P equal runs of chunks a rank has all of part p."""
     for rank in range(plan.size):
-        indices, weights = assignment(plan, rank, batch)
+        indices, weights = plan.strategy.assignment(plan, rank, batch)
         if not plan.encoded:
             continue
         parts = plan.parts_above[rank]
@@ -343,7 +342,7 @@ def test_stages(plan, batch):
         for part in range(parts):
             later = held[(part + 1) * chunks // parts :, :, part]
             assert not later.any()
-        own, coefficients = shares(plan, rank, batch)
+        own, coefficients = plan.strategy.shares(plan, rank, batch)
         np.testing.assert_allclose(
             held.sum((0, 1)), coefficients.sum(0), atol=1e-9 * plan.amplification
         )
@@ -360,7 +359,7 @@ def test_atoms(plan):
     batch = 20_160
     ends = np.cumsum(sizes)
     for rank in range(plan.size):
-        indices, coefficients = shares(plan, rank, batch)
+        indices, coefficients = plan.strategy.shares(plan, rank, batch)
         dense = np.zeros((batch, *coefficients.shape[1:]))
         dense[indices] = coefficients
         atom = np.searchsorted(ends, (np.arange(batch) + 0.5) / batch)
@@ -408,7 +407,7 @@ def test_residual_of_a_batch(batch, speeds):
     atom = np.searchsorted(np.cumsum(sizes)[:-1], (np.arange(batch) + 0.5) / batch)
     own, moved = [], np.zeros(batch, bool)
     for rank in range(plan.size):
-        indices, coefficients = shares(plan, rank, batch)
+        indices, coefficients = plan.strategy.shares(plan, rank, batch)
         own.append(np.zeros((1, batch)))
         own[-1][0, indices] = coefficients[:, 0, 0]
         moved |= own[-1][0] != atoms.coefficients(plan, rank)[atom, 0, 0]
@@ -502,7 +501,7 @@ def test_loads_follow_speeds(speeds, stragglers, slices):
         len(speeds), Coded(speeds=speeds, stragglers=stragglers, slices=slices)
     )
     batch = 50_000
-    own = loads(plan, batch)
+    own = plan.strategy.loads(plan, batch)
     fastest = max(speeds[1:])
     per_speed = [load / (speed / fastest) for load, speed in zip(own[1:], speeds[1:])]
     most = batch / float(plan.capacities[plan.root])

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from independent import bounded, paper_parents, solvable
 
 from jaxcoded import Coded, Plan, Shared, Uncoded, make_plan
-from jaxcoded.plan.assignment import assignment, loads
 from jaxcoded.plan.tree import regular_size
 
 # Computation loads of (n, L)-regular trees for s = 1, 2, …
@@ -574,13 +573,13 @@ def test_shared_work():
         assert others == set(range(5)) - {rank}
     for batch_size in (1, 29, 30, 31, 1000):
         indices, weights = zip(
-            *(assignment(plan, rank, batch_size) for rank in range(5))
+            *(plan.strategy.assignment(plan, rank, batch_size) for rank in range(5))
         )
         counted = np.zeros(batch_size)
         for its, theirs in zip(indices, weights):
             np.add.at(counted, its, theirs)
         np.testing.assert_array_equal(counted, 1)
-        assert loads(plan, batch_size).sum() == batch_size
+        assert plan.strategy.loads(plan, batch_size).sum() == batch_size
 
 
 @pytest.mark.parametrize(

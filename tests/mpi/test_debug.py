@@ -20,7 +20,6 @@ from uncounted import coded_allreduce
 
 import jaxcoded
 from jaxcoded import GroupMismatch, InconsistentMessages
-from jaxcoded.plan.assignment import assignment
 from jaxcoded.transport import engine
 
 pytestmark = [
@@ -251,7 +250,7 @@ def uniform(group, digits):
 def others_weights(group, digits):
     """Let rank 2 use the weights of rank 1."""
     rank = 1 if RANK == 2 else RANK
-    weights = assignment(group.plan, rank, EXAMPLES)[1]
+    weights = group.plan.strategy.assignment(group.plan, rank, EXAMPLES)[1]
     return weighted(digits, mine(group)[0], weights)
 
 

@@ -181,7 +181,7 @@ def sum_by_hand(plan, gradients, mask):
     padded[:, : gradients.shape[1]] = gradients
     own = []
     for rank in range(plan.size):
-        indices, coefficients = jaxcoded.plan.assignment.shares(plan, rank, BATCH)
+        indices, coefficients = plan.strategy.shares(plan, rank, BATCH)
         M = plan.slices_above[rank]
         slices = padded[indices].reshape(len(indices), M, length // M)
         own.append(np.einsum("epu,euq->pq", coefficients, slices))
@@ -194,7 +194,7 @@ def residual_by_hand(plan, mask):
     batch = 5040
     own = []
     for rank in range(plan.size):
-        indices, coefficients = jaxcoded.plan.assignment.shares(plan, rank, batch)
+        indices, coefficients = plan.strategy.shares(plan, rank, batch)
         M = plan.slices_above[rank]
         probe = np.zeros((coefficients.shape[1], fine // M, batch, fine))
         for v in range(fine):

@@ -18,13 +18,9 @@ OPENS = 120.0  # more seconds than ranks need to make a group
 
 class Change:
     """A new group in place of an old one, made once all live ranks have come. If a call
-    gives up, the next one continues to wait for the same work.
+    gives up, the next one continues to wait for the same work."""
 
-    Attributes:
-        died: the error if a rank dies meanwhile.
-    """
-
-    died: ClassVar[str]
+    died: ClassVar[str]  # the error if a rank dies meanwhile
 
     def __init__(self, old: Session, roll: Roll) -> None:
         self._old, self._roll = old, roll

@@ -151,14 +151,7 @@ class Channel(Generic[M]):
 
 def read(kind: type[T], said: Any) -> T:
     """Return a dataclass from its fields in a JSON object; a ValueError if fields or
-    their types differ.
-
-    Example:
-        >>> from jaxcoded.group.membership.channel import read
-        >>> from jaxcoded.group.membership.messages import Call
-        >>> read(Call, {"number": 1, "seconds": 2, "put_out": False, "visit": 0})
-        Call(number=1, seconds=2, put_out=False, visit=0)
-    """
+    their types differ."""
     hints = typing.get_type_hints(kind)
     its = _parse.fields(kind.__name__, said, dict.fromkeys(hints, object))
     values = {

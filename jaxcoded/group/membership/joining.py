@@ -65,21 +65,13 @@ def tolerant(comm: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Invitation:
-    """The data about the group that joining ranks need. It is the same on all old ranks.
+    """The data about the group that joining ranks need. It is the same on all old ranks."""
 
-    Attributes:
-        size: ranks of the old group.
-        ranks: number of ranks that join.
-        root: the root of the old group.
-        place: its rank in the new one.
-        options: the new group's options.
-    """
-
-    size: int
-    ranks: int
-    root: int
-    place: int
-    options: Options
+    size: int  # ranks of the old group
+    ranks: int  # number of ranks that join
+    root: int  # the root of the old group
+    place: int  # its rank in the new one
+    options: Options  # the new group's options
 
     def check(self) -> None:
         """Raise a ValueError that names the value unless a group can be made with it."""

@@ -95,18 +95,12 @@ class GivesUp(Message):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The starter's verdict on ranks that should join: the same on all old ranks.
+    """The starter's verdict on ranks that should join: the same on all old ranks."""
 
-    Attributes:
-        why_not: why they do not join; empty: all of them are present, and wait to be
-            connected.
-        same: whether the arguments of all ranks were the same.
-        token: the token that identifies their processes, if any.
-    """
-
+    # why they do not join; empty: all of them are present, and wait to be connected
     why_not: str = ""
-    same: bool = True
-    token: str = ""
+    same: bool = True  # whether the arguments of all ranks were the same
+    token: str = ""  # the token that identifies their processes, if any
 
 
 @dataclass(frozen=True)

@@ -282,12 +282,7 @@ def starter(names: Sequence[str], root: int) -> int:
 
 def checked(command: Sequence[str] | None) -> list[str]:
     """Return the command that starts a process, or an empty one; a TypeError if it is
-    something else.
-
-    Example:
-        >>> checked(["python", "train.py"])
-        ['python', 'train.py']
-    """
+    something else."""
     if command is None:
         return []
     if isinstance(command, str | bytes) or not (

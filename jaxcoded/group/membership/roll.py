@@ -423,37 +423,26 @@ class Roll:
 
 @dataclasses.dataclass
 class _Visit:
-    """The visit of a rank that takes part: its purpose and its state.
+    """The visit of a rank that takes part: its purpose and its state."""
 
-    Attributes:
-        what: what late ranks have not done, as text.
-        seconds, put_out, left, broken, extends, decided: as in `Roll.call`.
-        patience: seconds after which the roll is called; 0: at once.
-        over: whether the awaited action has ended.
-        caller: the rank that must call the roll now.
-        until: when its patience ends.
-        calling: whether this rank has called the roll, and waits for answers.
-        asks: for how many seconds it may be silent then, and whether it kills.
-        calls: number of calls.
-        killed: whether it has killed the late ranks.
-        busy: whether rounds are decided meanwhile: a kill would hit a working rank.
-    """
-
-    what: str
-    seconds: float
+    what: str  # what late ranks have not done, as text
+    seconds: float  # see `Roll.call`; also left, broken, extends, decided
     put_out: bool
-    patience: float = 0.0
-    over: Callable[[], bool] = bool
+    patience: float = 0.0  # seconds after which the roll is called; 0: at once
+    over: Callable[[], bool] = bool  # whether the awaited action has ended
     left: Callable[[], Iterable[int]] = tuple
     broken: bool = False
     extends: bool = False
     decided: Callable[[], int] = int
-    caller: int = -1
-    until: float = 0.0
+    caller: int = -1  # the rank that must call the roll now
+    until: float = 0.0  # when its patience ends
+    # whether this rank has called the roll, and waits for answers
     calling: bool = False
+    # for how many seconds it may be silent then, and whether it kills
     asks: tuple[float, bool] = (0.0, False)
-    calls: int = 0
-    killed: bool = False
+    calls: int = 0  # number of calls
+    killed: bool = False  # whether it has killed the late ranks
+    # whether rounds are decided meanwhile: a kill would hit a working rank
     busy: bool = False
 
     @property
