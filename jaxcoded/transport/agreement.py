@@ -37,14 +37,7 @@ def check_communicator(comm: object) -> None:
 
 def plain(value: Any) -> Any:
     """Return an argument in a form that is the same for equal values of different
-    types: a list, a tuple and an array; 3, 3.0 and ``np.float32(3)``.
-
-    Example:
-        >>> import numpy as np
-        >>> from jaxcoded.transport.agreement import plain
-        >>> plain((1, 2.5)) == plain(np.array([1, 2.5]))
-        True
-    """
+    types: a list, a tuple and an array; 3, 3.0 and ``np.float32(3)``."""
     if hasattr(value, "tolist"):  # from NumPy or JAX
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -94,12 +87,6 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
 
     Return ``None`` if all are the same. Otherwise return, on every rank, the
     difference, ``what`` it means, and each rank's description.
-
-    Example:
-        >>> from jaxcoded.transport.agreement import disagreement
-        >>> from mpi4py import MPI
-        >>> disagreement(MPI.COMM_SELF, "round 1", "ranks differ") is None
-        True
     """
     digest = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
     extremes = np.array([digest, -digest], np.int64)
@@ -157,12 +144,6 @@ def on_all(
 
     Raise a CodedError on every rank if it failed on some. Ranks on which it succeeded
     then call ``undo`` with its result.
-
-    Example:
-        >>> from jaxcoded.transport.agreement import on_all
-        >>> from mpi4py import MPI
-        >>> on_all(MPI.COMM_SELF, lambda: "opened", undo=print)
-        ['opened']
     """
     outcome: list[T] = []
     failure: Exception | None = None

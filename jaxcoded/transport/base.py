@@ -13,28 +13,18 @@ from jaxcoded.transport.round import Round
 
 
 class Carrier(abc.ABC):
-    """The object that a round in a compiled program finds by the index of its group.
+    """The object that a round in a compiled program finds by the index of its group."""
 
-    Attributes:
-        index: the index of the group, never used again.
-        plan: the ranks' plan.
-        rank: the rank of this process.
-        can_lag: whether rounds may be decided before a rank calls them.
-        takes_tokens: whether a token can order rounds instead of the effect.
-        takes_parts: whether parts of a message can be sent ahead of the others.
-        most_started: how many rounds can be started before the first is finished. 0: a
-            started round would not progress while its rank computes.
-        compares: whether parents compare their children's messages.
-    """
-
-    index: int
-    plan: Plan
-    rank: int
-    can_lag = False
-    takes_tokens = False
-    takes_parts = False
+    index: int  # the index of the group, never used again
+    plan: Plan  # the ranks' plan
+    rank: int  # the rank of this process
+    can_lag = False  # whether rounds may be decided before a rank calls them
+    takes_tokens = False  # whether a token can order rounds instead of the effect
+    takes_parts = False  # whether parts of a message can be sent ahead of the others
+    # how many rounds can be started before the first is finished. 0: a started round would not progress while its rank
+    # computes.
     most_started = 0
-    compares = False
+    compares = False  # whether parents compare their children's messages
 
     @abc.abstractmethod
     def lower(

@@ -12,22 +12,11 @@ ACTIONS = ("wait", "raise", "approximate")
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """The request of ``deadline`` and ``on_deadline``.
+    """The request of ``deadline`` and ``on_deadline``."""
 
-    Attributes:
-        seconds: the limit from the beginning of a round; 0: none.
-        rounds: the limit relative to the usual time of a round; 0: none.
-        action: one of `ACTIONS`.
-
-    Example:
-        >>> from jaxcoded.transport.deadline import Deadline
-        >>> Deadline.parsed("3x", "raise")
-        Deadline(seconds=0.0, rounds=3.0, action='raise')
-    """
-
-    seconds: float
-    rounds: float
-    action: str
+    seconds: float  # the limit from the beginning of a round; 0: none
+    rounds: float  # the limit relative to the usual time of a round; 0: none
+    action: str  # one of `ACTIONS`
 
     @property
     def approximates(self) -> bool:

@@ -33,13 +33,9 @@ or sum a numpy array, outside jit:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a program, as `shard_map` has laid them out.
+    """The devices of a program, as `shard_map` has laid them out."""
 
-    Attributes:
-        axes: names and sizes of the axes of the mesh.
-    """
-
-    axes: tuple[tuple[str, int], ...]
+    axes: tuple[tuple[str, int], ...]  # names and sizes of those of the mesh
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes)

@@ -19,15 +19,10 @@ from jaxcoded.transport.round import Round
 
 
 class Call(NamedTuple):
-    """The engine's description of a round of one kind.
+    """The engine's description of a round of one kind."""
 
-    Attributes:
-        attributes: names in `_attributes`, besides the group's.
-        sends, receives: whether the operands, or the results, are the vectors of the
-            round.
-    """
-
-    attributes: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()  # names in `_attributes`, besides the group's
+    # whether the operands, or the results, are the vectors of the round
     sends: bool = False
     receives: bool = False
 

@@ -37,11 +37,8 @@ def named(root: str, path: tuple[Any, ...]) -> str:
 
 def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
     """Return the leaf as an array of NumPy or JAX in full precision, in this machine's
-    byte order.
-
-    Raises:
-        TypeError: it is no array of numbers. The message begins with its ``name`` and ends with the
-            remedy.
+    byte order. A TypeError that begins with its ``name`` and ends with the remedy if it
+    is no array of numbers.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -75,11 +72,8 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
 
 
 def array(leaf: Any, name: str) -> jax.Array:
-    """Return the leaf as an array of JAX.
-
-    Raises:
-        TypeError: as `held`, or it has a dtype that JAX does not have.
-        ValueError: it has integers with too many digits for JAX, which would cut them off.
+    """Return the leaf as an array of JAX. A TypeError as in `held`, or if JAX does not
+    have its dtype; a ValueError if JAX would cut off digits of its integers.
     """
     try:
         leaf = leaf if _is_python_number(leaf) else held(leaf, name)
@@ -103,11 +97,7 @@ def array(leaf: Any, name: str) -> jax.Array:
 
 
 def summand(leaf: Any, name: str) -> jax.Array:
-    """Return the leaf as an array that can be summed.
-
-    Raises:
-        TypeError: as `array`, or it is not floating point.
-    """
+    """Return the leaf as an `array`; a TypeError if it is not floating point."""
     leaf, dtype = _with_dtype(leaf, name)
     check_real(dtype, name)
     return array(leaf, name)
@@ -117,11 +107,8 @@ def sendable(leaf: Any, name: str) -> Any:
     """Return the leaf as an array whose `numbers` MPI can send.
 
     Outside ``jit`` 64-bit integers keep their bits: NumPy's arrays, and all integers
-    without axes, so that a Python counter on one rank matches JAX's on another.
-
-    Raises:
-        TypeError: as `array`, or its elements are not whole bytes.
-        ValueError: it is an integer that does not fit.
+    without axes, so that a Python counter on one rank matches JAX's on another. Errors
+    as in `array`, and a TypeError if its elements are not whole bytes.
     """
     leaf, dtype = _with_dtype(leaf, name)
     if not (is_key(dtype) or _has_bytes(dtype)):
@@ -141,11 +128,7 @@ def sendable(leaf: Any, name: str) -> Any:
 
 
 def check_real(dtype: Any, name: str) -> None:
-    """Raise unless this dtype can be in coded sums.
-
-    Raises:
-        TypeError: they are not. The message begins with the ``name`` and ends with the remedy.
-    """
+    """Raise a TypeError with the ``name`` unless coded sums can have this dtype."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
             f"{name} has dtype {dtype}, but coded sums are of real numbers: hand over real and imaginary "

@@ -88,17 +88,10 @@ def tree_reduce(
     parts: int = 1,
 ) -> jax.Array:
     """Do a rank's way up: receive from the children, decode, add its own message, send
-    to the parent.
-
-    Args:
-        own: this rank's message ``(..., P·l)``, with ``P = parts``.
-        children: ranks in the order of the code's rows; their messages are ``(...,
-            P·P'·l/m)``.
-        parent: the parent's rank; negative on the root.
-        coefficients: ``(m, n·P')``.
-
-    Returns:
-        ``(..., P·l)``, the coded sum over this rank's subtree.
+    to the parent, which is negative on the root. Return the coded sum over this rank's
+    subtree, like its own message ``(..., P·l)``, with ``P = parts``. The children's
+    messages are ``(..., P·P'·l/m)``, in the order of the code's rows; ``coefficients``
+    are ``(m, n·P')``.
     """
     total = own
     if children:

@@ -34,36 +34,23 @@ _WIRE_DTYPES = ("bfloat16", "float16")
 
 class Apart(NamedTuple):
     """A run of elements that checks do not compare with the rest of its vector:
-    gradients are small compared with a large loss.
+    gradients are small compared with a large loss."""
 
-    Attributes:
-        vector: the vector's index.
-        first, length: the elements' range.
-        kind: runs of one kind are compared together; kind 0 together with the rest of
-            the vector.
-    """
-
-    vector: int
-    first: int
+    vector: int  # the vector's index
+    first: int  # the elements' range
     length: int
+    # runs of one kind are compared together; kind 0 together with the rest of the vector
     kind: int
 
 
 class Kind(NamedTuple):
-    """The common properties of the leaves of one vector.
+    """The common properties of the leaves of one vector."""
 
-    Attributes:
-        dtype: the vector's dtype, in which they are `leaves.stored`.
-        wire: the dtype in which the vector is sent.
-        alone: whether they are numbers, in a vector padded so that each slice but the
-            first is zero.
-        split: axes of the mesh of this process's devices over which they are split;
-            along the others they are replicated.
-    """
-
-    dtype: np.dtype
-    wire: np.dtype
+    dtype: np.dtype  # the vector's dtype, in which they are `leaves.stored`
+    wire: np.dtype  # the dtype in which the vector is sent
+    # whether they are numbers, in a vector padded so that each slice but the first is zero
     alone: bool = False
+    # axes of the mesh of this process's devices over which they are split; along the others they are replicated
     split: tuple[str, ...] = ()
 
 
@@ -72,34 +59,23 @@ class Packing:
     """The data to rebuild a pytree from its vectors: structure, shapes and dtypes of
     the leaves; and the dtypes in which they are sent.
 
-    Hashable and comparable, so that it can be static under ``jit``.
+    Hashable and comparable, so that it can be static under ``jit``."""
 
-    Attributes:
-        structure: ``jax.tree_util.PyTreeDef``.
-        shapes, dtypes: the leaves' shapes and dtypes.
-        wire_dtype: the dtype in which float32 leaves are sent, except leaves without
-            axes, such as a loss or a count, which need their digits and have few bytes.
-        multiple: the number of slices into which vectors can be cut. Codes with slices
-            add up number ``j`` of all slices, and an approximate sum does not separate
-            them. So with more than one the leaves without axes are alone: a loss is
-            large compared with gradients.
-        splits: the leaves' axes, see `Kind`.
-    """
-
-    structure: Any
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[Any, ...]  # np.dtype, or the dtype of random keys
+    structure: Any  # ``jax.tree_util.PyTreeDef``
+    shapes: tuple[tuple[int, ...], ...]  # the leaves' shapes and dtypes
+    dtypes: tuple[Any, ...]
+    # the dtype in which float32 leaves are sent, except leaves without axes, such as a loss or a count, which need
+    # their digits and have few bytes
     wire_dtype: np.dtype | None = None
+    # the number of slices into which vectors can be cut. Codes with slices add up number ``j`` of all slices, and an
+    # approximate sum does not separate them. So with more than one the leaves without axes are alone: a loss is large
+    # compared with gradients.
     multiple: int = 1
-    splits: tuple[tuple[str, ...], ...] = ()
+    splits: tuple[tuple[str, ...], ...] = ()  # the leaves' axes, see `Kind`
 
     @classmethod
     def of(cls, pytree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
-        """Return the packing of a pytree of arrays or ``jax.ShapeDtypeStruct``.
-
-        Raises:
-            ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
-        """
+        """Return the packing of a pytree of arrays or ``jax.ShapeDtypeStruct``."""
         leaves, structure = jax.tree.flatten(pytree)
         return cls(
             structure,
@@ -207,22 +183,10 @@ def pack(
     wire_dtype: Any = None,
     multiple: int = 1,
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """Fuse the leaves of a pytree into one vector per dtype, or per `Kind`.
-
-    Args:
-        pytree: pytree of arrays and Python numbers. Empty leaves add no element.
-        floats_only: whether to accept the leaves of `leaves.summand`, otherwise those
-            of `leaves.sendable`.
-        wire_dtype, multiple: see `Packing`. The vectors have the dtypes of the leaves.
-
-    Returns:
-        The vectors, one for each kind with at least one element, and the `Packing`
-        that `unpack` needs.
-
-    Raises:
-        ValueError: ``wire_dtype`` is not bfloat16, float16 or ``None``.
-        TypeError, ValueError: a leaf is not an array of numbers, or not floating point.
-            The message names its place in the tree.
+    """Fuse the leaves of a pytree, arrays and Python numbers, into one vector for each
+    `Kind` with at least one element, in the leaves' dtypes. Return the vectors, and the
+    `Packing` that `unpack` needs. ``floats_only``: accept the leaves of
+    `leaves.summand`, otherwise those of `leaves.sendable`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -329,10 +293,8 @@ def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
 
 
 def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
-    """Return a dtype in which float32 can be sent, or none.
-
-    Raises:
-        ValueError: it is not bfloat16, float16 or ``None``.
+    """Return a dtype in which float32 can be sent, or none; a ValueError if it is not
+    bfloat16, float16 or ``None``.
     """
     if wire_dtype is None:
         return None

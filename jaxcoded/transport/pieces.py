@@ -29,20 +29,13 @@ _AS_MUCH = 1.5
 
 
 class Pieces(NamedTuple):
-    """The pieces of long vectors.
+    """The pieces of long vectors."""
 
-    Attributes:
-        bytes: bytes of a piece.
-        sections_from: bytes from which on sums are formed in sections; 0: none.
-        of_sections: number of pieces of such a sum, unless they become too long or
-            short; 0: the usual pieces.
-        delegating: the parents whose children form sections.
-    """
-
-    bytes: int
-    sections_from: int
+    bytes: int  # bytes of a piece
+    sections_from: int  # bytes from which on sums are formed in sections; 0: none
+    # number of pieces of such a sum, unless they become too long or short; 0: the usual pieces
     of_sections: int
-    delegating: frozenset[int]
+    delegating: frozenset[int]  # the parents whose children form sections
 
 
 def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:

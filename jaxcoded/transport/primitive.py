@@ -49,15 +49,10 @@ def _say_what_has_failed() -> None:
 
 
 class Rules(NamedTuple):
-    """The transformations that JAX may apply to a call of one kind.
+    """The transformations that JAX may apply to a call of one kind."""
 
-    Attributes:
-        alone: whether it concerns only this rank, and no round.
-        not_differentiated, not_batched: why it cannot be differentiated, or batched;
-            empty if it can.
-    """
-
-    alone: bool = False
+    alone: bool = False  # whether it concerns only this rank, and no round
+    # why it cannot be differentiated, or batched; empty if it can
     not_differentiated: str = ""
     not_batched: str = ""
 
@@ -104,15 +99,9 @@ _NO_GRADIENT = (
 
 
 def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | None]:
-    """Call the transport.
-
-    Args:
-        round: the description of the call.
-        operands: its operands. Without vectors the round still takes place, since other
-            ranks may have some.
-
-    Returns:
-        The results, and the next token: the given one if the round takes none.
+    """Call the transport. Return the results, and the next token: the given one if the
+    round takes none. Without vectors the round still takes place, since other ranks may
+    have some.
     """
     given = (getattr(operands, name) for name in round.leading)
     out = round_p.bind(*given, *operands.vectors, round=round)
@@ -331,15 +320,10 @@ def on_host(
 ) -> list[Any]:
     """Call Python in the order of the communication around it, in a traced transport.
 
-    Args:
-        function: takes numpy arrays and returns a tuple of them. It must not call JAX.
-            Its errors become a ``JaxRuntimeError`` that ends with the same text, and
-            the rest of the round is not carried out.
-        results: ``jax.ShapeDtypeStruct`` of each result.
-        operands: its arguments.
-
-    Returns:
-        The results.
+    ``function`` takes numpy arrays and returns a tuple of them, like ``results``, which
+    are ``jax.ShapeDtypeStruct``. It must not call JAX. Its errors become a
+    ``JaxRuntimeError`` that ends with the same text, and the rest of the round is not
+    carried out.
     """
     avals = tuple(ShapedArray(result.shape, result.dtype) for result in results)
     return host_p.bind(*operands, function=function, avals=avals)

@@ -16,54 +16,39 @@ from jaxcoded.transport.packing import Apart, Kind
 @dataclasses.dataclass(frozen=True)
 class Round:
     """A call of a group's transport: a round, or a step of one. The JAX primitive carries it, and the transport
-    reads it.
+    reads it."""
 
-    Attributes:
-        group: the index of the group.
-        call: its name, shapes and dtypes; equal on ranks that call the same.
-        kind: which step of a round, one of `primitive.RULES`.
-        vectors: the dtypes of each vector, and how it is split.
-        leading: the names of the `Operands` in front of the vectors.
-        up: the ranks' vectors are summed; otherwise every rank gets the root's.
-        down: every rank gets the result; otherwise the root alone, zeros elsewhere.
-        batch: the sizes of the leading axes of the vectors, made by ``vmap``.
-        devices: the devices of this process that call together, if several.
-        results: the types of the call's results; ``None``: those that follow from the vectors.
-        counts: whether the first vector counts examples.
-        residual: whether the last vector holds the coefficients of the sum.
-        apart: in a group with a check, the elements that are not compared with the
-            rest.
-        examples: the expected first number of the sum, if known, and the relative error
-            that rounding explains. Any other number is an error on all ranks.
-        audits: with shared work, the comparison of the block that two ranks compute in
-            each round: see `jaxcoded.collectives.audit.Audit.eps`.
-        number: the number of a part sent ahead, or of a block, from 0.
-        last_part: whether the vectors are the round's last parts, after the others were
-            sent ahead.
-        transposes: whether it may have a transpose, since its operands may come from
-            spread values.
-        transposed: whether this is the transpose of the round, the identity.
-    """
-
-    group: int
-    call: str = ""
-    kind: str = "round"
-    vectors: tuple[Kind, ...] = ()
-    leading: tuple[str, ...] = ()
+    group: int  # the index of the group
+    call: str = ""  # its name, shapes and dtypes; equal on ranks that call the same
+    kind: str = "round"  # which step of a round, one of `primitive.RULES`
+    vectors: tuple[Kind, ...] = ()  # the dtypes of each vector, and how it is split
+    leading: tuple[str, ...] = ()  # the names of the `Operands` in front of the vectors
+    # the ranks' vectors are summed; otherwise every rank gets the root's
     up: bool = True
+    # every rank gets the result; otherwise the root alone, zeros elsewhere
     down: bool = True
+    # the sizes of the leading axes of the vectors, made by ``vmap``
     batch: tuple[int, ...] = ()
+    # the devices of this process that call together, if several
     devices: Devices | None = None
+    # the types of the call's results; ``None``: those that follow from the vectors
     results: tuple[ShapedArray, ...] | None = None
-    counts: bool = False
-    residual: bool = False
+    counts: bool = False  # whether the first vector counts examples
+    residual: bool = False  # whether the last vector holds the coefficients of the sum
+    # in a group with a check, the elements that are not compared with the rest
     apart: tuple[Apart, ...] = ()
+    # the expected first number of the sum, if known, and the relative error that rounding explains. Any other number is
+    # an error on all ranks.
     examples: tuple[float, float] | None = None
+    # with shared work, the comparison of the block that two ranks compute in each round: see
+    # `jaxcoded.collectives.audit.Audit.eps`
     audits: tuple[float, ...] = ()
-    number: int = 0
+    number: int = 0  # the number of a part sent ahead, or of a block, from 0
+    # whether the vectors are the round's last parts, after the others were sent ahead
     last_part: bool = False
+    # whether it may have a transpose, since its operands may come from spread values
     transposes: bool = False
-    transposed: bool = False
+    transposed: bool = False  # whether this is the transpose of the round, the identity
 
     @functools.cached_property
     def signature(self) -> str:
@@ -95,21 +80,15 @@ def fingerprint(signature: str) -> int:
 
 
 class Operands(NamedTuple):
-    """The operands of a round. The vectors come last; they alone are batched and differentiated.
+    """The operands of a round. The vectors come last; they alone are batched and differentiated."""
 
-    Attributes:
-        vectors: ``(..., length)`` each.
-        place: int32, the number of this device if several call together.
-        token: int32 or float32, orders the round instead of JAX's effect.
-        skip: int32, not 0 if this rank has nothing to contribute.
-        erasures: bool ``(size,)``, ranks to leave out.
-    """
-
-    vectors: Sequence[jax.Array] = ()
+    vectors: Sequence[jax.Array] = ()  # ``(..., length)`` each
+    # int32, the number of this device if several call together
     place: jax.Array | None = None
+    # int32 or float32, orders the round instead of JAX's effect
     token: jax.Array | None = None
-    skip: jax.Array | None = None
-    erasures: jax.Array | None = None
+    skip: jax.Array | None = None  # int32, not 0 if this rank has nothing to contribute
+    erasures: jax.Array | None = None  # bool ``(size,)``, ranks to leave out
 
     def leading(self, *, takes_tokens: bool) -> tuple[str, ...]:
         """Return the names of the operands in front of the vectors, in the engine's
