@@ -26,7 +26,7 @@ from simulation import (
     tolerated,
 )
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import DEBUG, Check, Coded, make_plan
 from jaxcoded.plan import atoms
 
 many = settings(bounded, derandomize=True, max_examples=30)
@@ -477,14 +477,14 @@ def test_a_multiple_is_of_rounds_from_their_beginning():
 
 
 COMPARING = {
-    "nothing": {},
-    "what has come": {"verify": "raise"},
-    "until the deadline": {"verify": "raise", "verify_wait": True},
-    "all": {"debug": True},
+    "nothing": None,
+    "what has come": Check("raise"),
+    "until the deadline": Check("raise", wait=True),
+    "all": DEBUG,
 }
 
 
-def stopped_before_they_are_fetched(code, action, **options):
+def stopped_before_they_are_fetched(code, action, check=None):
     """A world of four ranks, whose root has chosen the messages of ranks 1 and 2. These have stopped
     after their offers, before it has fetched anything."""
     plan = make_plan(4, Coded(stragglers=1, code=code))
@@ -495,7 +495,7 @@ def stopped_before_they_are_fetched(code, action, **options):
         random.Random(0),
         hosts=[0, 1, 2, 3],
         limits=limits(action),
-        **options,
+        check=check,
     )
     for rank in (1, 2):
         world.submit(rank)
@@ -513,7 +513,7 @@ def test_a_deadline_while_messages_are_fetched(code, compares):
     the round."""
     if code == "ignore_stragglers" and compares != "nothing":
         pytest.skip("an approximate code compares nothing")
-    world = stopped_before_they_are_fetched(code, "raise", **COMPARING[compares])
+    world = stopped_before_they_are_fetched(code, "raise", COMPARING[compares])
     world.settle()
     said = "DeadlineExceeded: round 1 was not decided within 5 s: rank 0 waits for ranks 1, 2"
     assert world.ends[0][1].error.startswith(said)
@@ -526,7 +526,7 @@ def test_a_deadline_while_messages_are_fetched(code, compares):
 def test_who_is_waited_for_while_messages_are_fetched(compares):
     """Without a deadline that ends the round, the log names them, and the round ends once they go on."""
     world = stopped_before_they_are_fetched(
-        "cyclic_repetition", "wait", **COMPARING[compares]
+        "cyclic_repetition", "wait", COMPARING[compares]
     )
     world.settle()
     assert "rank 0 waits for ranks 1, 2" in world.nodes[0].waiting_for()
