@@ -116,9 +116,9 @@ def test_unreadable_texts(comm, monkeypatch, data, words):
     if RANK == LAST:
         wrong = np.frombuffer(bytearray(data), np.uint8)
         monkeypatch.setattr(agreement, "_bytes", lambda value: wrong)
-    with pytest.raises(CodedError, match=f"rank {LAST} says .*{words}"):
+    with pytest.raises(CodedError, match=f"the answer of rank {LAST} .*{words}"):
         agreement.gathered(comm, 5)
-    with pytest.raises(CodedError, match=f"rank {LAST} says .*{words}"):
+    with pytest.raises(CodedError, match=f"the answer of rank {LAST} .*{words}"):
         agreement.told(comm, 5, root=LAST)
     monkeypatch.undo()
     assert agreement.told(comm, RANK) == 0
