@@ -46,8 +46,9 @@ def named(
         slices: ``m``, the number of slices.
         seed: the seed of random codes.
 
-    Returns: A `GradientCode` with ``m`` slices, times its number of parts. It may
-        tolerate more than ``s``.
+    Returns:
+        A `GradientCode` with ``m`` slices, times its number of parts. It may tolerate
+        more than ``s``.
 
     Raises:
         ValueError: no such name or argument, the constructor rejects the arguments, or

@@ -31,7 +31,8 @@ def partial_stragglers(
         seed: the seed of the random draws of the coded part (`cyclic_repetition`;
             `fractional_repetition` if ``s+1`` divides ``n``).
 
-    Returns: A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
+    Returns:
+        A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
         ``stragglers = 0``. Its amplification also covers sets without late second
         parts.
 

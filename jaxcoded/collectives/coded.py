@@ -44,8 +44,9 @@ def summed(
         key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
         name, erasures, token, asked: see `prepared`.
 
-    Returns: The sum, the same on every rank; the auxiliary data; the counted numbers,
-        and their `Count`.
+    Returns:
+        The sum, the same on every rank; the auxiliary data; the counted numbers, and
+        their `Count`.
     """
     plan, transport = group.plan, group._session.transport
     with group._session.failing(name):

@@ -189,8 +189,9 @@ def coded_allreduce_done(
             computation that should hide the communication.
         token: the token of the last call, if a token orders the calls.
 
-    Returns: The result of `coded_allreduce`. A ``residual`` of several rounds is the
-        largest one.
+    Returns:
+        The result of `coded_allreduce`. A ``residual`` of several rounds is the largest
+        one.
 
     Raises:
         TypeError: ``handle`` is not a `Handle`.

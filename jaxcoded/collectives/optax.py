@@ -44,7 +44,8 @@ def sum_gradients(
         carry_token: whether to order the calls by a number in the state, which is
             faster to dispatch. Then the step must make no other call of this group.
 
-    Returns: A ``GradientTransformationExtraArgs``; ``update`` raises the errors of
+    Returns:
+        A ``GradientTransformationExtraArgs``; ``update`` raises the errors of
         `jaxcoded.coded_allreduce`, and ``ValueError`` for a gradient that
         `coded_value_and_grad` or another transformation has already summed in the same
         ``jit``, or outside.

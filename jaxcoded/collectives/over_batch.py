@@ -45,8 +45,9 @@ def summed(
             tangents or cotangents.
         name, token, asked: see `coded.summed`.
 
-    Returns: The sum, the same on every rank; the auxiliary data; the counted numbers,
-        and their `Count`.
+    Returns:
+        The sum, the same on every rank; the auxiliary data; the counted numbers, and
+        their `Count`.
     """
     transport = group._session.transport
     with group._session.failing(name):

@@ -51,9 +51,10 @@ def summed(
         name, residual, wire_dtype, token, words: see `prepared`.
         erasures: none, as the strategy refuses them.
 
-    Returns: The sum, the same on every rank; the auxiliary data, stacked over the
-        blocks that this rank holds, zeros for those that it has not computed; the
-        counted numbers, and their `Count`.
+    Returns:
+        The sum, the same on every rank; the auxiliary data, stacked over the blocks
+        that this rank holds, zeros for those that it has not computed; the counted
+        numbers, and their `Count`.
     """
     del erasures
     placement = group.plan.placement

@@ -126,9 +126,10 @@ def successors(
             tuple.
         place: the root's place in the new group.
 
-    Returns: Its ranks, in the old group's numbering, and the one with the most results:
-        the old root if it is one of them. The third is None if all have the same
-        results, or else how many different smaller amounts other ranks have.
+    Returns:
+        Its ranks, in the old group's numbering, and the one with the most results: the
+        old root if it is one of them. The third is None if all have the same results,
+        or else how many different smaller amounts other ranks have.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
