@@ -5,6 +5,7 @@ on request.
 import gc
 
 import compiled
+import hypothesis
 import pytest
 from launch import MOST
 
@@ -13,6 +14,9 @@ from launch import MOST
 gc.set_threshold(100_000, 20, 20)
 compiled.make_haste()
 compiled.share()
+# A loaded machine must not make a drawn example fail.
+hypothesis.settings.register_profile("without a deadline", deadline=None)
+hypothesis.settings.load_profile("without a deadline")
 
 
 def pytest_addoption(parser):
