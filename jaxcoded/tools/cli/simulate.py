@@ -8,6 +8,8 @@ steps in which all ranks compute until all is done, and messages take no time. A
 of the stragglers. jaxcoded plan looks for the best plan; docs/simulation.md tells what is simulated.
 """
 
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -19,6 +21,7 @@ from jaxcoded.tools.cli.cluster import Cluster, Command
 from jaxcoded.tools.report.pictures import picture
 from jaxcoded.tools.simulator import Layout, Ring, ideal_seconds, simulate
 from jaxcoded.tools.simulator.sections import IN_SECTIONS, forms_sections
+from jaxcoded.tools.simulator.stragglers import Delays, Stragglers
 from jaxcoded.tools.terminal import output
 from jaxcoded.tools.terminal.progress import progress
 
@@ -100,13 +103,16 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
     out = {}
     with progress("simulating") as tell:
         for number, (name, layout) in enumerate(layouts.items()):
-            tell(number / len(layouts))
+
+            def told(part: float, number: int = number) -> None:
+                tell((number + part) / len(layouts))
+
             out[name] = simulate(
                 layout,
                 cluster.network,
                 payload=cluster.payload,
                 work=cluster.work,
-                stragglers=cluster.stragglers,
+                stragglers=_Told(cluster.stragglers, rounds, told),
                 rounds=rounds,
                 seed=cluster.seed,
                 balanced=name == _BALANCED,
@@ -119,6 +125,20 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
         seed=cluster.seed,
     )
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Told(Stragglers):
+    """A model that reports the drawn share of the rounds."""
+
+    model: Stragglers
+    count: int
+    tell: Callable[[float], None]
+
+    def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
+        for number, delays in enumerate(self.model.rounds(size, seed)):
+            self.tell(number / self.count)
+            yield delays
 
 
 def _summary(took: np.ndarray) -> dict[str, float]:
