@@ -212,19 +212,24 @@ def test_a_rank_without_memory_for_a_part_of_its_message(decided):
         assert all(ends[number].outcome == DONE for number in range(3, 7))
 
 
-def test_a_root_without_memory_does_not_revoke_the_others_sum():
-    """Others have computed all blocks while the root's program computes one."""
-    rng = random.Random(1)
+def sharing_of_four(rounds):
+    """A world of four ranks that share the work of its first round, and may call it."""
     world = sharing_world(
-        rng,
+        random.Random(1),
         size=4,
         work=Shared(replicas=2, blocks=3),
-        rounds=2,
+        rounds=rounds,
         handed_over=False,
         audited=False,
     )
     world.shared = {1}
     world.open = 1
+    return world
+
+
+def test_a_root_without_memory_does_not_revoke_the_others_sum():
+    """Others have computed all blocks while the root's program computes one."""
+    world = sharing_of_four(rounds=2)
     world.idle.add(0)
     world.submit(0)
     world.settle()
@@ -237,16 +242,7 @@ def test_a_root_without_memory_does_not_revoke_the_others_sum():
 
 def test_a_root_that_loses_the_others_result_fails_the_next_round():
     """Its call got no memory for the result, and cannot get the result any more."""
-    world = sharing_world(
-        random.Random(1),
-        size=4,
-        work=Shared(replicas=2, blocks=3),
-        rounds=3,
-        handed_over=False,
-        audited=False,
-    )
-    world.shared = {1}
-    world.open = 1
+    world = sharing_of_four(rounds=3)
     world.idle.add(0)
     world.submit(0)
     world.settle()
@@ -452,16 +448,7 @@ def test_too_little_memory_for_a_snapshot():
 
 def test_a_rank_without_memory_between_two_blocks():
     """Its call ends with the error, although its program does not come for another block."""
-    world = sharing_world(
-        random.Random(1),
-        size=4,
-        work=Shared(replicas=2, blocks=3),
-        rounds=2,
-        handed_over=False,
-        audited=False,
-    )
-    world.shared = {1}
-    world.open = 1
+    world = sharing_of_four(rounds=2)
     world.submit(1)
     assert world.may_extend(1)  # it computes
     world.idle.add(1)
