@@ -36,19 +36,28 @@ def missing(plan):
 
 
 def test_prices():
+    """They are those of the plans, and the measured steps those of the benchmark."""
     rows = re.findall(
-        r"^\| `([^`]+)` \| (\d/\d) of the batch.* \| (\S+) × \| (.*) \|$",
+        r"^\| `(\w+\(.*?\))`.* \| (\d/\d) of the batch.* \| (\S+) × \| (.*) \| (\S+) \| (\S+) \|$",
         README,
         re.MULTILINE,
     )
-    assert len(rows) == 5
-    for arguments, load, work, late in rows:
+    assert [row[0] for row in rows] == ["Uncoded()", "Shared()", "Coded(stragglers=1)"]
+    measured = (ROOT / "benchmarks" / "README.md").read_text()
+    for (arguments, load, work, late, *steps), column in zip(rows, (0, 3, 1)):
         plan = jaxcoded.make_plan(4, jaxcoded.Strategy.parse(arguments))
         assert plan.load == fractions.Fraction(load)
         assert float(work) == round(float(plan.load) * 4, 1)
-        assert late.split(",")[0] == {"none": "nobody"}.get(
+        assert late == {"none": "nobody"}.get(
             missing(plan), f"{missing(plan)} but the root"
         )
+        for step, what in zip(steps, ("120 ms, nobody slow", "one 10 × slower")):
+            (row,) = re.findall(rf"^\| {what} \|(.*)\|$", measured, re.MULTILINE)[:1]
+            assert row.split(" | ")[column].strip() == step
+    root = jaxcoded.Coded(stragglers=1, root_computes=True)
+    assert (
+        f"of 4 ranks computes {jaxcoded.make_plan(4, root).load} of the batch" in README
+    )
 
 
 SCHEME = re.compile(

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import pathlib
+import re
 import time
 from types import SimpleNamespace
 
@@ -40,6 +41,14 @@ def example(name, *needs):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.skipif(SIZE < 3, reason="too few ranks for its code")
+def test_the_readme(capsys):
+    readme = (FOLDER.parent / "README.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(program, {})  # noqa: S102
+    assert re.fullmatch(r"rank \d+: 5\.50\n", capsys.readouterr().out)
 
 
 def digits(many=None):

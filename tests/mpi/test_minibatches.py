@@ -233,7 +233,7 @@ def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd
 @engine_only
 @pytest.mark.parametrize("epochs", [True, False])
 def test_a_rank_with_other_parameters(comm, transport, epochs):
-    """Shared work in the debug mode: the mismatch is detected 62 times of 63."""
+    """Shared work with `DEBUG`: the mismatch is detected 62 times of 63."""
     options = jaxcoded.Options(check=jaxcoded.DEBUG)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=0), transport=transport, options=options
