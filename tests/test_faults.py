@@ -1120,6 +1120,14 @@ def test_ranks_that_fail_to_join_do_not_change_the_group(tmp_path, way, words, s
         assert re.search("ranks? 3(-4)?: status 1", job.stderr), job.stderr[-2000:]
 
 
+def test_a_rank_that_dies_while_others_connect_with_it(tmp_path):
+    job = extend(tmp_path, 3, 4, "code", "dies connect", "join 1")
+    said = {it["said"][0] for it in job.reports.values() if not it["joined"]}
+    starter = "no rank has joined of 2: number 1 of those that were started has not joined: it has died"
+    assert sum(starter in it for it in said) == 1
+    assert all("this group continues unchanged" in it for it in said)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("way", "words"),

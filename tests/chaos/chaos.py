@@ -47,7 +47,8 @@ OF_A_JOB = 16  # schedules of a job
 HOSTS, OF_JOBS = 3, 10  # one of 10 jobs runs on 3 hosts
 LOOK = 0.02  # seconds between two looks at the board
 # Seconds on an idle machine:
-HANGS = 30.0  # without progress
+# without progress; `extended` may wait for 30 s (`joining.opening_seconds`) until it gives up
+HANGS = 45.0
 STARTS = 60.0  # until a job starts
 ENDS = 20.0  # until processes end after the last schedule
 ASKED = 1.0  # until ranks have written their stacks

@@ -78,7 +78,7 @@ if joins and way == "hangs":
 if joins and way.startswith("dies") and MPI.COMM_WORLD.rank == 0:
     whose, what = {
         "hello": (engine, "fault_tolerant"),
-        "connect": (joining.Side, "joined"),
+        "connect": (joining, "joined"),
         "open": (Session, "__init__"),
         "enter": (NewRank, "enter"),
     }[way.split()[1]]

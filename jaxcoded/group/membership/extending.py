@@ -135,7 +135,10 @@ class Extending(Change):
         old, invitation = self._old, self._invitation
         assert invitation is not None
         self._until = time.monotonic() + joining.opening_seconds(self._timeout)
-        both = self._old_ranks.connect(ranks, invitation, self._until)
+        try:
+            both = self._old_ranks.connect(ranks, invitation, self._until)
+        except CodedError as error:
+            raise CodedError(self._none(str(error))) from error
         self._comms.append(both)
         if not self._drained:
             raise CodedError(

@@ -306,7 +306,7 @@ def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
 
 
 def _has_not(rank: int, why: str) -> str:
-    return f"{_number(rank)} has not: {why}"
+    return f"{_number(rank)} has not joined: {why}"
 
 
 def _number(rank: int) -> str:
