@@ -8,9 +8,8 @@ Without -n it measures the ranks of the job that it is started in:
 
     jaxcoded run -n 4 --hosts a:2,b:2 -m jaxcoded bench --save cluster.json
 
-Ranks half the job apart exchange messages by MPI, all pairs at once; then all ranks compute products
-of matrices at the same time, for about a second. Start as many ranks on each host as the job will
-have: what they take from each other is measured, too.
+Ranks half the job apart exchange messages by MPI, all pairs at once. Then all ranks compute products of matrices for
+about a second. Start as many ranks on each host as the job will have, since ranks slow each other down.
 """
 
 import pathlib
@@ -36,7 +35,7 @@ _MANY = 32  # most rows of a table
 @click.option(
     *places.RANKS,
     type=int,
-    help="Ranks to start. Default: none, this is one of a job.",
+    help="Ranks to start. Default: none, as this is a rank of a job.",
 )
 @places.options
 @click.option(
@@ -52,7 +51,7 @@ def command(
     mpirun: str | None,
     **where: str | None,
 ) -> None:
-    """Measure, and print."""
+    """Print what was measured."""
     if save is not None and not pathlib.Path(save).absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder")
     if save is not None and pathlib.Path(save).is_dir():

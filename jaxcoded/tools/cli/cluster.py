@@ -113,12 +113,12 @@ _OPTIONS = (
     click.Option(
         ["--payload"],
         metavar="BYTES",
-        help="What is summed in every step, such as 4e6 or 4MB.",
+        help="Bytes that every step sums, such as 4e6 or 4MB.",
     ),
     click.Option(
         ["--parameters"],
         metavar="COUNT",
-        help="Instead of --payload: of the model whose gradient is summed in every step, such as "
+        help="Instead of --payload: parameters of the model whose gradient every step sums, such as "
         "25M or 7B (billions).",
     ),
     click.Option(
@@ -130,9 +130,8 @@ _OPTIONS = (
         ["--compute"],
         required=True,
         metavar="SECONDS",
-        help="What one usual rank would take for the gradient of the whole batch on its own, "
-        "such as 1.2 or 500ms: about the uncoded computation of a step times the number of "
-        "ranks.",
+        help="Time of one usual rank for the gradient of the whole batch, such as 1.2 or 500ms: "
+        "about the computation of an uncoded step times the number of ranks.",
     ),
     click.Option(
         ["--model"],
@@ -162,7 +161,7 @@ _OPTIONS = (
     click.Option(
         ["--latency"],
         type=float,
-        help="Seconds until a small message is there. Default: 50e-6.",
+        help="Seconds until a small message arrives. Default: 50e-6.",
     ),
     click.Option(
         ["--seed"],

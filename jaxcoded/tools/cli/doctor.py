@@ -1,9 +1,9 @@
-"""Say whether everything is there that jaxcoded needs, and what to do where it is not.
+"""Say whether jaxcoded has everything that it needs, and what to do otherwise.
 
     jaxcoded doctor -n 4
 
-Looks at the installation and the machine, then starts so many ranks, which sum with each other.
-The status is 1 if something is bad.
+Looks at the installation and the machine, then starts this many ranks, which sum with each other. The status is 1 if
+something is bad.
 """
 
 import ast

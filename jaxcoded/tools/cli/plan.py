@@ -1,12 +1,12 @@
 """Find the strategy of a job: whether to share its work, to take a code and which one, or neither.
 
-The job is simulated with shared work, with many trees and codes, and without a code: ring
-all-reduce and uncoded trees. docs/planning.md tells how, and what is not looked at.
+It simulates the job with shared work, with many trees and codes, and without a code (ring and trees).
+docs/planning.md says how, and what is left out.
 
     jaxcoded plan -n 13 --payload 4MB --compute 1.2 --model pareto
 
-Without a --model it takes the links and ranks that jaxcoded bench has measured (--measured FILE), or
-that all are alike.
+Without a --model it takes the links and ranks that jaxcoded bench has measured (--measured FILE), or assumes equal
+ones.
 """
 
 import math
@@ -49,8 +49,8 @@ _LEGEND = (
 @click.option(
     "--reading",
     metavar="SECONDS",
-    help="What a rank would take to read the data of the whole batch, of which it reads in "
-    "every step what it holds. Default: 0.",
+    help="Time in which a rank would read the whole batch; in every step it reads what it holds. "
+    "Default: 0.",
 )
 @click.option(
     "--top", type=int, default=5, show_default=True, help="Coded plans to show."

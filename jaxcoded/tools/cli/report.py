@@ -1,7 +1,7 @@
-"""Which ranks straggled in a job, what coding saved, and how long other plans would have taken.
+"""Show which ranks straggled in a job, what coding saved, and how long other plans would have taken.
 
-Reads what group.telemetry().save(FILE) wrote: the file of the root, and those of other
-ranks of the same job, as many as there are. Prints a summary and draws pictures.
+Reads files of group.telemetry().save(FILE): that of the root, and those of other ranks of the job, if any. Prints a
+summary and draws pictures.
 
     jaxcoded report rank-*.npz --out pictures
 """

@@ -2,12 +2,10 @@
 
     jaxcoded run -n 4 train.py --steps 100
 
-Where there are more ranks than cores they take turns, and each computes with as many threads as it
-has cores. The GPUs of a host are divided among its ranks. Every line of output begins with its rank,
-and a terminal shows progress bars of ranks below each other.
-No process of the job is left on this host when it is over, nor memory that ranks share with Open MPI: also when this
-command is killed.
-docs/faults.md tells what a job survives that was started with --ft.
+If there are more ranks than cores, they take turns. Each computes with as many threads as it has cores. The GPUs of a
+host are divided among its ranks. Every line of output begins with its rank, and a terminal shows progress bars of
+ranks below each other. The job leaves no process and no shared memory on this host, even if this command is killed.
+docs/faults.md says what a job with --ft survives.
 """
 
 import json
@@ -29,48 +27,45 @@ from jaxcoded.tools.terminal import lines
     *places.RANKS,
     type=int,
     envvar="SLURM_NTASKS",
-    help="How many processes. In a job of Slurm, default: its tasks.",
+    help="Processes to start. Default in a job of Slurm: its tasks.",
 )
 @click.option(
     "--ft",
     "fault_tolerant",
     is_flag=True,
-    help="The others go on when a rank is killed: Open MPI 5, which then reports deaths.",
+    help="The others continue when a rank is killed. Needs Open MPI 5, which reports deaths.",
 )
 @click.option(
     "--on-error",
     type=click.Choice(["abort", "go-on"]),
-    help="What the others do after an uncaught error of a rank. Default: abort; with --ft "
-    "go-on.",
+    help="What other ranks do after an uncaught error. Default: abort; with --ft go-on.",
 )
 @places.options
 @click.option(
     *("-x", "variables"),
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="A variable of the environment that ranks on other hosts are to get, too. They get those that begin with JAX "
-    "or XLA_.",
+    help="Pass a variable of the environment to ranks on other hosts, too. Those that begin with JAX or XLA_ are "
+    "always passed.",
 )
 @click.option(
     "--timeout",
     type=float,
     metavar="SECONDS",
-    help="End the job after these.",
+    help="End the job after this time.",
 )
 @click.option(
     "--all-gpus",
     is_flag=True,
-    help="Each rank sees all GPUs of its host, and not its share of them. The program then chooses one, or all "
-    "ranks take the first.",
+    help="Each rank sees all GPUs of its host instead of its share. The program must choose one, or all ranks take "
+    "the first.",
 )
-@click.option(
-    "--plain", is_flag=True, help="Output without the ranks in front of the lines."
-)
+@click.option("--plain", is_flag=True, help="Print lines without their ranks.")
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="At the end say on standard error, in one line of JSON, how each rank ended.",
+    help="At the end print on standard error, as one line of JSON, how each rank ended.",
 )
 @click.option("-m", "module", is_flag=True, help="PROGRAM is the name of a module.")
 @click.argument("program")

@@ -1,11 +1,10 @@
-"""Simulate steps with one strategy, beside no code and the ideal.
+"""Simulate steps with one strategy, without a code, and ideal ones.
 
     jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --model pareto --strategy "Coded(stragglers=1, fanout=3)"
 
-Uncoded is the same tree that waits for all ranks, and a ring all-reduce; balanced is the tree with loads in proportion
-to the speeds of the step before; ideal are
-steps in which all ranks compute until all is done, and messages take no time. All have the same draws
-of the stragglers. jaxcoded plan looks for the best plan; docs/simulation.md tells what is simulated.
+Uncoded: the same tree, waiting for all ranks, and a ring all-reduce. Balanced: that tree, with loads in proportion to
+the speeds of the step before. Ideal: all ranks compute until all is done, and messages take no time. All have the
+same draws of the stragglers. jaxcoded plan finds the best plan; docs/simulation.md says what is simulated.
 """
 
 import dataclasses
@@ -55,7 +54,7 @@ def command(
     path: str | None,
     json: bool,
 ) -> None:
-    """Simulate, and print."""
+    """Print the simulated steps."""
     rounds = _require.integer("--rounds", rounds, 1)
     if path is not None and not path.endswith(_PICTURES):
         raise ValueError(f"--picture {path}: must end with {' or '.join(_PICTURES)}")

@@ -1,4 +1,4 @@
-"""Which plan is the fastest on a cluster."""
+"""Find the fastest plan on a cluster."""
 
 from jaxcoded.tools.planner.search import Estimate as Estimate
 from jaxcoded.tools.planner.search import LeftOut as LeftOut

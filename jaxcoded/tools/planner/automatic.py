@@ -1,4 +1,4 @@
-"""The plan of a group that plans itself."""
+"""Plan a group from measurements of its ranks."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ logger = logging.getLogger("jaxcoded")
 
 @dataclasses.dataclass(frozen=True)
 class Automatic:
-    """How a group plans itself: the arguments of `CodedGroup.auto`."""
+    """The arguments of `CodedGroup.auto`."""
 
     payload: float
     work: Callable[[float], Any] | float
@@ -40,13 +40,12 @@ class Automatic:
 
     @property
     def request(self) -> dict[str, Any]:
-        """What ranks must have in common."""
+        """Return what must be equal on all ranks."""
         how = "a function" if callable(self.work) else self.work
         return {"plan": "auto", **vars(self), "work": how}
 
     def first(self, options: Options | None, hosts: Sequence[str]) -> Plan:
-        """Return the plan that a rank on each of these hosts begins with; a ValueError with
-        the value and the remedy if an argument is not sound."""
+        """Return the first plan, for a rank on each of these hosts. Raise a ValueError if an argument is invalid."""
         size, work = len(hosts), self.work
         if options is not None and options.piece_bytes is not None:
             raise ValueError(
@@ -60,9 +59,9 @@ class Automatic:
             )
         if not (callable(work) or _require.is_positive(work)):
             raise ValueError(
-                "CodedGroup.auto needs work, a function work(part) that computes the gradient of "
-                "such a part of the batch, or the seconds that one rank would take for the "
-                f"whole batch: got work={work!r}"
+                "CodedGroup.auto needs work: a function work(part) that computes the gradient of "
+                "a part of the batch, or one rank's seconds for the whole batch. Got "
+                f"work={work!r}"
             )
         if self.replicas is not None:
             _require.integer("replicas", self.replicas, 0)
@@ -71,10 +70,10 @@ class Automatic:
         return make_plan(size, Uncoded())
 
     def choose(self, comm: MPI.Intracomm, transport: str, options: Options) -> Choice:
-        """Measure, and return what all ranks take. Collective; rank 0 decides. A RuntimeError on every rank if
-        ``work`` failed on one, and a ValueError if rank 0 could not plan."""
+        """Measure, and return the choice of rank 0. Collective. Raise a RuntimeError on every rank if ``work`` failed
+        on one, and a ValueError if rank 0 could not plan."""
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
-        # whoever compares messages sums by the root
+        # if messages are compared, the root forms the sum
         whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
         not_shared = why_not_shared(transport, reasons)
         return self.measured(comm, not_shared, 0 if whole else options.sections_from)
@@ -82,7 +81,7 @@ class Automatic:
     def measured(
         self, comm: MPI.Intracomm, not_shared: str, sections_from: int | None
     ) -> Choice:
-        """See `choose`. ``sections_from``: None, if it is as is expected to pay between the hosts."""
+        """Do what `choose` says. ``sections_from=None``: choose it, so that sections pay."""
         size = comm.size
         if size == 1:
             alone = make_plan(1, Uncoded())
@@ -150,7 +149,7 @@ def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
     if best.candidate.shared:
         words += (
             ". Work is shared by coded_value_and_grad and by group.blocks; other sums wait "
-            "for all ranks (give replicas=0 where a program has only these)"
+            "for all ranks (give replicas=0 if a program has only these)"
         )
     if best.in_sections:
         words += f". Its {IN_SECTIONS}"

@@ -1,4 +1,4 @@
-"""The trees and codes that the planner compares, and shared work."""
+"""List the trees, codes and ways to share work that the planner compares."""
 
 import dataclasses
 import itertools
@@ -17,7 +17,7 @@ _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
 _REPLICAS = (1, 2, 3)  # and all others
 _MOST_SHARING = 64  # ranks in jobs whose work may be shared
-_BLOCK = 5e-3  # seconds that a block takes at least
+_BLOCK = 5e-3  # seconds of the shortest block
 _MOST_BLOCKS = 12  # of a rank
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
 # children of codes that are drawn at random, which costs time and digits
@@ -30,62 +30,61 @@ class Candidate:
 
     strategy: Strategy | None  # None: a ring all-reduce, of which there is no group
     piece: int = PIECE  # bytes in which messages move
-    # Whether the load of each rank is in proportion to the speed that it had in the step before. To compare with: a
-    # group comes to that with `CodedGroup.replan` after each step.
+    # Whether loads follow the speeds of the step before, as with `CodedGroup.replan` after each step.
     balanced: bool = False
 
     @property
     def tree(self) -> bool:
-        """Whether a group can be made of it."""
+        """Return whether a group can be made of it."""
         return self.strategy is not None
 
     @property
     def shared(self) -> bool:
-        """Whether ranks compute blocks of others."""
+        """Return whether ranks compute blocks of others."""
         return isinstance(self.strategy, Shared)
 
     @property
     def coded(self) -> bool:
-        """Whether ranks compute or send more than their own part of the batch."""
+        """Return whether it has a code."""
         return isinstance(self.strategy, Coded)
 
     @property
     def plain(self) -> bool:
-        """Whether all ranks are waited for, and the batch is divided once."""
+        """Return whether all ranks are waited for, and the batch is divided once."""
         return not (self.coded or self.shared or self.balanced)
 
     @property
     def fanout(self) -> int:
-        """Most children of a parent; 0 if there are none."""
+        """Return the most children of a parent; 0 without any."""
         return getattr(self.strategy, "fanout", None) or 0
 
     @property
     def stragglers(self) -> int:
-        """Children of a parent that its code may miss."""
+        """Return how many children of a parent may be late."""
         return getattr(self.strategy, "stragglers", 0)
 
     @property
     def slices(self) -> int:
-        """How many times shorter the messages of its code are."""
+        """Return how many times shorter its code makes messages."""
         return getattr(self.strategy, "slices", 1)
 
     @property
     def replicas(self) -> int:
-        """Other ranks that hold each block of the batch."""
+        """Return how many other ranks hold each block."""
         return getattr(self.strategy, "replicas", 0)
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Return the candidate in words."""
         name = repr(self.strategy) if self.tree else "ring all-reduce"
         return name + ", speeds of the step before" * self.balanced
 
     def held(self, layout: Layout | Ring) -> float:
-        """The largest part of the batch whose data a rank holds; in its `layout`."""
+        """Return the largest part of the batch whose data a rank holds."""
         return float(layout.loads.max()) * (1 + self.replicas)
 
     def layout(self, ranks: int) -> Layout | Ring:
-        """What the simulator takes."""
+        """Return the layout for the simulator."""
         it = self.strategy
         if not isinstance(it, Coded | Uncoded):
             return Layout.of(self.plan(ranks)) if self.shared else Ring(ranks)
@@ -98,20 +97,19 @@ class Candidate:
         return dataclasses.replace(layout, loads=loads)
 
     def plan(self, ranks: int) -> Plan:
-        """Return the plan of a group; a ValueError if there is none."""
+        """Return the plan of a group, or raise a ValueError if there is none."""
         return make_plan(ranks, self.strategy)
 
     @property
     def base(self) -> "Candidate":
-        """The one that this is a variant of."""
+        """Return the candidate of which this is one of the `variants`."""
         strategy: Any = self.strategy
         return Candidate(
             strategy and dataclasses.replace(strategy, root_computes=False)
         )
 
     def variants(self, payload: float) -> Iterator["Candidate"]:
-        """The same tree and code with other pieces, and with and without data at the
-        root."""
+        """Yield the same tree and code with other pieces, with and without data at the root."""
         if not self.tree:
             yield self
             return
@@ -131,7 +129,7 @@ RING = Candidate(None)
 def code_tree(
     fanout: int, stragglers: int = 0, slices: int = 1, seed: int = 0
 ) -> Candidate:
-    """A tree whose root has no data; with a code if it has any use for one."""
+    """Return a tree whose root has no data, coded if it has stragglers or slices."""
     if stragglers == 0 and slices == 1:
         return Candidate(Uncoded(fanout=fanout, root_computes=False))
     return Candidate(
@@ -140,7 +138,7 @@ def code_tree(
 
 
 def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
-    """Trees and codes for so many ranks, and the ring, without their `variants`: see ``docs/planning.md``."""
+    """Return the ring, trees and codes for this many ranks, without `variants` (``docs/planning.md``)."""
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}
     # parents with equal numbers of children more often have repetition, without κ
@@ -163,8 +161,7 @@ def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
 
 
 def checked_replicas(replicas: int, ranks: int) -> int:
-    """Return replicas that so many ranks can have; a ValueError if there are not so
-    many others."""
+    """Return ``replicas``, or raise a ValueError if there are not enough ranks."""
     replicas = _require.integer("replicas", replicas, 0)
     if replicas >= ranks:
         raise ValueError(
@@ -175,8 +172,7 @@ def checked_replicas(replicas: int, ranks: int) -> int:
 
 
 def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
-    """Why there are no ways to share the work, in words that follow "shared work"; empty if
-    there are some. The arguments are those of `sharing`."""
+    """Return why `sharing` is empty, in words that follow "shared work"; otherwise an empty text."""
     if most == 0:
         return "is left out by replicas=0"
     if not 3 <= ranks <= _MOST_SHARING:
@@ -190,8 +186,8 @@ def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
 
 
 def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
-    """Return ways to share the work of so many ranks, which one usual rank would do in ``work`` seconds, without
-    their `variants`. ``most``: other ranks that may hold each block; default all."""
+    """Return ways to share the work, without `variants`. ``work``: seconds of one usual rank; ``most``: other ranks
+    that may hold each block, by default all."""
     if why_not_shared(ranks, work, most):
         return []
     blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
@@ -212,23 +208,22 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
 
 
 def may_be_drawn(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Whether its code may be looked for, as far as that is known without drawing any."""
+    """Return whether it is worth drawing its code, as far as that is known before."""
     return not (
         too_many_to_draw(layout, candidate) or exceeds(layout, candidate, amplification)
     )
 
 
 def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:
-    """Whether a parent of more than 64 children has a code that is no repetition, which takes long to find."""
+    """Return whether a parent of more than 64 children needs a random code, which takes long to find."""
     return candidate.coded and max(_most_drawn(layout)) > MOST_DRAWN
 
 
 def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Whether κ is above a bound, as far as that is known without drawing codes.
+    """Return whether κ is above a bound, as far as that is known without drawing codes.
 
-    Codes that are no repetition were drawn for up to 128 children: with one straggler κ
-    is above ``n / 2``, with more of them far above its square. With slices that holds where ``s + m``
-    does not divide ``n``, as the code falls into small blocks otherwise.
+    Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above its square with more.
+    With slices that holds if ``s + m`` does not divide ``n``; otherwise the code consists of small blocks.
     """
     it = candidate.strategy
     if not isinstance(it, Coded):

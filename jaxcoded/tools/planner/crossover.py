@@ -1,4 +1,4 @@
-"""The least bytes of a sum that sections make faster."""
+"""Find the shortest sum that sections make faster."""
 
 import dataclasses
 
@@ -8,11 +8,10 @@ _LEAST, _MOST = 12, 26  # powers of two: shorter sums come with a control messag
 
 
 def sections_pay_from(layout: Layout, network: Network) -> int:
-    """Return the bytes of a sum, a power of two, from which on families are expected to form it sooner
-    in sections than parents by themselves, with nobody late; 0: never, up to 64 MiB.
+    """Return the bytes, a power of two, from which sections make a sum faster if nobody is late; 0: never, up to 64
+    MiB.
 
-    Slow cables gain early, as the root's is the bottleneck. Where latency is what takes the time,
-    sections cost more of it."""
+    Slow cables gain early, as the root's is the bottleneck. Sections cost more latency."""
     found = 0
     for power in range(_MOST, _LEAST - 1, -1):
         in_sections, by_root = (

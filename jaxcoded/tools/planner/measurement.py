@@ -1,4 +1,4 @@
-"""What was measured of a job's links and ranks, and the file of it. Needs neither MPI nor JAX."""
+"""Measured links and ranks of a job, and their file. Needs neither MPI nor JAX."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ _FORMAT = "jaxcoded measurement 1"
 
 
 class Link(NamedTuple):
-    """Between two ranks."""
+    """The link between two ranks."""
 
     rank: int
     partner: int
@@ -26,7 +26,7 @@ class Link(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What `measured` has found."""
+    """The result of `measured`."""
 
     network: Network  # between ranks that are far apart in the job, all pairs at once
     work: float  # seconds that a usual rank takes to compute once
@@ -36,24 +36,24 @@ class Measurement:
 
     @property
     def rounds(self) -> int:
-        """How often the fastest rank has computed."""
+        """Return how often the fastest rank has computed."""
         return len(self.stragglers.factors)
 
     @property
     def speeds(self) -> np.ndarray:
-        """How fast each rank usually computes, relative to the fastest: 0 … 1."""
+        """Return the usual speed of each rank relative to the fastest: 0 … 1."""
         usual = np.median(self.stragglers.factors, axis=0)
         return usual.min() / usual
 
     def to_fields(self) -> dict[str, Any]:
-        """What JSON can say."""
+        """Return the fields for JSON."""
         return {
             "format": _FORMAT,
             "network": dataclasses.asdict(self.network),
             "work": self.work,
             "links": [link._asdict() for link in self.links],
             "hosts": list(self.hosts),
-            # six digits are more than times have
+            # times have fewer than six digits
             "factors": [
                 [float(f"{factor:.6g}") for factor in row]
                 for row in self.stragglers.factors.tolist()
@@ -62,7 +62,7 @@ class Measurement:
 
     @classmethod
     def from_fields(cls, said: dict[str, Any]) -> Self:
-        """Return what `to_fields` has made; a ValueError if they are something else."""
+        """Return the measurement of `to_fields`; raise a ValueError for anything else."""
         try:
             if said["format"] != _FORMAT:
                 raise ValueError(f"its format is {said['format']!r}, not {_FORMAT!r}")
@@ -91,7 +91,7 @@ class Measurement:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Return what `save` wrote; a ValueError with the path if it is something else."""
+        """Return what `save` wrote; raise a ValueError with the path for anything else."""
         text = contents(path)
         try:
             return cls.from_fields(_parse.document(text))
@@ -102,7 +102,7 @@ class Measurement:
 
 
 def _link(said: dict[str, Any], ranks: int) -> Link:
-    """Raises ValueError, TypeError or KeyError where it is none."""
+    """Return a link; raise a ValueError, TypeError or KeyError for anything else."""
     link = Link(**said)
     for name in ("rank", "partner"):
         _require.integer(name, getattr(link, name), 0, ranks - 1)

@@ -1,4 +1,4 @@
-"""Measure what a job's links and ranks can do, in about two seconds before it starts."""
+"""Measure links and ranks in about two seconds."""
 
 import statistics
 import time
@@ -27,10 +27,11 @@ def measured(
     progress: Callable[[float], None] = lambda part: None,
 ) -> Measurement:
     """Measure links and computation on all ranks at the same time. Collective; waits for the slowest rank to compute
-    twice. No other messages may be under way in ``comm``. A RuntimeError on every rank if ``work`` failed on one.
+    twice. No other messages may be under way in ``comm``. Raises a RuntimeError on every rank if ``work`` failed on
+    one.
 
-    ``work`` computes once; it is called once to compile, and then for a second. Or it is the seconds that this takes:
-    then only the spread is measured, with a loop. ``progress`` is told the part that is done."""
+    ``work`` computes once; it is called once to compile, and then for a second. If it is a number of seconds, a loop
+    measures only the spread. ``progress`` gets the part that is done."""
     compute = _loop(comm, work) if isinstance(work, float) else work
     failure: Exception | None = None
     times: list[float] = []
@@ -99,7 +100,7 @@ def _added(times: np.ndarray, together: int) -> np.ndarray:
 
 
 def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
-    """Computation that takes up to 5 ms on rank 0, and the same on all ranks."""
+    """Return a computation of up to 5 ms on rank 0, the same on all ranks."""
     matrix = np.full((64, 64), 1 / 64)
     begun = time.perf_counter()
     for _ in range(100):
@@ -118,8 +119,8 @@ def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
 
 
 def _links(comm: MPI.Intracomm) -> tuple[float, float]:
-    """Seconds until a small message is there, and bytes per second of a large one, seen by this rank; 0 where it only
-    answers. Ranks near each other are often on one host, so each talks to the one that is half the job away."""
+    """Measure the seconds of a small message, and the bytes per second of a large one; 0 for a rank that only
+    answers. Neighbours are often on one host, so each rank talks to the one that is half the job away."""
     partner = _partner(comm.rank, comm.size)
     if partner <= comm.rank:
         if partner < comm.rank:
@@ -144,13 +145,13 @@ def _links(comm: MPI.Intracomm) -> tuple[float, float]:
 
 
 def _partner(rank: int, size: int) -> int:
-    """Return the rank half the job away; with an odd number the last one is alone."""
+    """Return the rank half the job away; of an odd number the last one is alone."""
     half = size // 2
     return rank if rank >= 2 * half else (rank + half) % (2 * half)
 
 
 def ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
-    """Seconds until an answer to a message is here; the partner is in `answer_pings`."""
+    """Return the seconds until the partner, in `answer_pings`, has answered a message."""
     begun = time.perf_counter()
     answer = np.empty(1, np.uint8)
     requests = [
@@ -163,7 +164,7 @@ def ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
 
 
 def end_pings(comm: MPI.Intracomm, partner: int) -> None:
-    """Let the partner return."""
+    """Let `answer_pings` of the partner return."""
     wait(comm.Isend(np.empty(0, np.uint8), partner, _PING))
 
 

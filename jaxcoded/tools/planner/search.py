@@ -1,4 +1,4 @@
-"""The plan that is expected to be the fastest, found with the simulator."""
+"""Find the plan that is expected to be the fastest, with the simulator."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ from jaxcoded.tools.simulator.sections import forms_sections
 from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
 
-_GAIN = 0.01  # less is no reason to code
+_GAIN = 0.01  # a smaller one is no reason to code
 _MORE_DATA = 0.05  # gain that is worth holding data on more ranks
 _NEAR = 1.2  # times the best: shared work that may yet win
 _BATCHES = 16  # of consecutive rounds, whose means are nearly independent
@@ -41,8 +41,8 @@ class Estimate:
 
     Attributes:
         candidate: of which.
-        seconds: of each simulated round, and of reading, float64 ``(rounds,)``, for the
-            same draws of the stragglers in all estimates of a ranking.
+        seconds: of each simulated round, with reading, float64 ``(rounds,)``; all estimates of a ranking have the
+            same draws.
         load: the part of the batch that the busiest rank computes.
         message: bytes that a child of the root sends to it; in a ring, to its
             neighbour in a step.
@@ -63,29 +63,28 @@ class Estimate:
 
     @property
     def step(self) -> float:
-        """Expected seconds of a step: the mean over the simulated rounds."""
+        """Return the mean seconds of the simulated rounds."""
         return float(self.seconds.mean())
 
     @property
     def error(self) -> float:
-        """Standard error of `step`, from batches of rounds."""
+        """Return the standard error of `step`, from batches of rounds."""
         return _standard_error(_batches(self.seconds))
 
     @property
     def usual(self) -> tuple[float, float]:
-        """Seconds that 5 % and 95 % of the rounds are within."""
+        """Return the 5 % and 95 % quantiles of the rounds, in seconds."""
         low, high = np.percentile(self.seconds, [5, 95], method="nearest")
         return float(low), float(high)
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Return the candidate in words."""
         return self.candidate.name
 
     def faster_than(self, other: "Estimate") -> bool:
-        """Whether it is by more than 1 %, and not by chance: by twice the standard error
-        of the difference, or in 3 of 4 batches of rounds (where tails are so heavy that
-        there is no standard error)."""
+        """Return whether it is faster by more than 1 %, and not by chance. The gain exceeds twice its standard error,
+        or is positive in 3 of 4 batches of rounds (for tails too heavy for a standard error)."""
         if not math.isfinite(other.step):
             return math.isfinite(self.step)
         if self.step >= (1 - _GAIN) * other.step:
@@ -98,15 +97,13 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A code that would be faster, but for its rounding errors, or the time that it takes to find one.
+    """A code that would be faster, but rounds too much or takes too long to find.
 
     Attributes:
-        candidate: which; its κ is above the bound, or not known.
-        gain: how many times as fast as the best is; infinite if steps of that never end.
-        ranks: the next larger number of ranks with such a tree and code that would not be left out;
-            0 if there is none near.
-        drawn: whether κ is known to be above the bound; otherwise a parent has too many children for such a code
-            to be looked for.
+        candidate: its κ is above the bound, or not known.
+        gain: how many times as fast as the best it is; infinite if steps of the best never end.
+        ranks: the next larger number of ranks for which it would not be left out; 0 if none is near.
+        drawn: whether κ is known to be above the bound; otherwise a parent has too many children.
     """
 
     candidate: Candidate
@@ -125,7 +122,7 @@ class Ranking:
         work: seconds that one usual rank would take for the whole batch.
         estimates: of the best coded and uncoded candidates, the fastest first.
         amplification: the largest κ of a plan.
-        left_out: the fastest of those whose κ is larger, or that were not looked for, if it is faster than `best`.
+        left_out: the fastest code that was left out, if it is faster than `best`.
         not_shared: why no candidate shares the work, in words that follow "shared work".
     """
 
@@ -139,18 +136,18 @@ class Ranking:
 
     @property
     def uncoded(self) -> Estimate:
-        """The fastest that waits for all ranks, tree or ring."""
+        """Return the fastest that waits for all ranks, tree or ring."""
         return next(e for e in self.estimates if e.candidate.plain)
 
     @property
     def best(self) -> Estimate:
-        """The fastest; uncoded unless a code or shared work is certain to be faster. Shared with
-        as few replicas as take up to 5 % longer."""
+        """Return the fastest: uncoded, unless a code or shared work is certain to be faster. Shared work has
+        the fewest replicas that take up to 5 % longer."""
         return self._better_than(self.uncoded)
 
     @property
     def best_tree(self) -> Estimate:
-        """The same among those that a group can be made of."""
+        """Return the best that a group can have."""
         trees = (e for e in self.estimates if e.candidate.tree)
         return self._better_than(next(e for e in trees if e.candidate.plain))
 
@@ -170,8 +167,7 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """What to do and why. Also which faster code rounding rules out, why the work is not shared, what static
-        balancing would give if that is more than no code, and what follows if no rank may be late."""
+        """Return what to do and why, and why faster candidates are left out."""
         it = self.best.candidate
         said = self._sentence + self._too_rough + ("" if it.shared else self._why_not)
         said += self._balanced
@@ -280,12 +276,10 @@ def best_plans(
     reading: float = 0.0,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Ranking:
-    """Find the tree, code and pieces, or the way to share the work, with which a step is
-    expected to be the fastest.
+    """Find the fastest tree, code and pieces, or way to share the work.
 
-    Candidates (`jaxcoded.tools.planner.candidates`) run in the simulator on the same draws of the
-    stragglers, few rounds at first and more for the best of them. ``docs/planning.md``
-    tells how, and what is left out.
+    Candidates run in the simulator on the same draws of the stragglers, few rounds at first and more for the best of
+    them. ``docs/planning.md`` says how, and what is left out.
 
     Args:
         ranks: in the job, at least 2.
@@ -296,11 +290,10 @@ def best_plans(
         stragglers: a model, or the text that names one; default none.
         seed: of the draws, and of random codes; at least 0.
         amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
-        replicas: other ranks that may hold each rank's part of the batch, to share the
-            work; 0 where it cannot be shared (``docs/sharing.md``). Default all.
-        reading: seconds that a rank would take to read the data of the whole batch, of
-            which it reads in every step what it holds.
-        progress: is told the part that is done.
+        replicas: other ranks that may hold each rank's part of the batch; 0: no shared work (``docs/sharing.md``).
+            Default all.
+        reading: seconds in which a rank would read the whole batch; in every step it reads what it holds.
+        progress: gets the part that is done.
 
     Raises:
         ValueError: a number is out of its range.
@@ -385,7 +378,7 @@ class _Search:
             )
             (entering if fits else self.amplified).append(it)
         first = self._rung(entering, _SHARES[0], least=4, most=64)
-        # rare or rising delays may not show yet, so every s goes on
+        # rare or rising delays may not show yet, so every s stays
         entering = _each(first, lambda c: (c.stragglers, c.slices))
         entering += [c for c in first if c.coded][:24]
         entering += [c for c in first if not c.coded][:4]
@@ -420,7 +413,7 @@ class _Search:
         return out
 
     def left_out(self, best: Estimate) -> LeftOut | None:
-        """The fastest of the codes whose κ is too large, if it is faster than the best."""
+        """Return the fastest of the codes whose κ is too large, if it is faster than the best."""
         if not self.amplified or self.ranks > _MOST_LEFT_OUT:
             return None
         times = self._rung(self.amplified, _SHARES[4], least=16, most=64)
@@ -494,8 +487,8 @@ class _Search:
         return layout
 
     def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
-        """Coded candidates of which there are plans with κ within the bound: the best of some
-        numbers of stragglers, and of the others what may still win."""
+        """Return coded candidates with plans whose κ is within the bound: the best for some numbers of stragglers,
+        and others that may still win."""
         coded = [candidate for candidate in times if candidate.coded]
         of_each = _each(coded, lambda c: c.stragglers)[:3]
         plans: dict[Candidate, Plan] = {}
@@ -516,13 +509,13 @@ class _Search:
     def _rung(
         self, entering: Iterable[Candidate], share: float, *, least: int, most: int
     ) -> dict[Candidate, float]:
-        """Mean seconds of candidates, the fastest first."""
+        """Return the mean seconds of candidates, the fastest first."""
         entering = list(dict.fromkeys(entering))
         times = {
             candidate: float(seconds.mean())
             for candidate, seconds in self._simulated(entering, share, least, most)
         }
-        # pieces that are not the usual ones have to gain something
+        # unusual pieces must gain something
         return dict(
             sorted(
                 times.items(),
@@ -533,7 +526,7 @@ class _Search:
     def _simulated(
         self, entering: list[Candidate], share: float, least: int, most: int
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
-        """Seconds of as many rounds as such a share of a second has time for."""
+        """Yield the seconds of as many rounds as take about this share of a second."""
         cost = max(len(entering), 1) * (1.5e-4 + 1e-7 * self.ranks)
         # a message at a time
         events = sum(candidate.shared for candidate in entering) * self.ranks
@@ -561,7 +554,7 @@ class _Search:
 def _each(
     ordered: Iterable[Candidate], key: Callable[[Candidate], Any]
 ) -> list[Candidate]:
-    """The first one with each key."""
+    """Return the first candidate with each key."""
     best: dict[Any, Candidate] = {}
     for candidate in ordered:
         best.setdefault(key(candidate), candidate)

@@ -1,1 +1,1 @@
-"""What the telemetry of a job says, in numbers and pictures."""
+"""Analyse the telemetry of a job, in numbers and pictures."""

@@ -1,8 +1,8 @@
 """Analyse a job's telemetry: which ranks straggled, what coding saved, and how long other plans would have taken.
 
 A late rank is served from the history and reports nothing to its parent about the rounds that it missed. So a
-parent's record lacks exactly those that matter. This module estimates them from when a child was heard of again,
-from the step time that it reported, and from the files of other ranks, if given.
+parent's record lacks exactly those that matter. This module estimates them from the child's next message, its
+reported step time, and files of other ranks, if given.
 """
 
 import dataclasses
@@ -17,12 +17,11 @@ from jaxcoded.plan.tree import NO_PARENT, balanced_parents
 from jaxcoded.tools.simulator import Layout, Network, Ring, simulate
 from jaxcoded.tools.simulator.stragglers import Measured, Stragglers
 
-# A rank that takes so many times as long as a round is late in most of them.
+# A rank that takes this many times as long as a round is late in most of them.
 _SLOW = 1.2
-# Replays of real jobs were within 15 % (benchmarks/README.md); the report says what is farther off.
+# Replays of real jobs were within 15 % (benchmarks/README.md); the report names larger differences.
 UNUSUAL = 1.15
-# A code costs, or gains, a factor of 1.2 to 1.6 (benchmarks/README.md): what is off by as much
-# cannot tell which plan is faster.
+# A code costs, or gains, a factor of 1.2 to 1.6 (benchmarks/README.md), so a replay must be nearer to rank plans.
 WRONG = 1.5
 _FANOUTS = 2, 4, 8, 16, 32
 _MOSTLY = 0.5  # of all rounds
@@ -30,29 +29,29 @@ _MOSTLY = 0.5  # of all rounds
 
 @dataclasses.dataclass(frozen=True)
 class Savings:
-    """What a parent's rounds took, and would have taken had it waited for all children. Arrays ``(Q,)``."""
+    """Times of a parent's rounds, as they were and if it had waited for all children. Arrays ``(Q,)``."""
 
-    rounds: np.ndarray  # int64, the numbers of those in which it formed a sum
+    rounds: np.ndarray  # int64, numbers of the rounds with a sum
     coded: np.ndarray  # seconds from the result before until the sum was complete
-    # seconds until the last child's message would have been there; infinite from the round on after which nothing came
+    # seconds until the last child's message would have come; infinite if none came any more
     uncoded: np.ndarray
     inferred: np.ndarray  # whether the last child's time is what it usually takes
 
     @property
     def avoided(self) -> float:
-        """Seconds of waiting avoided, in the rounds that would have ended."""
+        """Return the avoided seconds of waiting, in rounds that would have ended."""
         ended = np.isfinite(self.uncoded)
         return float((self.uncoded - self.coded)[ended].sum())
 
     @property
     def share(self) -> float:
-        """The same as a part of what waiting for all would have taken."""
+        """Return them as a part of the seconds of waiting for all."""
         total = self.uncoded[np.isfinite(self.uncoded)].sum()
         return self.avoided / float(total) if total > 0 else 0.0
 
     @property
     def stuck(self) -> int | None:
-        """The first round that would not have ended; ``None`` if all would."""
+        """Return the first round that would not have ended, if any."""
         endless = self.rounds[np.isinf(self.uncoded)]
         return int(endless[0]) if len(endless) else None
 
@@ -63,14 +62,14 @@ class Work:
 
     rounds: np.ndarray  # int64 (Q,), their numbers
     seconds: np.ndarray  # (Q, N); infinite after the last sign of a rank
-    # what each rank's column is from: the "file" of its own, "messages" to its parent, its "step time" alone, or
-    # "others", whose median is taken
+    # source of each rank's column: its "file", "messages" to its parent, only its "step time", or the median of
+    # "others"
     source: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Predicted:
-    """A plan, and what the rounds would have taken with it."""
+    """A plan, and how long rounds would have taken with it."""
 
     name: str
     load: float  # the largest part of the batch that a rank computes
@@ -80,13 +79,11 @@ class Predicted:
 
 
 def spans(seen: Telemetry) -> np.ndarray:
-    """Return the seconds from a round's beginning until each child's message was there,
-    float64 ``(R, C)``.
+    """Return the seconds from a round's beginning until each child's message came, float64 ``(R, C)``.
 
-    A round begins with the result of the one before. NaN where that is not known: in
-    rounds that a child began late or took the result of, and in the first one. Where a
-    child was late, its time is that until it was heard of again, less the work for the
-    round in which it was. Infinite from the round on after which nothing came from it."""
+    A round begins with the result of the one before. Unknown times are NaN: in the first round, and in rounds that a
+    child began late or skipped. A late child's time ends with its next message, less the work for the round of that
+    message. It is infinite if no message follows."""
     begun, over = _begun(seen), _over(seen)
     arrived = seen.arrived
     out = np.full(arrived.shape, np.nan)
@@ -110,10 +107,8 @@ def spans(seen: Telemetry) -> np.ndarray:
 def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
     """Return what a parent saved by not waiting for all of its children.
 
-    A round that a child missed counts with what the child usually takes, unless
-    telemetry of the child is among the ``others`` and it has no children: that has the
-    times. What the code costs, more work on every rank, is not charged here but by
-    `compare`."""
+    A round that a child missed counts with the child's usual time. If ``others`` has the telemetry of a child without
+    children, that gives the time. The price of the code, more work on every rank, is charged by `compare`."""
     took = spans(seen)
     by_rank = {other.rank: other for other in others}
     inferred = np.isnan(took)
@@ -139,8 +134,8 @@ def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
 
 
 def too_late(files: Sequence[Telemetry]) -> np.ndarray:
-    """The share of rounds in which each rank's message missed its parent's sum: float64
-    ``(N,)``, NaN for ranks whose parents' telemetry is not there."""
+    """Return the share of rounds in which each rank's message missed its parent's sum: float64 ``(N,)``, NaN for
+    ranks whose parents have no file."""
     shares = np.full(len(files[0].parents), np.nan)
     for seen in files:
         late = seen.lateness[~np.isnan(seen.decided)] > 0
@@ -150,8 +145,7 @@ def too_late(files: Sequence[Telemetry]) -> np.ndarray:
 
 
 def unknown(files: Sequence[Telemetry]) -> list[int]:
-    """Return the ranks that were too late in most rounds and whose speed is unknown: they have neither a file nor a
-    reported step time."""
+    """Return the ranks of unknown speed, without file and step time, that were too late in most rounds."""
     late, untold = too_late(files), np.isnan(files[0].step_times)
     there = {file.rank for file in files}
     ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
@@ -159,8 +153,7 @@ def unknown(files: Sequence[Telemetry]) -> list[int]:
 
 
 def step_seconds(seen: Telemetry) -> float:
-    """Measured mean seconds from one result to the next; NaN with less than two
-    rounds."""
+    """Return the mean seconds from one result to the next; NaN with fewer than two rounds."""
     if len(seen.rounds) < 2:
         return float("nan")
     lasted = seen.ended[-1] - seen.ended[0]
@@ -168,13 +161,11 @@ def step_seconds(seen: Telemetry) -> float:
 
 
 def work(files: Sequence[Telemetry]) -> Work:
-    """What each rank took in each round of the first file.
+    """Return the seconds of each rank in each round of the first file.
 
-    A rank's own file is the best source. Parents know when messages came; those
-    of a rank with children wait for these, too, so they are scaled to the step time that
-    the rank told of itself. Ranks of which only the step time is known take as long in every
-    round, and those of which nothing is known as long for their load as the median of the others.
-    Gaps are filled with what a rank usually takes.
+    A rank's own file is the best source. Parents know when messages came; those of a rank with children wait for
+    these, so they are scaled to its reported step time. A rank with only a step time takes that in every round. An
+    unknown rank takes as long for its load as the median of the others. A rank's usual time fills gaps.
     """
     seen = files[0]
     rows = ~np.isnan(seen.work)
@@ -218,7 +209,7 @@ def work(files: Sequence[Telemetry]) -> Work:
 
 
 def network(seen: Telemetry) -> tuple[Network, float]:
-    """The links and the mean payload in bytes, as far as a rank has seen them; with the latency of `Network`."""
+    """Return the links and the mean payload in bytes that a rank has seen, with the latency of `Network`."""
     took = seen.link_seconds > 0
     rates = seen.link_bytes[took] / seen.link_seconds[took]
     links = Network(bandwidth=float(np.median(rates))) if len(rates) else Network()
@@ -228,9 +219,9 @@ def network(seen: Telemetry) -> tuple[Network, float]:
 def alternatives(
     plan: Plan, speeds: np.ndarray | None = None
 ) -> list[tuple[str, Plan | Ring]]:
-    """Return the plan as it was, first, and others for the same ranks and slices, with their names. The others are
-    the same tree with other numbers of stragglers, or with loads in proportion to relative ``speeds`` ``(N,)``, a
-    star, other fan-outs, and the uncoded ring. Plans that do not exist are left out."""
+    """Return the plan as it was, first, and others for the same ranks and slices, with their names. Others have the
+    same tree with other numbers of stragglers, or loads in proportion to ``speeds``. Or they have other fan-outs, or
+    are the uncoded ring."""
     was = plan.strategy
     out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
     if plan.size < 2:
@@ -270,13 +261,12 @@ def alternatives(
 
 
 def compare(files: Sequence[Telemetry]) -> list[Predicted]:
-    """Replay the job's work with its plan, which comes first, and with others, through
-    `simulate`. Empty if there are no two rounds.
+    """Replay the job's work with its plan, which comes first, and with others. The result is empty for fewer than two
+    rounds.
 
-    Each rank takes for its load in proportion what it took in the job (`work`); a rank
-    without data takes its time between calls as it was. Deadlines are not replayed. The
-    root's telemetry is the first of the files if it is there. A ValueError if the plan
-    in the telemetry is not one."""
+    A rank's time is that in the job (`work`), in proportion to its load; without data, its time between calls.
+    Deadlines are not replayed. The root's telemetry must come first, if it is given. Raises a ValueError for an
+    invalid plan in the telemetry."""
     seen = files[0]
     plan = Plan.from_json(seen.plan)
     took = work(files)
@@ -303,8 +293,7 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
 
 
 def disagreement(measured: float, replayed: float) -> float:
-    """Return by what factor a replay is off, one way or the other: 1 at best, or if the
-    measured seconds are NaN."""
+    """Return by what factor a replay is off: 1 at best, or if the measured seconds are NaN."""
     if np.isnan(measured):
         return 1.0
     if not (0 < measured < np.inf and 0 < replayed < np.inf):
@@ -313,8 +302,7 @@ def disagreement(measured: float, replayed: float) -> float:
 
 
 def _model(took: Work, loads: np.ndarray) -> Stragglers:
-    """Work as factors of a second for the whole batch, and what ranks without data take as
-    seconds."""
+    """Return work as factors of a second for the whole batch, and as seconds for ranks without data."""
     loaded = loads > 0
     factors = np.zeros(took.seconds.shape)
     factors[:, loaded] = took.seconds[:, loaded] / loads[loaded]
@@ -325,7 +313,7 @@ def _model(took: Work, loads: np.ndarray) -> Stragglers:
 
 
 def _of_others(table: np.ndarray) -> np.ndarray:
-    """What a rank takes that nothing is known of: the median of each round."""
+    """Return the time of an unknown rank: the median of each round."""
     if not table.size:
         return np.zeros(len(table))
     usual = np.median(table, axis=1)
@@ -333,7 +321,7 @@ def _of_others(table: np.ndarray) -> np.ndarray:
 
 
 def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
-    """A balanced tree with the same root."""
+    """Return a balanced tree with the same root."""
     if fanout == size - 1:
         return tuple(NO_PARENT if rank == root else root for rank in range(size))
     parents = balanced_parents(size, fanout, needed)
@@ -357,24 +345,23 @@ def _named(plan: Plan) -> str:
 
 
 def _begun(seen: Telemetry) -> np.ndarray:
-    """When each round could begin: with the result of the one before."""
+    """Return when each round could begin: with the result of the one before."""
     return seen.started - np.maximum(seen.work, 0.0)
 
 
 def _over(seen: Telemetry) -> np.ndarray:
-    """When each round was decided, or over without a sum."""
+    """Return when each round was decided, or ended without a sum."""
     return np.where(np.isnan(seen.decided), seen.ended, seen.decided)
 
 
 def _latest(seen: Telemetry) -> int:
-    """The number of the latest round, 0 without any."""
+    """Return the number of the latest round, 0 without any."""
     return int(seen.rounds[-1]) if len(seen.rounds) else 0
 
 
 def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
-    """Seconds of work of the rank whose telemetry this is, in these rounds; NaN in those it skipped: float64
-    ``(Q,)``. For a rank that skipped all of them, the time that it still took: the least that its work would have
-    taken."""
+    """Return a rank's own seconds of work in these rounds, float64 ``(Q,)``; NaN in rounds that it skipped. If it
+    skipped all, return the time that it still took, a lower bound of its work."""
     own = np.maximum(seen.work, 0.0)
     if not seen.skipped.all():
         own = np.where(seen.skipped, np.nan, own)
@@ -382,7 +369,7 @@ def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
 
 
 def _aligned(have: np.ndarray, values: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Rows of some rounds as rows of others, NaN where there is none."""
+    """Return rows of some rounds as rows of others, filled up with NaN."""
     out = np.full((len(want), *values.shape[1:]), np.nan)
     _, theirs, ours = np.intersect1d(have, want, return_indices=True)
     out[ours] = values[theirs]
@@ -400,16 +387,15 @@ def _largest(table: np.ndarray) -> np.ndarray:
 
 
 def _told(seen: Telemetry) -> np.ndarray:
-    """Seconds of work of each rank, as it told; of those that have not finished any work
-    since their first round, for how long they have said nothing: float64 ``(N,)``, NaN
-    for who has told nothing."""
+    """Return each rank's reported seconds of work, float64 ``(N,)``. For a rank that has not finished any since its
+    first round, return how long it has been silent; NaN if it has reported nothing."""
     silent = np.where(seen.silent > 0, seen.silent, np.nan)
     return np.where(np.isnan(seen.step_times), silent, seen.step_times)
 
 
 def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
-    """What a child takes as a rule: what it told of itself, or the median of its messages,
-    which for a child with children say more."""
+    """Return a child's usual time: its reported step time, or the median of its messages, which is better for a child
+    with children."""
     child, median = seen.children[column], _median(took)
     step_time = float(_told(seen)[child])
     inner = (seen.parents == child).any()
@@ -419,10 +405,10 @@ def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
 
 
 def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
-    """What a child took for a round that it began on time and missed; NaN if unknown."""
+    """Return a child's time for a round that it began on time and missed; NaN if unknown."""
     begun, over = _begun(seen)[row], _over(seen)
     came = seen.arrived[:, column]
-    again = np.flatnonzero(came == came[row])  # none where it has not come
+    again = np.flatnonzero(came == came[row])  # none if it has not come
     if len(again):
         # it worked for the round in which it came, once it had caught up with it
         done = came[row] - (usual if usual >= 0 else 0.0)
@@ -435,7 +421,7 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
 
 
 def _heard(seen: Telemetry, column: int) -> float:
-    """When something was last heard of a child; NaN for never."""
+    """Return when a child last sent anything; NaN for never."""
     child = seen.children[column]
     if np.isnan(_told(seen)[child]):
         return float(np.fmax.reduce(seen.arrived[:, column], initial=np.nan))
@@ -443,8 +429,8 @@ def _heard(seen: Telemetry, column: int) -> float:
 
 
 def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
-    """Return the row of the first round from which on a child is missing, and not just slow as far as one can tell.
-    Its process may show signs of life while its work does not end. Returns the number of rows if there is none."""
+    """Return the row from which a child is missing, and probably not just slow; the number of rows if it is not. Its
+    process may be alive while its work does not end."""
     missing = np.isnan(seen.arrived[:, column])
     rows = len(missing)
     first = 0 if missing.all() else rows - int(np.argmin(missing[::-1]))
@@ -452,13 +438,13 @@ def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
         return rows
     begun, end = _begun(seen), float(seen.ended[-1])
     a_round = _median(_over(seen) - begun)
-    # its silence is no measure of itself
+    # its silence must not measure itself
     usual = float("nan") if np.isnan(seen.step_times[seen.children[column]]) else usual
     patience = TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
     alive = end - _heard(seen, column) <= patience
     if alive and (missing.all() or usual > _SLOW * a_round):
         return rows  # always late
-    # before, it has come again after so long
+    # how long it was absent before, and came again
     absent = _largest((seen.arrived[:first, column] - begun[:first])[None])[0]
     since = seen.started[first] if np.isnan(begun[first]) else begun[first]
     return first if end - since > np.fmax(patience, 2 * absent) else rows

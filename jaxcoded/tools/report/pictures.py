@@ -1,5 +1,4 @@
-"""How pictures look: colours that colour-blind readers can tell apart, plain axes, one
-statement each."""
+"""Draw pictures: plain axes, colours that colour-blind readers can distinguish, one statement each."""
 
 import contextlib
 import os
@@ -37,9 +36,8 @@ def picture(
     size: tuple[float, float] = (6.4, 3.8),
     **subplots: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure of this size in inches and its axes, as ``matplotlib.pyplot.subplots``
-    makes them, written to a file at the end. Folders are made. An ImportError that says
-    how to install matplotlib if that is missing."""
+    """Yield a figure and its axes, as ``matplotlib.pyplot.subplots`` makes them; write it to a file at the end.
+    ``size`` is in inches. Makes folders. Raises an ImportError if matplotlib is missing."""
     try:
         import matplotlib as mpl
         from cycler import cycler

@@ -1,5 +1,4 @@
-"""How long a job would take, without running it: the engine's rounds, for up to millions
-of ranks."""
+"""Simulate how long a job would take: the engine's rounds, for up to millions of ranks."""
 
 from jaxcoded.tools.simulator.gradient_coding import GradientCoding
 from jaxcoded.tools.simulator.ideal import ideal_seconds

@@ -1,7 +1,6 @@
-"""Static balancing: the load of each rank in proportion to the speed that it had in the round before.
+"""Static balancing: loads in proportion to the speeds in the round before.
 
-What a job without codes comes to that divides its batch again after each step, by the seconds that all ranks
-have measured, as with ``group.replan(group.telemetry().speeds)``. Nobody helps others during a step.
+It simulates a job without codes that calls ``group.replan(group.telemetry().speeds)`` after each step.
 """
 
 import numpy as np
@@ -23,7 +22,7 @@ def check_waits(layout: Layout | Ring) -> None:
 
 
 def rebalanced(loads: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the loads after a round in which ranks took so long for these; infinite: they did not end."""
+    """Return the next loads, after a round that took these seconds; infinite: a rank did not end."""
     known = (loads > 0) & (seconds > 0)
     speeds = np.divide(loads, seconds, out=np.zeros(len(seconds)), where=known)
     if not known.any() or not speeds.max() > 0:

@@ -1,10 +1,10 @@
-"""Which workers may be late next: the (B, W, λ)-bursty model of Krishnan et al. 2023."""
+"""The (B, W, λ)-bursty model of Krishnan et al. 2023: which workers may be late next."""
 
 import numpy as np
 
 
 class Bursts:
-    """The late workers of the last rounds, and who may be late in the next one.
+    """The late workers of the last rounds, and those that may be late in the next one.
 
     In any ``window`` rounds in a row at most ``stragglers`` different workers are late, each of them
     within ``burst`` rounds in a row.

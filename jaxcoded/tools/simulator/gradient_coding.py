@@ -1,4 +1,4 @@
-"""Gradient coding as the authors of sequential gradient coding wait for it."""
+"""Gradient coding with the rule of waiting of sequential gradient coding."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,9 +11,9 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 
 @dataclasses.dataclass(frozen=True)
 class GradientCoding(Scheme):
-    """Gradient coding (Tandon et al. 2017) whose master waits as that of the other schemes.
+    """Gradient coding (Tandon et al. 2017) whose master waits as in the other schemes.
 
-    For any ``n − s`` workers, without such a rule, simulate `Layout.balanced` with ``fresh=True``.
+    To wait for any ``n − s`` workers, simulate `Layout.balanced` with ``fresh=True``.
     """
 
     def __post_init__(self) -> None:

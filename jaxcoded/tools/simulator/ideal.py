@@ -1,4 +1,4 @@
-"""The least that steps can take, whoever computes what."""
+"""Compute the least time of steps, however the work is divided."""
 
 import itertools
 
@@ -16,8 +16,8 @@ def ideal_seconds(
     rounds: int = 100,
     seed: int = 0,
 ) -> np.ndarray:
-    """Seconds of steps in which all ranks compute until all work is done, and messages take no
-    time: the work-conserving ideal, ``w / Σ_i v_i`` (``docs/theory.md``).
+    """Return the seconds of ideal steps: all ranks compute until all work is done, and messages take no time. This is
+    ``w / Σ_i v_i`` (``docs/theory.md``).
 
     A rank begins after what the model adds to its work, and is as slow as the model says.
 
@@ -27,7 +27,7 @@ def ideal_seconds(
         stragglers, rounds, seed: as in `simulate`, whose draws are the same.
 
     Returns:
-        float64 ``(rounds,)``; infinite where no rank is alive.
+        float64 ``(rounds,)``; infinite if no rank is alive.
 
     Raises:
         ValueError: a number is out of its range.

@@ -1,4 +1,4 @@
-"""Which rank sends what to which, and how many messages suffice: a plan without its coefficients."""
+"""A plan without coefficients: which rank sends what to which, and how many messages suffice."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ class Layout:
         loads: float64 ``(N,)``, the part of the batch that each rank computes.
         needs: int64 ``(N,)``, the number of children, or of classes of them, that each
             parent waits for; 0 at leaves.
-        copies: int64 ``(N,)``, how many neighbouring children send the same message, one
-            of which suffices (fractional repetition); 1 where there are none.
+        copies: int64 ``(N,)``, how many neighbouring children send the same message (fractional repetition); 1
+            without copies.
         messages: float64 ``(N,)``, the length of each rank's message as a part of the
             payload.
         ranks: int64 ``(N,)``, the number that each of them has in the job.
-        placement: who holds which blocks, by their numbers in the job, where the work is
-            shared; ``loads`` are then what each computes if nobody is late.
+        placement: which ranks hold which blocks of shared work. Then ``loads`` are those of steps in which nobody is
+            late.
     """
 
     parents: np.ndarray
@@ -42,22 +42,22 @@ class Layout:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.parents)
 
     @functools.cached_property
     def counts(self) -> np.ndarray:
-        """Number of children of each rank, int64 ``(N,)``."""
+        """Return the number of children of each rank, int64 ``(N,)``."""
         return np.bincount(self.parents[1:], minlength=self.size)
 
     @functools.cached_property
     def first(self) -> np.ndarray:
-        """The first child of each rank, int64 ``(N,)``; the others follow."""
+        """Return the first child of each rank, int64 ``(N,)``; the others follow."""
         return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
 
     @functools.cached_property
     def family(self) -> "Layout":
-        """The root and its children."""
+        """Return the root and its children."""
         ranks = slice(0, 1 + int(self.counts[0]))
         root = np.arange(ranks.stop) == 0
         return Layout(
@@ -71,7 +71,7 @@ class Layout:
 
     @functools.cached_property
     def layers(self) -> list[slice]:
-        """The ranks of each layer, the root's first."""
+        """Return the ranks of each layer, the root's first."""
         layers = [slice(0, 1)]
         while layers[-1].stop < self.size:
             last = layers[-1].stop - 1
@@ -82,8 +82,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """Return the layout of a plan. Where what is decodable does not depend on numbers or copies alone, any ``n
-        − s`` children are taken to suffice.
+        """Return the layout of a plan. If neither number nor copies decide what is decodable, any ``n − s`` children
+        count as enough.
 
         Example:
             >>> import jaxcoded
@@ -125,9 +125,8 @@ class Layout:
     def balanced(
         cls, size: int, fanout: int, stragglers: int = 0, slices: int = 1
     ) -> "Layout":
-        """The balanced tree that `jaxcoded.make_plan` makes, with a root that has no
-        data, and its loads in closed form (CodedReduce, Reisizadeh et al. 2021,
-        generalised to any tree; ``docs/theory.md``), without making codes.
+        """Return the balanced tree that `jaxcoded.make_plan` makes, with a root without data. Loads are in closed
+        form (``docs/theory.md``), so no codes are made.
 
         Args:
             size: number of ranks ``N``.
@@ -192,7 +191,7 @@ class Layout:
         stragglers: np.ndarray,
         slices: np.ndarray,
     ) -> None:
-        """Enter fractional repetition where it leaves no capacity of the children unused."""
+        """Enter fractional repetition for parents whose children then have no unused capacity."""
         s = stragglers[parents]
         fits = (slices[parents] == 1) & (s > 0) & (self.counts[parents] % (s + 1) == 0)
         for copies in np.unique(s[fits] + 1):
@@ -210,8 +209,7 @@ class Layout:
     def of_children(
         self, values: np.ndarray, parents: np.ndarray, missing: float
     ) -> np.ndarray:
-        """Values ``(N,)`` as a table ``(parents, most children)``, with ``missing`` where
-        a parent has fewer."""
+        """Return values ``(N,)`` as a table ``(parents, most children)``, filled up with ``missing``."""
         counts = self.counts[parents]
         most = int(counts.max())
         if (counts == most).all() and (np.diff(parents) == 1).all():

@@ -15,10 +15,10 @@ class Multiplexed(Scheme):
     """Multiplexed (M-SGC, Krishnan et al. 2023).
 
     A worker has one task of each job in ``W − 1 + B`` rounds. First come ``W − 1`` chunks that no other worker has.
-    In the ``B`` tasks after them it computes a chunk that it missed, if any, or its part of a gradient code that
-    tolerates ``λ`` workers. It tolerates the bursty model (`Bursts`), and any pattern in which ``λ`` workers are
-    late in ``W − 1 + B`` rounds in a row, each in at most ``B``. A dead worker ends it, as nobody else has its
-    chunks. Each worker sends ``W − 1 + B`` vectors in a round.
+    In the ``B`` tasks after them it computes a missed chunk, if any, or its part of a gradient code that tolerates
+    ``λ`` workers. The scheme tolerates the bursty model (`Bursts`). It also tolerates ``λ`` late workers in ``W − 1 + B``
+    rounds in a row, each late in at most ``B``. A dead worker ends it, as nobody else has its chunks. Each worker
+    sends ``W − 1 + B`` vectors in a round.
 
     Attributes:
         stragglers: ``λ``, how many workers are late in a window at most.
@@ -42,7 +42,7 @@ class Multiplexed(Scheme):
 
     @property
     def task(self) -> float:
-        """The part of a batch in one task: a chunk, or ``λ + 1`` smaller chunks of the code."""
+        """Return the part of a batch in one task: a chunk, or ``λ + 1`` smaller chunks of the code."""
         own = self.window - 1
         if self.stragglers == self.workers:  # no code: all may be late, and repeat
             return 1 / (self.workers * own)
@@ -66,8 +66,8 @@ class _Multiplexing(Play):
         self.scheme, self.jobs = scheme, jobs
         self.round = -1
         self.own = scheme.window - 1
-        self.chunks = np.zeros((jobs, scheme.workers), np.int64)  # returned, of its own
-        self.coded = np.zeros((jobs, scheme.burst), np.int64)  # returned, of each code
+        self.chunks = np.zeros((jobs, scheme.workers), np.int64)  # returned, its own
+        self.coded = np.zeros((jobs, scheme.burst), np.int64)  # returned, coded
         self.bursts = Bursts(
             scheme.workers, scheme.burst, scheme.window, scheme.stragglers
         )
@@ -78,7 +78,7 @@ class _Multiplexing(Play):
         self.active = range(first, min(self.round + 1, self.jobs))
         missed = self.chunks[first : self.active.stop] < self.own
         if self.scheme.stragglers < self.scheme.workers:
-            missed[:] = True  # who has missed nothing has a task of the code
+            missed[:] = True  # a worker that has missed nothing has a task of the code
         return self.scheme.task * missed.sum(axis=0)
 
     def tolerates(self, late: np.ndarray) -> bool:

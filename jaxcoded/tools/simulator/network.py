@@ -1,4 +1,4 @@
-"""What links and memory cost."""
+"""The costs of links and memory."""
 
 import dataclasses
 import math
@@ -18,15 +18,12 @@ class Network:
         overhead: seconds of a processor for one message or piece.
         combine: bytes per second that a rank can add up.
         call: seconds that every call of a round takes apart from the protocol.
-        trips: messages one after the other until a piece has moved: 3 between hosts (an
-            offer, a request, the piece), 1 where a rank reads the memory of the
-            other.
+        trips: messages in sequence until a piece has moved: 3 between hosts (offer, request, piece), 1 if ranks read
+            each other's memory.
         piece: bytes in which the engine moves long messages.
         inline: bytes up to which a message comes with its offer.
-        sections_from: bytes of a sum from which ranks that are all the root's children form
-            it in sections (``docs/engine.md``); 0: none. Default: 64 KiB between hosts, as
-            the engine does, and 0 where ranks read each other's memory (``trips=1``): what
-            sections of long sums gain there is not simulated.
+        sections_from: bytes from which sums are formed in sections (``docs/engine.md``); 0: never. Default: 64 KiB
+            between hosts, as in the engine, and 0 with ``trips=1``, for which sections are not simulated.
 
     Raises:
         ValueError: a number is negative, or a bandwidth or a piece is 0.
@@ -71,11 +68,11 @@ class Network:
 
     @classmethod
     def of(cls, gigabits: float, latency: float = 50e-6) -> "Network":
-        """Usual hosts with links of so many Gb/s."""
+        """Return usual hosts with links of this many Gb/s."""
         return cls(latency=latency, bandwidth=gigabits * 1e9 / 8)
 
     @property
     def sending(self) -> float:
-        """`send_bandwidth` as a number."""
+        """Return `send_bandwidth` as a number."""
         assert self.send_bandwidth is not None
         return self.send_bandwidth

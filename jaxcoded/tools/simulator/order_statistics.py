@@ -1,4 +1,4 @@
-"""The expected time of a star in closed form."""
+"""Compute the expected time of a star in closed form."""
 
 import math
 
@@ -15,11 +15,10 @@ def expected_runtime(
     compute: tuple[float, float],
     communicate: tuple[float, float],
 ) -> float:
-    """The expected time of an iteration in the model of Ye & Abbe 2018 (arXiv 1802.03475,
-    §VI).
+    """Return the expected time of an iteration in the model of Ye & Abbe 2018 (arXiv 1802.03475, §VI).
 
-    A worker takes ``load · T1 + T2 / slices`` with ``T1 = t1 + Exp(rate λ1)`` and ``T2 =
-    t2 + Exp(rate λ2)``; the master waits for the ``n − load + slices`` fastest of ``n``.
+    A worker takes ``load · T1 + T2 / slices``. ``T1`` is ``t1 + Exp(rate λ1)``, and ``T2`` is ``t2 + Exp(rate λ2)``.
+    The master waits for the ``n − load + slices`` fastest.
 
     Args:
         n: workers.
@@ -69,7 +68,7 @@ def expected_runtime(
 
 
 def _sum_of_two(t: np.ndarray, fast: float, slow: float) -> np.ndarray:
-    """P(X + Y ≤ t) for exponentials of these rates."""
+    """Return P(X + Y ≤ t) for exponentials of these rates."""
     gap = fast - slow
     if gap < 1e-9 * fast:
         return -np.expm1(-slow * t) - slow * t * np.exp(-slow * t)

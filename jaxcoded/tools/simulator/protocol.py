@@ -1,4 +1,4 @@
-"""Rounds of the engine's protocol, for all ranks of a layer at a time.
+"""Simulate rounds of the engine's protocol, for all ranks of a layer at a time.
 
 They follow ``docs/engine.md``. Ranks tell their parents what they have. A parent that has called fetches from the
 first children that suffice, piece by piece, adds up and tells its parent. Results go down in the same way. A rank
@@ -6,8 +6,7 @@ that calls a decided round leaves out its work and takes the result. Ports serve
 are formed in sections (`sections`). A round is a few array operations per layer, so that millions of ranks take
 well under a second.
 
-What is left out: the bound of the history (a rank is never out of it), control messages,
-and that processors are shared by ranks.
+The bound of the history, control messages, and processors that ranks share are left out.
 """
 
 import dataclasses
@@ -35,10 +34,10 @@ class Outcome:
     """A simulated job.
 
     Attributes:
-        ends: float64 ``(rounds,)``, when the root had each result, in seconds since the
-            beginning; infinite from the round on that never ends.
-        used: int64 ``(N,)``, in how many rounds each rank's message entered the sum.
-        skipped: int64 ``(N,)``, in how many each rank was behind and left its work out.
+        ends: float64 ``(rounds,)``, when the root had each result, in seconds from the beginning; infinite if it
+            never has.
+        used: int64 ``(N,)``, the number of rounds in which each rank's message entered the sum.
+        skipped: int64 ``(N,)``, the number in which each rank was behind and left its work out.
     """
 
     ends: np.ndarray
@@ -47,14 +46,14 @@ class Outcome:
 
     @property
     def seconds(self) -> np.ndarray:
-        """The seconds of each round, from result to result at the root: float64 ``(rounds,)``."""
+        """Return the seconds of each round, from result to result at the root: float64 ``(rounds,)``."""
         with np.errstate(invalid="ignore"):
             lasted = np.diff(self.ends, prepend=0.0)
         return np.where(np.isnan(lasted), np.inf, lasted)
 
     @property
     def mean(self) -> float:
-        """Mean seconds of a round."""
+        """Return the mean seconds of a round."""
         return float(self.ends[-1] / len(self.ends))
 
 
@@ -70,7 +69,7 @@ def simulate(
     fresh: bool = False,
     balanced: bool = False,
 ) -> Outcome:
-    """How long rounds of an all-reduce with computation before each would take.
+    """Simulate rounds of an all-reduce, with computation before each.
 
     Args:
         layout: of the tree, see `Layout`; or a `Ring`.
@@ -81,11 +80,10 @@ def simulate(
         stragglers: a model, or the text that names one; default none.
         rounds: how many.
         seed: of the model.
-        fresh: whether all ranks begin each round when the root has the result of the one
-            before, whatever they were doing, as in the papers' models: no rank is behind,
-            and the way down takes no time.
-        balanced: whether the load of each rank is in proportion to the speed that it had in the round before; see
-            `jaxcoded.tools.simulator.balancing`. For layouts that wait for all ranks.
+        fresh: whether all ranks begin each round when the root has the result of the one before, as in the papers'
+            models. Then no rank is behind, and the way down takes no time.
+        balanced: whether loads are in proportion to the speeds in the round before; for layouts that wait for all
+            ranks.
 
     Raises:
         TypeError: ``layout`` is something else, such as a plan.
@@ -171,7 +169,7 @@ def _ring(
     rounds: int,
     balanced: bool,
 ) -> Outcome:
-    """All ranks are done when the last message has gone round."""
+    """Simulate a ring: all ranks are done when the last message has gone round."""
     n = layout.size
     piece = payload / n
     step = network.latency + network.overhead
@@ -209,14 +207,14 @@ class _Below:
         if not inlined:
             port = children * piece / network.sending
             period = period + np.maximum(piece / network.bandwidth, port)
-            # until a piece that was announced is here
+            # until an announced piece has arrived
             there += (network.trips - 1) * network.latency
         # of a piece, and of those after the first
         self.period, self.rest = there + period, (pieces - 1) * period
         if in_sections:  # once all of it is there
             most = int(children.max())
             self.period, self.rest = in_a_layer(layout, network, payload, most), 0.0
-        # the port that sends results down is that which sends the sum up
+        # the same port sends results down and the sum up
         self.sending = there + payload * children / network.sending
         mine = payload * layout.messages[self.above] / network.sending
         self.sending_both = self.sending + mine
@@ -245,7 +243,7 @@ class _Job:
             _Below(layout, network, payload, self.pieces, ranks, in_sections)
             for ranks in layout.layers[2 if in_sections else 1 :]
         ]
-        # when those below each rank ask further up, while it passes on nothing
+        # when ranks below a frozen rank ask further up
         self.asked = np.full(layout.size, -np.inf)
 
     def _alike(self, ranks: np.ndarray) -> list[Parents]:
@@ -271,7 +269,7 @@ class _Job:
         ]
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """The sums of a round that each rank calls at a time, whatever it computes beside."""
+        """Return the sums of a round. ``called``: when each rank calls; ``busy``: until when it computes."""
         first, last = called.copy(), called.copy()
         used = np.zeros(self.layout.size, bool)
         for parents in self.parents:
@@ -286,8 +284,8 @@ class _Job:
         return WayUp(first, last, used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
-        """Return when each rank has the result. ``frozen``: until when it passes on nothing; after ``patience``
-        seconds those below it ask further up, and stay there until it passes on results again."""
+        """Return when each rank has the result. ``frozen``: until when it passes on nothing. After ``patience``
+        seconds ranks below it ask further up, until it passes on results again."""
         first, last = up.first.copy(), up.last.copy()
         if self.sections:
             family = WayUp(*(column[self.family] for column in up))
@@ -320,7 +318,7 @@ class _Job:
         frozen: np.ndarray,
         patience: float,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """When those below these ranks can have the first and the last piece."""
+        """Return when ranks below these can have the first and the last piece."""
         asked, still = self.asked[ranks], frozen[ranks]
         late = still > begun
         if not late.any():
@@ -329,6 +327,6 @@ class _Job:
         new = late & np.isinf(asked)
         asked[new] = begun[new] + patience
         asked[~late] = -np.inf
-        # by those above them, once those below them ask there
+        # by ranks above them, once ranks below them ask there
         until = np.minimum(still, asked)
         return np.maximum(begun, until), np.maximum(done, until)

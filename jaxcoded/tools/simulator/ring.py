@@ -9,11 +9,11 @@ from jaxcoded import _require
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """All ranks in a circle, each with an equal part of the batch; ``N − 1`` steps sum the
-    ``N`` pieces of the payload and ``N − 1`` steps hand them round.
+    """All ranks in a circle, each with an equal part of the batch. ``N − 1`` steps sum the ``N`` pieces of the
+    payload, and ``N − 1`` steps hand them round.
 
-    Every step needs the neighbour's, so no rank is done before the last one has gone round:
-    with equal links at ``2 (N − 1)`` steps after the last rank has begun.
+    Every step needs the neighbour's, so with equal links the ring ends ``2 (N − 1)`` steps after the last rank has
+    begun.
 
     Attributes:
         size: number of ranks ``N``.
@@ -26,5 +26,5 @@ class Ring:
 
     @property
     def loads(self) -> np.ndarray:
-        """float64 ``(N,)``: equal parts of the batch."""
+        """Return equal parts of the batch, float64 ``(N,)``."""
         return np.full(self.size, 1 / self.size)

@@ -1,4 +1,4 @@
-"""Rounds in sections: the ranks of a family form a long sum together (``docs/engine.md``).
+"""Simulate sections: the ranks of a family form a long sum together (``docs/engine.md``).
 
 The root chooses the messages and cuts the sum into sections. The maker of each fetches its part of these messages,
 and every rank fetches all sections. All ports are in use at the same time, so the time is that of the busiest one,
@@ -16,8 +16,8 @@ from jaxcoded.tools.simulator.way_up import WayUp
 
 IN_SECTIONS = "long sums are formed in sections"  # in words
 
-# As in the engine (``node.h``).
-# seconds that the root waits, at least, for those who come a little later
+# As in the engine (``node.h``):
+# seconds that the root waits at least for latecomers
 _STALL = 0.002
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
 
@@ -28,18 +28,18 @@ _BUSY = 0.9
 
 
 class Traffic(NamedTuple):
-    """What each rank's port carries in a round, float64 ``(N,)`` in bytes, and whose messages count."""
+    """Bytes that each rank's port carries in a round, float64 ``(N,)``, and which messages count."""
 
     terms_sent: np.ndarray  # of its message, to the makers
-    terms_received: np.ndarray  # of the messages of others, for its own section
-    sections_sent: np.ndarray  # of its own section, to everybody
-    sections_received: np.ndarray  # of those of others
+    terms_received: np.ndarray  # of other messages, for its section
+    sections_sent: np.ndarray  # of its section, to all
+    sections_received: np.ndarray  # of other sections
     used: np.ndarray  # bool, whether its message enters the sum
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
-    """Whether the engine forms sums of so many bytes in sections, where all ranks are hosts: those that are
-    long enough, if the ports of the tree move less so."""
+    """Return whether the engine forms a sum in sections: a long one, if that makes ports move less. All ranks are
+    hosts."""
     least = network.sections_from
     if not least or payload < least or _pieces(layout, network, payload) < 2:
         return False
@@ -56,9 +56,9 @@ def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
 def in_a_layer(
     layout: Layout, network: Network, payload: float, children: int
 ) -> float:
-    """Return the seconds that a parent below the root needs to form its message from sections of this many
-    children, once their messages suffice. They need as long to get the result from it. Its port moves the vector
-    once, in pieces, with announcements, requests and formed pieces on their way before and after."""
+    """Return the seconds in which a parent below the root forms its message from sections of this many children. They
+    need as long to get the result from it. Its port moves the vector once, in pieces; control messages and first
+    pieces come before, last pieces after."""
     pieces = _pieces(layout, network, payload)
     moving = payload / min(network.bandwidth, network.sending)
     turns = (children - 1) * payload / pieces / network.bandwidth
@@ -80,17 +80,17 @@ class Sections:
         self.children = layout.size - 1
         self.needs, self.copies = int(layout.needs[0]), int(layout.copies[0])
         self.pieces = _pieces(layout, network, payload)
-        # of each rank's vector, beside the sum
+        # of each rank's vector, relative to the sum
         self.lengths = np.append(1.0, layout.messages[1:])
         self.sends_root = bool(layout.loads[0] > 0)  # zeros are not sent
         self._late = 0  # ranks, in this round
         self._lasted = 0.0  # seconds, the last time that a sum was formed
-        # when the root has sent results to those who were late
+        # when the root has sent results to late ranks
         self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """Return the sum of a round, once the ranks that are in time have formed it. ``called``: when each rank has
-        its message, minus infinity if it has none; ``busy``: until when it computes."""
+        """Return the sum of a round, formed by the ranks in time. ``called``: when each rank has its message, minus
+        infinity without one; ``busy``: until when it computes."""
         network, latency = self.network, self.network.latency
         heard = called[1:] + latency
         comes = np.maximum(called, busy)[1:] + latency
@@ -101,13 +101,13 @@ class Sections:
         joins = np.zeros(self.children, bool)
         traffic = self.traffic(there, has_message, joins)
         root, everybody = self._moving(traffic)
-        # word of the sections, a piece to form, and one that is formed
+        # the root's plan, a piece to form, and a formed piece
         begun += 2 * network.trips * latency
         joins = ~there & (comes <= begun + root)
         if joins.any():
             traffic = self.traffic(there, has_message, joins)
             root, everybody = self._moving(traffic)
-        # the root's port may still be sending older results to those who are late
+        # the root's port may still be sending older results to late ranks
         terms = self._sends_until + traffic.terms_sent[0] / network.sending
         begun += max(0.0, terms - (begun + root))
         last = np.full(self.layout.size, np.inf)
@@ -122,7 +122,7 @@ class Sections:
         return WayUp(last, last, traffic.used)
 
     def down(self, up: WayUp) -> np.ndarray:
-        """When each rank has the result; who was late gets it from the root. See `_Job.down`."""
+        """Return when each rank has the result; late ranks get it from the root."""
         network = self.network
         sent = self._late * self.payload / network.sending
         self._sends_until = max(self._sends_until, up.last[0]) + sent
@@ -133,9 +133,8 @@ class Sections:
     def traffic(
         self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
     ) -> Traffic:
-        """Return what ports carry. Bool ``(N − 1,)``: which children are ``there`` in time, so
-        that they form sections, which have a message that may be used, and which others come while
-        the sum is formed, and fetch it, too (``joins``)."""
+        """Return what ports carry. Bool ``(N − 1,)``: children ``there`` in time form sections, those with
+        ``has_message`` contribute, and those that ``joins`` marks come later and fetch the sum, too."""
         usable = np.append(self.sends_root, there & has_message)
         serves, terms = self._serves(usable)
         own = self._sections(np.append(True, there), usable, serves, terms)
@@ -153,8 +152,7 @@ class Sections:
         )
 
     def _begun(self, suffices: float, comes: np.ndarray) -> float:
-        """When the root no longer waits for those who come a little later: no longer than it saves
-        that they form a part, too."""
+        """Return when the root stops waiting for latecomers: it waits no longer than their help saves."""
         comes = np.sort(comes[np.isfinite(comes)])
         if not comes.size or not np.isfinite(suffices):
             return np.inf
@@ -167,7 +165,7 @@ class Sections:
         return float(begins[begins < np.append(comes[1:], np.inf)][0])
 
     def _suffices(self, heard: np.ndarray) -> float:
-        """When the root knows of messages that suffice."""
+        """Return when the root knows of messages that suffice."""
         if self.copies > 1:
             heard = heard.reshape(-1, self.copies).min(axis=1)
         elif self.needs < self.children:
@@ -177,8 +175,8 @@ class Sections:
         return float(waits.max() + overhead * len(heard))
 
     def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, float]:
-        """For how much of the sum each rank's message is used, float64 ``(N,)``, and how long the
-        messages are together that it is the sum of: copies take turns, and so does who is not needed."""
+        """Return for which part of the sum each rank's message is used, float64 ``(N,)``, and the total length of
+        these. Copies and surplus ranks take turns."""
         children = usable[1:]
         if self.copies > 1:
             table = children.reshape(-1, self.copies)
@@ -194,9 +192,9 @@ class Sections:
     def _sections(
         self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: float
     ) -> np.ndarray:
-        """How much of the sum each maker forms, float64 ``(N,)``, in whole pieces: so much that no port sends or
-        receives more than it must. A port sends its message, less what it forms from it, and its section to all
-        others; it receives what its section is formed from, and the other sections. Both grow with its section."""
+        """Return the part of the sum that each maker forms, float64 ``(N,)``, in whole pieces: the busiest port moves
+        as little as possible. A port sends its message, less what it uses itself, and its section to all others. It
+        receives messages for its section, and the other sections. Both grow with its section."""
         receivers = np.count_nonzero(makers) - 1
         own_message = usable * self.lengths
         sends = np.maximum(receivers - own_message, 1e-9)[makers]
@@ -221,13 +219,13 @@ class Sections:
         return own
 
     def _moving(self, traffic: Traffic) -> tuple[float, float]:
-        """Seconds until the root has all sections, and until everybody has."""
+        """Return the seconds until the root has all sections, and until all ranks have."""
         network = self.network
         sent = (traffic.terms_sent + traffic.sections_sent) / network.sending
         terms, sections = traffic.terms_received, traffic.sections_received
         received = (terms + sections) / network.bandwidth
         others = max(received.max(), (terms / network.combine).max(), sent[1:].max())
-        # pieces that come and go, and word of those that can be had
+        # pieces that come and go, and their announcements
         handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
         handling = float(handled.max()) * self.pieces / self.payload * network.overhead
         # until first pieces are formed, and while all take the last one of each maker

@@ -15,9 +15,9 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class SelectiveRepeat(Scheme):
     """Selective repeat (SR-SGC, Krishnan et al. 2023).
 
-    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` workers. If more miss job
-    ``t``, some of them compute its part in round ``t + B``, in place of their part of job ``t + B``.
-    It tolerates the bursty model (`Bursts`), and any ``s`` workers in each round.
+    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` workers. If more miss job ``t``, some
+    compute its part in round ``t + B`` instead of that of job ``t + B``. It tolerates the bursty model (`Bursts`),
+    and any ``s`` workers in each round.
 
     Attributes:
         stragglers: ``λ``, how many workers are late in a window at most.
@@ -48,7 +48,7 @@ class SelectiveRepeat(Scheme):
 
     @property
     def tolerance(self) -> int:
-        """``s``, of the code of each job."""
+        """Return ``s`` of each job's code."""
         rounds = self.window - 1 + self.burst
         return math.ceil(self.burst * self.stragglers / rounds)
 
@@ -84,8 +84,7 @@ class _Repeating(Play):
         return np.where(works, self.scheme.load, 0.0)
 
     def harmless(self, late: np.ndarray) -> bool:
-        """Whether the code of the round's own job does without them, and no older job needs them: nothing
-        is repeated, so later rounds are as if nobody had been late."""
+        """Return whether neither the round's own job nor an older one needs them. Then nothing is repeated."""
         return bool(not self.repeat.any() and late.sum() <= self.scheme.tolerance)
 
     def tolerates(self, late: np.ndarray) -> bool:

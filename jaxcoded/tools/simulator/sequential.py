@@ -1,9 +1,8 @@
 """Schemes whose jobs last several rounds, and the rule by which their master waits.
 
-Sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023): job ``t`` begins in round ``t`` and must be
-decoded ``delay`` rounds later, so that later rounds make up for late workers. A round ends ``1 + mu`` times after
-its fastest worker. A worker that is late then loses its work of the round, and begins the next round with the
-others.
+In sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023) job ``t`` begins in round ``t``. It must be
+decoded ``delay`` rounds later, so that later rounds make up for late workers. A round ends ``1 + mu`` times after its
+fastest worker. A worker that is late then loses its work of the round, and begins the next round with the others.
 """
 
 import abc
@@ -29,12 +28,11 @@ class Play(abc.ABC):
 
     @abc.abstractmethod
     def tolerates(self, late: np.ndarray) -> bool:
-        """Return whether all jobs are decoded in time although the round ends without these workers. If
-        so, then also without some of them."""
+        """Return whether all jobs are decoded in time if the round ends without these workers, or some of them."""
 
     @abc.abstractmethod
     def end(self, late: np.ndarray) -> Iterable[int]:
-        """End the round without these workers, and return the jobs that are decoded by now."""
+        """End the round without these workers, and return the jobs that are now decoded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Scheme(abc.ABC):
 
     Attributes:
         workers: how many; the master computes nothing.
-        stragglers: so many of them may be late (``s`` of gradient coding, ``λ`` of the others).
+        stragglers: how many may be late (``s`` of gradient coding, ``λ`` of the others).
     """
 
     workers: int
@@ -56,16 +54,16 @@ class Scheme(abc.ABC):
     @property
     @abc.abstractmethod
     def load(self) -> float:
-        """The part of a batch that a worker computes in a full round."""
+        """Return the part of a batch that a worker computes in a full round."""
 
     @property
     @abc.abstractmethod
     def delay(self) -> int:
-        """How many rounds after its first one a job is decoded at the latest."""
+        """Return how many rounds after its first one a job is decoded at the latest."""
 
     @abc.abstractmethod
     def play(self, jobs: int) -> Play:
-        """Return the rounds of so many jobs."""
+        """Return the rounds of this many jobs."""
 
 
 def simulate_sequence(
@@ -78,7 +76,7 @@ def simulate_sequence(
     one_by_one: bool = False,
     seed: int = 0,
 ) -> Outcome:
-    """How long jobs of a scheme would take. Messages take no time beyond what the model adds.
+    """Simulate jobs of a scheme. Messages take no time beyond what the model adds.
 
     Args:
         scheme: `GradientCoding`, `SelectiveRepeat` or `Multiplexed`.
@@ -93,8 +91,8 @@ def simulate_sequence(
         seed: of the model.
 
     Returns:
-        When the master has the results of each job and of those before it, how many rounds each worker
-        contributed to, and in how many its work was lost. Infinite if the master waits for a dead worker.
+        When the master has the results of each job and all jobs before; infinite if it waits for a dead worker. Also
+        the number of rounds to which each worker contributed, and in which its work was lost.
 
     Raises:
         TypeError: ``scheme`` is something else.
@@ -125,12 +123,12 @@ def simulate_sequence(
     for delays in itertools.islice(drawn, jobs + scheme.delay):
         loads = play.loads()
         works = loads > 0
-        # who has nothing to do is not waited for, even if its process stands still
+        # a worker without work is not waited for, even if its process stands still
         times = np.where(works, delays.time(work * loads), 0.0)
         patience = (1 + mu) * times[works].min(initial=np.inf)
         later = np.unique(times[times > patience])
         ends_at = [patience, *later[0 if one_by_one else -1 :]]
-        # fewer late workers are tolerated if more are, and none always
+        # if late workers are tolerated, so are fewer of them; none always is
         enough = bisect.bisect_left(
             ends_at, True, key=lambda until: play.tolerates(times > until)
         )

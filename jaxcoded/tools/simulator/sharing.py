@@ -1,4 +1,4 @@
-"""A round of shared work: which rank computes which blocks, and when all are computed.
+"""Simulate a round of shared work: which rank computes which blocks, and when all are computed.
 
 It follows ``docs/engine.md``, on the host. Every rank begins with its own blocks, unless others have begun some of
 them. A rank that begins its last one gets a free block, or one recalled from the rank that would finish last. There
@@ -21,16 +21,16 @@ from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.stragglers import Delays
 
 # As in the engine (``ledger.cpp``, ``node.h``).
-_PATIENCE = 0.05  # seconds until who does not answer a recall is given up
-_WORTH = 0.1  # of a block, that what is being computed must be done sooner elsewhere
+_PATIENCE = 0.05  # seconds until a rank that does not answer a recall is given up
+_WORTH = 0.1  # of a block: by this another rank must be faster to take it back
 _SHORTEST = 1e-12  # seconds of a block
 _MORE = 1 + 1e-6
 
 
 class Shared(NamedTuple):
-    """What came of a round, float64 ``(N,)``."""
+    """The result of a round, float64 ``(N,)``."""
 
-    # when each rank hands over its sum: minus infinity where that is empty, infinite if some blocks are never computed
+    # when each rank hands over its sum; minus infinity if that is empty, infinite if some blocks are never computed
     called: np.ndarray
     busy: np.ndarray  # when it is done with what it computes, also if nobody needs it
 
@@ -58,8 +58,8 @@ class Sharing:
         self.call = network.call
 
     def round(self, free: np.ndarray, delay: Delays) -> Shared:
-        """Return one round, until all are told that everything is computed; ``free``:
-        float64 ``(N,)``, when each rank calls."""
+        """Play a round until all ranks know that everything is computed. ``free``: float64 ``(N,)``, when each rank
+        calls."""
         begun = float(free[0])
         if not math.isfinite(begun + delay.stopped[0] * delay.seconds[0]):
             return Shared(np.full(len(free), math.inf), free)
@@ -75,8 +75,7 @@ class Sharing:
 
 
 class _Member:
-    """A rank in a round. Block ``first`` of its ``blocks`` begins at ``begins``, and those
-    after it follow at once."""
+    """A rank in a round. Block ``first`` of its ``blocks`` begins at ``begins``; the others follow at once."""
 
     def __init__(self, trip: float, seconds: float, called: float, late: float) -> None:
         self.trip = trip
@@ -96,21 +95,21 @@ class _Member:
         return self.begins + (place - self.first) * self.seconds
 
     def added(self, time: float) -> int:
-        """How many blocks it has computed by then."""
+        """Return how many blocks it has computed by then."""
         if time < self.begins:
             return self.first
         turns = (time - self.begins) / self.seconds + 1e-6
         return min(self.first + int(turns), len(self.blocks))
 
     def known(self, now: float) -> int:
-        """How many of them the root has heard of."""
+        """Return how many of them the root knows."""
         return self.added(now - self.trip)
 
     def left(self, now: float) -> int:
         return len(self.blocks) - self.known(now)
 
     def last_begins(self) -> float:
-        """When it begins what it computes last."""
+        """Return when it begins its last block."""
         return self.begins_at(max(len(self.blocks) - 1, self.first))
 
     def changed(self) -> None:
@@ -141,7 +140,7 @@ class Round:
         self.opens = max(0.0, self.members[0].answers)
 
     def play(self) -> float:
-        """When the root knows that all is computed; infinite if that never happens."""
+        """Return when the root knows that all is computed; infinite if that never happens."""
         for m, member in enumerate(self.members):
             if self.job.held[m]:
                 self.at(member.begins + member.trip, self.arrived, m)
@@ -176,7 +175,7 @@ class Round:
             self.asks |= self.waits & self.job.holders[member.blocks[-1]]
 
     def answered(self, now: float, v: int, block: int, reached: float) -> None:
-        """The recall of a block, which reached its rank then."""
+        """Take the answer to a recall, which reached its rank at ``reached``."""
         member = self.members[v]
         if block not in member.recalled:
             return  # it was given up
@@ -213,7 +212,7 @@ class Round:
             if not member.here or member.left(now) + member.promised > 1:
                 continue
             if block := self.free & self.job.held[m]:
-                # the one that its owner would come to last; of equals the first
+                # the one that its owner would reach last; of equals the first
                 last = max(sorted(block), key=self.job.place.__getitem__)
                 self.grant(m, [last], now)
             elif not self.take_back(m, now):
@@ -222,7 +221,7 @@ class Round:
     def grant(
         self, m: int, blocks: Iterable[int], now: float, there: float | None = None
     ) -> None:
-        """Give it blocks, which arrive a message later or at a given time."""
+        """Give a rank blocks, which arrive a message later or at a given time."""
         member = self.members[m]
         there = now + member.trip if there is None else there
         if member.ends <= there:  # it has nothing to do
@@ -235,8 +234,8 @@ class Round:
         self.at(max(now, member.ends + member.trip), self.heard, m)
 
     def take_back(self, m: int, now: float) -> bool:
-        """Have a block for a rank from whoever would be done last, if that ends sooner.
-        Whether there is one."""
+        """Get a block for a rank from the rank that would end last, if that ends sooner. Return whether there is
+        one."""
         member, held = self.members[m], self.job.held[m]
         # recalled, returned and granted; and not in turn by equals
         mine = max(now + 3 * member.trip, member.ends) + member.seconds * _MORE
@@ -278,7 +277,7 @@ class Round:
         return gain > times * self.anew(v, now) and self.replaceable(v)
 
     def anew(self, v: int, now: float) -> float:
-        """In how many seconds the others would have computed all that one was granted."""
+        """Return in how many seconds the others would compute all that one was granted."""
         others = [
             (max(now, each.ends) + each.seconds, each.seconds)
             for m, each in enumerate(self.members)
@@ -300,7 +299,7 @@ class Round:
         self.at(now + _PATIENCE, self.unanswered, v, block)
 
     def replaceable(self, v: int) -> bool:
-        """Whether others can compute what it has, and what else it might."""
+        """Return whether others can compute what it has, and what else it might get."""
         return all(
             any(
                 each != v and self.members[each].here

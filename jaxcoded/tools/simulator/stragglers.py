@@ -1,7 +1,6 @@
-"""Models of stragglers: how much longer than its work each rank takes in each round.
+"""Models of stragglers: how much longer each rank takes in each round.
 
-The same model, with the same seed, slows down a simulated job (`jaxcoded.tools.simulator`) and a
-real one (``benchmarks/``), round by round and rank by rank.
+A model with the same seed slows down a simulated job and a real one (``benchmarks/``) alike.
 """
 
 import abc
@@ -26,14 +25,13 @@ _UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
 
 
 class Delays(NamedTuple):
-    """What happens to the ranks in one round.
+    """Delays of the ranks in one round.
 
     Attributes:
-        factor: float64 ``(ranks,)``, what multiplies the seconds of work.
-        seconds: float64 ``(ranks,)``, that are added; infinite for a rank that has died.
-        stopped: bool ``(ranks,)``, whether the whole process stands still for these
-            seconds, as after SIGSTOP, so that it does not pass on results meanwhile
-            either. Otherwise only its computation is late.
+        factor: float64 ``(ranks,)``, multiplies the seconds of work.
+        seconds: float64 ``(ranks,)``, added to them; infinite for a dead rank.
+        stopped: bool ``(ranks,)``, whether the whole process stands still for these seconds, as after SIGSTOP, and
+            passes on no results. Otherwise only its computation is late.
     """
 
     factor: np.ndarray
@@ -41,8 +39,8 @@ class Delays(NamedTuple):
     stopped: np.ndarray
 
     def time(self, work: np.ndarray | float) -> np.ndarray:
-        """Seconds until the ranks are done with so many seconds of work. A rank without
-        work is late only if its process stands still."""
+        """Return the seconds until the ranks have done this many seconds of work. A rank without work is late only if
+        its process stands still."""
         seconds = work * self.factor + self.seconds
         return np.where((np.asarray(work) > 0) | self.stopped, seconds, 0.0)
 
@@ -52,7 +50,7 @@ class Stragglers(abc.ABC):
 
     @abc.abstractmethod
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        """The delays of ``size`` ranks in one round after another, without end.
+        """Yield the delays of ``size`` ranks in each round, without end.
 
         Args:
             size: number of ranks.
@@ -84,7 +82,7 @@ class Both(Stragglers):
     second: Stragglers
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        # equal models added up are independent of each other
+        # equal models that are added are independent of each other
         seeds = np.random.SeedSequence(seed).generate_state(2)
         pairs = zip(
             self.first.rounds(size, int(seeds[0])),
@@ -219,8 +217,8 @@ class Measured(Stragglers):
     """Numbers that were measured, over and over again.
 
     Attributes:
-        factors: float64 ``(rounds, ranks)``, what multiplies the work; infinite for a
-            rank that has died. Columns are used again where there are more ranks.
+        factors: float64 ``(rounds, ranks)``, multiply the work; infinite for a dead rank. Columns repeat if there are
+            more ranks.
         seconds: the numbers are seconds to add, not factors.
 
     Raises:
@@ -257,9 +255,8 @@ class Trace(Stragglers):
     """`Measured`, from a file.
 
     Attributes:
-        path: a file of numbers, one line for each round and a column for each rank:
-            ``.npy``, or text with commas. Columns are used again where there are more
-            ranks.
+        path: a file of numbers, one line for each round and a column for each rank: ``.npy``, or text with commas.
+            Columns repeat if there are more ranks.
         seconds: the numbers are seconds to add, not factors.
     """
 
@@ -273,7 +270,7 @@ class Trace(Stragglers):
 
     @property
     def table(self) -> np.ndarray:
-        """The numbers, float64 ``(rounds, ranks)``; a ValueError with the path if the file has something else."""
+        """Return the numbers, float64 ``(rounds, ranks)``; raise a ValueError with the path for anything else."""
         data = contents(self.path)
         try:
             if os.fspath(self.path).endswith(".npy"):
@@ -294,14 +291,13 @@ class Trace(Stragglers):
 
 @dataclasses.dataclass(frozen=True)
 class Stopped(Stragglers):
-    """Processes that are stopped (SIGSTOP) while they compute in one round, and go on
-    later.
+    """Processes that are stopped (SIGSTOP) while they compute in one round, and continue later.
 
     Attributes:
         ranks: their numbers, negative ones from the end.
         round: in which they are stopped, from 1.
         seconds: for how long.
-        every: again after so many rounds; 0 for never.
+        every: again after this many rounds; 0 for never.
     """
 
     ranks: tuple[int, ...] = (-1,)
@@ -365,7 +361,7 @@ MODELS: dict[str, type[Stragglers]] = {
 
 
 def named(text: str) -> Stragglers:
-    """The model that a text names.
+    """Return the model that a text names.
 
     Args:
         text: such as ``"pareto(shape=1.5, scale=0.2)"``: a key of `MODELS`, with keyword
@@ -394,7 +390,7 @@ def named(text: str) -> Stragglers:
 
 
 def as_model(given: Stragglers | str | None) -> Stragglers:
-    """A model, or that of a text, see `named`; none of ``None``. A TypeError of anything else."""
+    """Return a model, also from a text (see `named`) or ``None``; raise a TypeError for anything else."""
     if given is None:
         return NoStragglers()
     if isinstance(given, str):
@@ -437,7 +433,7 @@ def _table(what: str, numbers: Any) -> np.ndarray:
 
 
 def _within(ranks: tuple[int, ...], size: int) -> list[int]:
-    """Without negative numbers."""
+    """Return the ranks without negative numbers."""
     for rank in ranks:
         if not -size <= rank < size:
             raise ValueError(f"there is no rank {rank} among {size}")
@@ -447,7 +443,7 @@ def _within(ranks: tuple[int, ...], size: int) -> list[int]:
 def _require_numbers(
     model: Any, least: float | None = None, above: float | None = None
 ) -> None:
-    """All fields but ``ranks`` are finite numbers not below ``least``, and above
+    """Raise a ValueError unless all fields but ``ranks`` are finite numbers, at least ``least`` and above
     ``above``."""
     for name, value in vars(model).items():
         if name == "ranks":

@@ -1,4 +1,4 @@
-"""The way up: messages become sums, layer by layer."""
+"""Simulate the way up: messages become sums, layer by layer."""
 
 from typing import NamedTuple
 
@@ -11,15 +11,14 @@ from jaxcoded.tools.simulator.network import Network
 class WayUp(NamedTuple):
     """A round on the way up: float64 and bool ``(N,)``."""
 
-    first: np.ndarray  # when the first piece of each rank's sum is there
+    first: np.ndarray  # when the first piece of each rank's sum is ready
     last: np.ndarray  # when the last one is
     used: np.ndarray  # whether a rank's message enters the root's sum
 
 
 class Parents:
-    """Parents of one layer with equal numbers of children and of required messages.
-    With ``seconds`` their children form their messages in sections, which take so long once they are
-    whole."""
+    """Parents of one layer with equal numbers of children and of required messages. ``seconds``: how long sections
+    take once children have whole messages; None: no sections."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Parents:
         handling = network.overhead + (piece / network.bandwidth if inlined else 0.0)
         self.turns = handling * np.arange(self.needs)
         self.handling = handling * self.needs
-        # pieces that were asked for come one after the other
+        # requested pieces come one after the other
         self.asked = 0.0 if inlined else (network.trips - 1) * network.latency
         self.period = self.needs * network.overhead + max(
             0.0 if inlined else self.needs * piece / network.bandwidth,
@@ -66,8 +65,7 @@ class Parents:
         last: np.ndarray,
         used: np.ndarray,
     ) -> None:
-        """Enter when the first and the last piece of the sums of these parents are there,
-        from those of their children, and which children they use."""
+        """Enter when the first and the last piece of these parents' sums are ready, and which children they use."""
         there = last if self.as_a_whole else first
         heard = there[self.children].reshape(-1, self.count) + self.latency
         if self.copies > 1:  # the first of each class

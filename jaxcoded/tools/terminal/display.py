@@ -1,4 +1,4 @@
-"""Where the output of ranks goes: a file, or a terminal."""
+"""Write the output of ranks to a file or a terminal."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ class Source(NamedTuple):
 
     rank: int  # -1: mpirun
     stream: str  # "stdout" or "stderr"
-    named: bool  # whether the rank stands in front of its lines
+    named: bool  # whether its lines begin with the rank
 
     @property
     def prefix(self) -> str:
@@ -28,11 +28,10 @@ class Source(NamedTuple):
 
 
 class File:
-    """Gets whole lines, and now and then the state of bars that have not come to their end,
-    for a file descriptor."""
+    """Writes whole lines, and now and then the state of running bars, to a file descriptor."""
 
     _every = 30.0  # seconds between two states
-    _pause = 0.0  # seconds in which what comes is written together
+    _pause = 0.0  # seconds of output that is written together
     _foresees = False  # of `Page`
 
     def __init__(self, to: int) -> None:
@@ -49,8 +48,7 @@ class File:
         self._thread.start()
 
     def add(self, source: Source, data: bytes) -> None:
-        """Take what a source has written; wait while too much of it waits for its reader.
-        An OSError if nobody can read it."""
+        """Take what a source has written; wait if the reader is behind. Raise an OSError if nobody can read it."""
         with self._changed:
             page = self._pages.setdefault(source, Page(self._foresees))
             self._latest = source
@@ -62,11 +60,11 @@ class File:
                 raise self._error
 
     def busy(self) -> bool:
-        """Whether something waits for its reader."""
+        """Return whether something waits for its reader."""
         return self._error is None and (self._fresh or self._writing)
 
     def end(self) -> None:
-        """Write what lines there are without an end, and wait until all is written."""
+        """Write lines without an end, and wait until all is written."""
         with self._changed:
             for source, page in sorted(self._pages.items()):
                 self._lines += [source.prefix + row for row in page.end()]
@@ -105,18 +103,18 @@ class File:
 
     def _write(self, left: bytes) -> None:
         while left:
-            select.select([], [self._to], [])  # others may have it not block
+            select.select([], [self._to], [])  # others may have made it non-blocking
             with contextlib.suppress(BlockingIOError):
                 left = left[os.write(self._to, left) :]
 
 
 class Terminal(File):
-    """Shows rows that may still change below the lines that cannot, and redraws them.
+    """Redraws rows that may still change, below the lines that cannot.
 
     The cursor stays visible behind the last row: what the user types appears there.
 
-    Where not all output of ranks goes there (``alone``), what goes elsewhere may still come back, as by `tee`, and
-    move the cursor. So only one row is redrawn, the last one of whoever has written last."""
+    If not all output goes there (not ``alone``), the rest may still come back, as by `tee`, and move the cursor. So
+    only the last row of the latest source is redrawn."""
 
     _pause = 0.03
     _foresees = True
@@ -152,7 +150,7 @@ class Terminal(File):
 
 
 def size(terminal: int) -> tuple[int, int]:
-    """How many columns and rows it has, or is likely to have if it does not say so."""
+    """Return its columns and rows, or usual ones if unknown."""
     columns, rows = os.get_terminal_size(terminal)
     return columns or 80, rows or 24
 
@@ -162,7 +160,7 @@ def _text(lines: list[str]) -> str:
 
 
 def cropped(row: str, width: int) -> str:
-    """So much of a row as fits, with its colours and without what would move the cursor."""
+    """Return the part of a row that fits, with colours, without cursor movements."""
     out, left = "", width
     for token in TOKEN.finditer(row):
         if token["text"]:

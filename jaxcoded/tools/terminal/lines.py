@@ -1,4 +1,4 @@
-"""What ranks print, on its way through Open MPI's mpirun, which says piece by piece whose it is."""
+"""Read the output of ranks from Open MPI's mpirun, which names the rank of each piece."""
 
 import contextlib
 import os
@@ -19,14 +19,14 @@ _REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
 
 
 def pieces(line: bytes) -> Iterator[tuple[Source, bytes]]:
-    """What mpirun has made of what ranks have written, as they have written it."""
+    """Yield what ranks have written, from a line of mpirun."""
     end, mpirun = 0, Source(-1, "", False)
     for found in _PIECE.finditer(line):
         yield mpirun, line[end : found.start()]
         end = found.end()
         stream, named, rank, text = found.groups(b"")
         source = Source(int(rank or -1), stream.decode(), bool(named))
-        # the rank of what mpirun says itself says nothing
+        # mpirun's own output has a meaningless rank
         yield mpirun if stream == b"stddiag" else source, _REFERENCE.sub(_byte, text)
     yield mpirun, line[end:]
 
@@ -39,8 +39,7 @@ def _byte(reference: re.Match[bytes]) -> bytes:
 
 
 class HandedOn:
-    """The pieces that come from pipes are handed on, while somebody reads them, to the
-    file descriptor to which each pipe belongs."""
+    """Hands pieces from pipes on to the file descriptor of each pipe."""
 
     def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
         shown = _displays(pipes)
@@ -54,8 +53,8 @@ class HandedOn:
             thread.start()
 
     def end(self, seconds: float) -> None:
-        """Wait until everything is written, however slow its reader is. Wait no longer than this for more, as
-        processes of mpirun on other hosts may keep a pipe open."""
+        """Wait until everything is written, however slow its reader is. Wait only this long for more, as mpirun's
+        processes on other hosts may keep a pipe open."""
         for thread, display in self._reads.items():
             thread.join(seconds)
             while thread.is_alive() and display.busy():
@@ -68,13 +67,13 @@ def _read(pipe: IO[bytes], display: File) -> None:
     with pipe, contextlib.suppress(OSError):
         for line in pipe:
             for source, data in pieces(line):
-                # where a rank calls MPI_Abort it prints the zero byte at the end of its own words, and mpirun adds others
+                # a rank in MPI_Abort ends its words with a zero byte, and mpirun adds others
                 if data := data.replace(b"\0", b""):
                     display.add(source, data)
 
 
 def _displays(files: Iterable[int]) -> dict[int, File]:
-    """One for each file, as standard output and standard error may be the same one."""
+    """Return one display for each file: standard output and standard error may be the same."""
     names = {it: (os.fstat(it).st_dev, os.fstat(it).st_ino) for it in files}
     shown: dict[tuple[int, int], File] = {}
     for number, name in names.items():
@@ -87,7 +86,7 @@ def _displays(files: Iterable[int]) -> dict[int, File]:
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """What tells so many ranks how wide and how high the terminal is, if there is one."""
+    """Return variables with the terminal's size for this many ranks, if there is a terminal."""
     for number in (1, 2):
         if output.is_terminal(number) and not {"COLUMNS", "LINES"} & {*os.environ}:
             width, height = size(number)

@@ -1,4 +1,4 @@
-"""How results look: on a terminal, and as plain text of one width where there is none."""
+"""Print results on a terminal, or as plain text of one width."""
 
 import contextlib
 import json
@@ -16,9 +16,9 @@ from rich.text import Text
 
 from jaxcoded.tools.terminal import plain
 
-_WIDTH = 120  # where there is no terminal
+_WIDTH = 120  # without a terminal
 _GAP = 2  # between columns
-# Gives its ranks what looks like a terminal.
+# Its ranks have what looks like a terminal.
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK"
 
 
@@ -26,19 +26,19 @@ json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
 
 
 def say(words: str = "") -> None:
-    """A statement: wrapped where there is a terminal, one line where there is none."""
+    """Print a statement: wrapped on a terminal, otherwise in one line."""
     console = _console()
     console.print(Text(plain.words(words)), soft_wrap=not console.is_terminal)
 
 
 def code(line: str) -> None:
-    """A line to copy, which is never wrapped."""
+    """Print a line to copy, which is never wrapped."""
     _console().print(Text(line, "bold"), soft_wrap=True)
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say on a terminal what is being waited for."""
+    """Show on a terminal what the command waits for."""
     console = Console(stderr=True)
     with (
         console.status(what, spinner="line")
@@ -49,12 +49,12 @@ def waiting(what: str) -> Iterator[None]:
 
 
 def as_json(value: Any) -> None:
-    """The same for programs."""
+    """Print JSON."""
     print(json.dumps(value, indent=2))
 
 
 def finite(value: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """Return the number, or None for JSON, which has no infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -66,7 +66,7 @@ def table(
     extra: Sequence[str] = (),  # that a narrow terminal lacks, the first of them first
     best: int | None = None,  # the row to look at first
 ) -> None:
-    """Rows below a header, with as many texts."""
+    """Print rows below a header."""
     header, wraps, extra = (
         list(map(plain.words, names)) for names in (header, wraps, extra)
     )
@@ -101,7 +101,7 @@ def table(
 
 
 def show(what: RenderableType) -> None:
-    """Anything that rich can show."""
+    """Print anything that rich can show."""
     console = _console()
     if console.is_terminal:
         console.print(what)
@@ -113,7 +113,7 @@ def show(what: RenderableType) -> None:
 
 
 def is_terminal(number: int) -> bool:
-    """Whether a file descriptor is a terminal on which a cursor can be moved."""
+    """Return whether a file descriptor is a terminal with a movable cursor."""
     plain = os.environ.get("TERM", "").lower() in ("dumb", "unknown")
     return os.isatty(number) and not plain and _OPEN_MPI not in os.environ
 

@@ -1,4 +1,4 @@
-"""What one rank has written, as a terminal would show it."""
+"""Show what one rank has written, as a terminal would."""
 
 import codecs
 import re
@@ -15,19 +15,19 @@ _CUT = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)\Z")
 _LONGEST = 4096  # characters of a token that has not come as a whole
 _MOST_ROWS = 100
 _HIDE_CURSOR = "\x1b[?25l"
-_REDRAWN = 10  # rows that whoever hides the cursor is likely to redraw
+_REDRAWN = 10  # rows that a program without cursor is likely to redraw
 RESET = "\x1b[0m"
 
 
 class Page:
     """Rows of text in which a cursor moves: a carriage return rewrites a row, and rows above can be rewritten, too.
 
-    What follows a carriage return replaces the whole row, as bars write all of it. ``foresees``: bars are expected to
-    have others below them before these are seen. Then a line above a bar ends later."""
+    Text after a carriage return replaces the whole row, as bars write all of it. ``foresees``: expect more bars below
+    a bar before they are seen. Then a line above a bar ends later."""
 
     def __init__(self, foresees: bool = False) -> None:
         self._foresees = foresees
-        # that may still change: the last one has not been ended, or the cursor has been above it
+        # they may still change: the last one has not ended, or the cursor has been above it
         self.rows = [""]
         self._rewritten = False
         self._at = 0  # the cursor's row
@@ -56,7 +56,7 @@ class Page:
         return out
 
     def state(self) -> list[str]:
-        """The rows from the cursor on, if some row was rewritten."""
+        """Return the rows from the cursor on, if some row was rewritten."""
         return self.rows[self._at :] if self._rewritten else []
 
     def end(self) -> list[str]:
@@ -110,7 +110,7 @@ class Page:
             self._control("\r")
 
     def _go(self, rows: int) -> None:
-        """Down, or up, to the begin of a row."""
+        """Move down, or up, to the beginning of a row."""
         self._at += rows
         self._over, self._returned = True, False
         self.rows += [""] * (self._at + 1 - len(self.rows))

@@ -1,14 +1,14 @@
 """Plain words for a terminal, a pipe or a file whose encoding lacks some characters.
 
-The words of the library itself are ASCII: a user's program prints them anywhere. The command line
-shows more where standard output takes it.
+The library's own words are ASCII: a user's program prints them anywhere. The command line shows more if standard
+output takes it.
 """
 
 import codecs
 import io
 import sys
 
-# What stands for each character that the command line, its help and rich's tables may show.
+# Replacements of the characters that the command line, its help and rich's tables may show.
 _PLAIN = {
     **dict.fromkeys("–−─━╸╺", "-"),
     "→": "->",
@@ -33,7 +33,7 @@ _ERRORS = "jaxcoded-plain"
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """An error handler of codecs, for one character."""
+    """Replace one character, as an error handler of codecs."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]

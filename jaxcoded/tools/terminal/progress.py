@@ -1,4 +1,4 @@
-"""Progress on a terminal."""
+"""Show progress on a terminal."""
 
 import contextlib
 import sys
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error if that is a terminal, unless ``quiet``. Yields a
-    function that takes the part that is done, from 0 to 1."""
+    """Show a bar on standard error if that is a terminal. Yield a function that takes the part that is done, from 0
+    to 1."""
     if quiet or not sys.stderr.isatty():
         yield lambda part: None
         return
-    # not before there is something to show
+    # imported only if there is something to show
     from rich.console import Console
     from rich.progress import Progress
 
