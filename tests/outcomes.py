@@ -3,6 +3,9 @@ the job.
 """
 
 import json
+import time
+
+SECONDS = "seconds"  # property of a job's report: seconds of each test in the job
 
 
 class Outcomes:
@@ -14,6 +17,7 @@ class Outcomes:
         self.path, self.rank = path, rank
 
     def pytest_runtest_logstart(self, nodeid):
+        self.start = time.monotonic()
         self.first_notes(nodeid, "begun")
 
     def pytest_runtest_logreport(self, report):
@@ -30,21 +34,22 @@ class Outcomes:
             self.note(*what)
 
     def note(self, test, outcome, text=""):
-        line = json.dumps({"test": test, "outcome": outcome, "text": text}) + "\n"
+        line = {"test": test, "outcome": outcome, "text": text}
+        line["seconds"] = time.monotonic() - self.start
         # several ranks write, so each line is a single write
         with open(self.path, "ab", buffering=0) as file:
-            file.write(line.encode())
+            file.write(f"{json.dumps(line)}\n".encode())
 
 
 def read(path):
-    """Return the outcome and the text of each test, in the order of their beginnings.
-    If the job ended in a test, its outcome is "begun".
+    """Return the outcome, the text and the seconds of each test, in the order of their
+    beginnings. If the job ended in a test, its outcome is "begun".
     """
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
-        test, outcome, text = json.loads(line).values()
-        before, said = found.get(test, ("begun", ""))
+        test, outcome, text, seconds = json.loads(line).values()
+        before, said, _ = found.get(test, ("begun", "", 0))
         if "failed" in (before, outcome):
             outcome, text = "failed", said + text
-        found[test] = outcome, text
+        found[test] = outcome, text, seconds
     return found

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from launch import mpirun, slowness
-from outcomes import read
+from outcomes import SECONDS, read
 
 LIMIT = 1500  # seconds for a job
 TEST_LIMIT = 300  # seconds for a test in it; a test that hangs shows where
@@ -16,7 +16,7 @@ FAILURES = 5  # after this number of jobs the rest is skipped
 @pytest.mark.parametrize(
     ("ranks", "devices"), [(2, 2), (4, 1), (7, 1), (13, 1), (4, 4), (4, 2)]
 )
-def test_under_mpirun(ranks, devices, request, subtests, tmp_path):
+def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_path):
     """Run the tests on ``ranks`` ranks with ``devices`` devices each.
 
     A failure ends a job, as the other ranks would wait for the failed one for ever.
@@ -46,13 +46,13 @@ def test_under_mpirun(ranks, devices, request, subtests, tmp_path):
             **environment,
         )
         found = read(outcomes)
-        if job.returncode and "failed" not in (what for what, _ in found.values()):
+        if job.returncode and "failed" not in (what for what, *_ in found.values()):
             # the job hangs or has crashed in the test that began last
             last = list(found)[-1:] or ["before the first test"]
             said = f"exit status {job.returncode}\n{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
-            found[last[0]] = "failed", said
+            found[last[0]] = "failed", said, 0
         ended = {test: it for test, it in found.items() if it[0] != "begun"}
-        for test, (outcome, text) in ended.items():
+        for test, (outcome, text, _) in ended.items():
             with subtests.test(test):
                 if outcome == "failed":
                     pytest.fail(f"{test} {text}", pytrace=False)
@@ -61,5 +61,7 @@ def test_under_mpirun(ranks, devices, request, subtests, tmp_path):
         done |= ended
         if not job.returncode:
             break
+    name = f"on {ranks} ranks of {devices} devices"
+    record_property(SECONDS, {f"{test} {name}": it[-1] for test, it in done.items()})
     assert not job.returncode, f"of {FAILURES} jobs none has come to its end"
     assert done, "no test was run"
