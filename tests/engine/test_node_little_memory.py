@@ -262,6 +262,7 @@ def test_a_root_that_loses_the_others_result_fails_the_next_round():
 
 @many
 @example(887926241)
+@example(1879141004)  # the rank that gets nothing hears of it before the root does
 @given(st.integers(0, 2**32 - 1))
 def test_ranks_short_of_memory_spoil_no_sum(seed):
     """Any ranks lack memory now and then; some are late or stopped."""
@@ -291,6 +292,7 @@ def test_ranks_short_of_memory_spoil_no_sum(seed):
         for number, end in ends.items():
             assert end.outcome in (DONE, DESYNCHRONIZED) or (
                 end.error.endswith("has too little memory for this call")
+                or " (too little memory); " in end.error
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == rounds + 1, world.describe(rank)
         # or it has continued behind it

@@ -310,7 +310,7 @@ def test_too_many_skip(seed):
         assert end.outcome == (FAILED if fails else DONE), (end, skipped)
         if fails:
             assert end.error.startswith(f"TooManyErasures: round {round}: rank "), end
-            lacks = re.search(r"called with skip=True: (.*); any ", end.error)[1]
+            lacks = re.search(r"these contribute nothing: (.*); any ", end.error)[1]
             named = set(map(int, re.findall(r"rank (\d+)\b(?! \(as)", lacks)))
             assert named and all(skipped[rank] for rank in named), (end, skipped)
 

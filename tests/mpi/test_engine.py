@@ -461,7 +461,7 @@ def test_a_rank_that_every_sum_needs_skips(comm, transport, strategy):
     """The error names the rank on every rank, also without a deadline."""
     with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         own = np.asarray(contribution(group, VECTOR))
-        said = "these called with skip=True: rank 1; any 0 of its "
+        said = r"these contribute nothing: rank 1 \(skip=True\); any 0 of its "
         with pytest.raises(jaxcoded.TooManyErasures, match=said):
             uncounted.allreduce(own, group, skip=RANK == 1)
         assert_sum(group, uncounted.allreduce(own, group), VECTOR)

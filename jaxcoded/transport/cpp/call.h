@@ -38,6 +38,7 @@ struct Call {
   std::string why_not;            // why the round must fail, known to every rank; or empty
   bool up = true;                 // the ranks' vectors are summed; otherwise the root's are told
   bool down = true;               // every rank gets the result; otherwise the root alone
+  std::string lacks = {};         // why it contributes nothing; empty if the program says so
   bool skipped = false;           // this rank has nothing to contribute,
   bool lacks_memory = false;      // and no memory for what others have
   std::vector<Segment> message;   // this rank's vectors: those of `total`, for each of its parts

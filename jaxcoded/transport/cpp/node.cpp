@@ -87,7 +87,7 @@ void Node::submit(Call call) {
 void Node::lack_memory(bool for_call) {
   if (!calling()) return;
   up_.call.lacks_memory |= for_call && !up_.call.complete;  // otherwise nothing is lost of it
-  const std::string text = "rank " + std::to_string(family_.rank) + " has too little memory for this call";
+  const std::string text = me() + " has too little memory for this call";
   const Entry* entry = history_.find(next_);
   const bool here = entry && entry->complete();
   if (here && !up_.call.lacks_memory) {
@@ -106,6 +106,7 @@ void Node::lack_memory(bool for_call) {
     return desynchronize(text + ", and ");
   }
   if (up_.told_little_memory) return;
+  up_.call.lacks = me() + " (too little memory)";
   stop_contributing();
   alert(next_, "CodedError: " + text);
   up_.told_little_memory = true;
@@ -131,7 +132,7 @@ void Node::begin(Call call) {
   outcome_ = Outcome::pending;  // whatever there is too little memory for, this call fails
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
-  if (lacks_state()) up_.call.skipped = true;  // what it has is not to get into the sum
+  if (lacks_state()) skip("it has not got what the root has");
   if (up_.call.shared) begin_share();
   error_.clear();
   // Ranks below may wait for the result already, which this one is not to put off with every call.
@@ -139,7 +140,7 @@ void Node::begin(Call call) {
   telemetry_.started(next_, now, up_.call.skipped, up_.call.shared,
                      up_.call.shared && !up_.call.lends());
   signatures_.learn(up_.call.fingerprint, up_.call.signature);
-  if (lacks_what_it_computed()) up_.call.skipped = true;
+  if (lacks_what_it_computed()) skip("it computed nothing");
 
   const Entry* known = history_.find(next_);
   if (desynchronized_ || (!known && next_ < frontier_)) return desynchronize();
@@ -190,6 +191,12 @@ void Node::begin(Call call) {
   if (up_.call.shared) deals() ? begin_sharing() : tell_share();
 }
 
+// The program's vectors are not to get into the sum. Why, in words for the others.
+void Node::skip(const std::string& why) {
+  up_.call.skipped = true;
+  up_.call.lacks = me() + " (" + why + ")";
+}
+
 // What lies where the sum will be, if that may be formed more than once.
 void Node::keep_own() {
   if (!root() || !up_.call.up || up_.call.down || up_.own_copy) return;
@@ -224,6 +231,7 @@ void Node::break_off(Call call) {
     withdraw(Object::What::message, next_ + 1);
     call.skipped = true;  // whoever fetched a part of the first one must not mix them
     try {
+      call.lacks = me() + " (another call took the place of this one)";
       abandon_sections();
     } catch (const std::bad_alloc&) {
       end_sections();  // the others are not told, and get the result all the same

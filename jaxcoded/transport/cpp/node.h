@@ -462,6 +462,8 @@ class Node {
   // Whether this rank has what the others have.
   bool lacks_state() const { return !alike_ && up_.call.up; }
   std::string what_it_lacks() const;
+  std::string me() const { return "rank " + std::to_string(family_.rank); }  // in texts
+  void skip(const std::string& why);
 
   // Whether messages fit.
   bool awaits_all() const { return decoder_.checked() && limits_.compares == Compares::all; }

@@ -229,7 +229,7 @@ bool Node::can_be_had() const {
 // Whom this rank waits for, or why it cannot go on; empty if it can.
 std::string Node::lacking() const {
   if (up_.forsaken) {
-    return "rank " + std::to_string(family_.rank) + " waits for " + listed(family_.ancestors) +
+    return me() + " waits for " + listed(family_.ancestors) +
            (family_.ancestors.size() == 1 ? ", which does not answer" : ", which do not answer");
   }
   if (!calling() || !up_.call.up || up_.call.skipped || children_.empty()) return {};
@@ -253,7 +253,7 @@ std::string Node::lacking() const {
   if (!silent.empty()) {
     skipped = "; " + listed(silent) + (silent.size() == 1 ? " has" : " have") + " nothing to contribute";
   }
-  return "rank " + std::to_string(family_.rank) + " waits for " + listed(missing) +
+  return me() + " waits for " + listed(missing) +
          (decoder_.parts() > 1 ? " or parts of theirs"
                                : "; it needs " +
                                      (awaits_all() ? "all" : std::to_string(decoder_.enough())) +

@@ -193,7 +193,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
     const Child& child = children_[number];
     if (child.not_finite_round != next_) ranks.push_back(child.rank);  // those below it have not said it
   }
-  const std::string mine = "rank " + std::to_string(family_.rank);
+  const std::string mine = me();
   std::string text;
   if (!ranks.empty()) {
     text = "what " + listed(ranks) + (ranks.size() == 1 ? " has" : " have") + " sent to " + mine + " has ";

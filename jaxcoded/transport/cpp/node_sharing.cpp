@@ -444,7 +444,7 @@ std::string Node::lacking_blocks() const {
     blocks = work_.ledger->missing();
   }
   if (busy.empty()) return {};
-  return "rank " + std::to_string(family_.rank) + " waits for " + listed(busy) + ", which " +
+  return me() + " waits for " + listed(busy) + ", which " +
          (busy.size() == 1 ? "has " : "have ") + std::to_string(blocks) +
          (blocks == 1 ? " block" : " blocks") + " to compute";
 }

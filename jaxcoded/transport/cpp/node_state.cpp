@@ -45,7 +45,7 @@ void Node::on_state(Rank from, const Message& message) {
   try {
     recovery_->begin(from, message, limits_.piece_bytes);
   } catch (const std::bad_alloc&) {  // the messages behind it must not wait for memory
-    news_.push_back("rank " + std::to_string(family_.rank) + " has too little memory for the snapshot of rank " +
+    news_.push_back(me() + " has too little memory for the snapshot of rank " +
                     std::to_string(from) + ", " + std::to_string(message.values<std::uint64_t>(0, 1)[0]) +
                     " bytes: free some, and call group.resync again");
     recovery_->without(from);

@@ -119,18 +119,17 @@ void Node::go_without_sum() {
     const std::string who = "rank " + std::to_string(child.rank);
     lacks += (lacks.empty() ? "" : ", ") +
              (child.dead                ? who + is_dead
-              : child.offer.why.empty() ? who
+              : child.offer.why.empty() ? who + " (skip=True)"
                                         : readable(child.offer.why));
   }
-  const std::string mine = "rank " + std::to_string(family_.rank);
   if (root()) {
     const auto& tensor = decoder_.tensor();
     const bool dead = lacks.find(is_dead) != std::string::npos;
     // their messages are for their parent: nobody else can add them up
     if (dead && family_.descendants.size() > children_.size()) lacks += ", and what any below them have";
     return decide_error(
-        "TooManyErasures: round " + std::to_string(next_) + ": " + mine + " cannot rebuild its sum, as " +
-        (dead ? "it lacks " : sums_blocks() ? "it gets nothing of " : "these called with skip=True: ") + lacks +
+        "TooManyErasures: round " + std::to_string(next_) + ": " + me() + " cannot rebuild its sum, as " +
+        (dead ? "it lacks " : sums_blocks() ? "it gets nothing of " : "these contribute nothing: ") + lacks +
         (sums_blocks() ? "; but they have computed blocks of the batch: repeat the step"
                        : "; any " + std::to_string(tensor.stragglers) + " of its " +
                              std::to_string(tensor.children()) + " children may " +
@@ -140,7 +139,7 @@ void Node::go_without_sum() {
   }
   withdraw(Object::What::message, next_ + 1);
   up_.call.skipped = true;
-  up_.lacks = mine + " (as it lacks " + lacks + ")";
+  up_.call.lacks = me() + " (as it lacks " + lacks + ")";
   offer();
 }
 
@@ -365,7 +364,7 @@ void Node::offer() {
   message.header.ready = ready;
   if (up_.approximating) message.header.flags = approximate;
   if (!empty) append_vectors(message, small);
-  message.append(up_.lacks.data(), up_.lacks.size());
+  message.append(up_.call.lacks.data(), up_.call.lacks.size());
   send_offer(message);
 }
 

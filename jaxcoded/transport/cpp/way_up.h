@@ -69,7 +69,6 @@ struct WayUp : Incoming {
   std::uint32_t offered = 0;  // pieces of `outgoing`
 
   bool told_little_memory = false;
-  std::string lacks = {};  // why there is no sum, if children that skip are too many
 
   // After the deadline.
   bool overdue = false;
