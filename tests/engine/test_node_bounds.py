@@ -281,3 +281,17 @@ def test_a_turn_fetches_a_bounded_part_of_a_snapshot():
         assert not child.state_round()
     assert child.state() == bytes(range(256)) * 64
     assert turns == 15
+
+
+def test_questions_for_a_state_to_stopped_ranks():
+    """Those of a rank out of the history, for days."""
+    plan = make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1)))
+    world = World(plan, [Call((("float64", 6),), 1)], random.Random(0))
+    world.settle()
+    world.frozen = {0, 1}
+    world.nodes[2].ask_state()
+    for _ in range(3 * 24 * 60):
+        world.clock += 60.0
+        world.advance(2)
+    waiting = {link: len(queue) for link, queue in world.queues.items() if queue}
+    assert waiting and max(waiting.values()) <= 24, waiting

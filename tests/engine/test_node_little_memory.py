@@ -463,3 +463,66 @@ def test_a_rank_without_memory_between_two_blocks():
     world.open = 2
     world.settle()
     assert all(ends[2].outcome == DONE for ends in world.ends)
+
+
+class Silent(simulation.Wire):
+    """Too little memory for so many reports of errors."""
+
+    refuses = 0
+
+    def send(self, to, message):
+        if self.refuses and message[0] == simulation.ALERT:
+            self.refuses -= 1
+            raise MemoryError
+        super().send(to, message)
+
+
+@pytest.mark.parametrize("refuses", [1, 4, 9])
+def test_too_little_memory_to_report_too_little_memory(refuses, monkeypatch):
+    """The rank reports it once it can; nobody says that it skipped."""
+    monkeypatch.setattr(simulation, "Wire", Silent)
+    plan = make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1)))
+    world = world_of(plan)
+    world.open = 1
+    world.settle()
+    world.wires[2].refuses = refuses
+    world.open = 2
+    world.submit(2)
+    for _ in range(refuses):  # the engine tries again as well
+        with pytest.raises(MemoryError):
+            world.nodes[2].lack_memory()
+    world.nodes[2].lack_memory()
+    world.settle()
+    text = "CodedError: rank 2 has too little memory for this call"
+    assert [ends[2].error for ends in world.ends] == [text] * 3
+
+
+@pytest.mark.parametrize("granted", [0, 1, 2])
+def test_too_little_memory_for_the_copy_of_a_result(granted):
+    """All have decided the round: neither it nor the next one fails."""
+    plan = make_plan(9, Coded(parents=(-1, 0, 0, 1, 1, 1, 2, 2, 2), stragglers=0))
+    limits = {"piece_bytes": 64, "announced_bytes": 128, "sections_from": 1}
+    script = [simulation.Call((("float64", 200),), seed) for seed in range(4)]
+    world = simulation.World(
+        plan, script, random.Random(0), hosts=list(range(9)), limits=limits
+    )
+    world.open = 1
+    world.settle()
+    asked = []
+
+    def has_memory(size):
+        if world.nodes[0].frontier() < 3:
+            return True
+        asked.append(size)
+        return len(asked) <= granted
+
+    world.wires[3].has_memory = has_memory
+    world.open = 2
+    for _ in range(20):
+        world.sweep_all()
+        world.clock += 0.05
+    assert len(asked) > granted
+    del world.wires[3].has_memory
+    world.open = 4
+    world.settle()
+    world.assert_done()

@@ -447,6 +447,7 @@ class Node {
   void drop_formed();
   bool bring_terms(Forming& it, std::vector<const std::byte*>& inputs);
   void cannot_form(std::size_t index, Rank term);
+  void unless_copy_lacks_memory(std::size_t index, Rank term, const std::function<void()>& act);
   void lose_term(Rank rank);
   bool term_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
   void tell_formed(Rank to, std::size_t index);
@@ -641,7 +642,7 @@ class Node {
   std::vector<std::byte> zeros_ = {};  // a piece of a root's vector that is nothing else
   Sections sections_;  // of the round at the frontier, if it is formed so
   std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the parent's
-  std::uint32_t section_versions_ = 0;  // given so far, in all rounds: a round may come again
+  SectionVersions section_versions_;  // given so far, in all rounds: a round may come again
   double section_seconds_ = 0;  // that a byte of a sum takes here, from the plan on
   // Where that takes time: pieces that a section is formed from, and of sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};

@@ -146,9 +146,9 @@ void Node::ask_children() {
 }
 
 void Node::ask_whether_it_is_there(Child& child) {
+  wire_.send(child.rank, {header(Kind::ask, next_)});
   child.asked = wire_.now();
   child.asked_round = next_;
-  wire_.send(child.rank, {header(Kind::ask, next_)});
 }
 
 // Whether nobody who lacks would come before the deadline.

@@ -109,7 +109,7 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
     sections.push_back({.first = first,
                         .last = first + pieces,
                         .maker = own ? family_.rank : it.members[share.maker],
-                        .version = ++section_versions_});
+                        .version = section_versions_.next()});
     it.decodings.push_back(choices[share.choice]);
     first += pieces;
   }
@@ -373,7 +373,7 @@ bool Node::mend_sections() {
     other_messages |= late && other;
     if (other) it.decodings[i] = std::move(other);
     if (left || stuck) section.maker = stand_in(i);
-    section.version = ++section_versions_;
+    section.version = section_versions_.next();
     changed = true;
   }
   it.changes += other_messages;
@@ -467,7 +467,7 @@ void Node::spread(const Entry& entry) {
     plan.sections.push_back({.first = bound(i),
                              .last = bound(i + 1),
                              .maker = plan.members[i],
-                             .version = ++section_versions_});
+                             .version = section_versions_.next()});
   }
   Term& term = plan.terms.emplace_back(Term{.rank = family_.rank, .coefficients = {1.0}});
   for (const std::byte* vector : entry.at) term.addresses.push_back(reinterpret_cast<std::uintptr_t>(vector));

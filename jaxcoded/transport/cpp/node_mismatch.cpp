@@ -120,7 +120,7 @@ void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) 
 // desynchronized speaks for those below.
 void Node::tell_alerts() {
   if (unsure_of() && !desynchronized_) return;
-  while (const auto message = upstream_.next_alert()) wire_.send(upstream_.parent(), *message);
+  upstream_.send_alerts([&](const Message& message) { wire_.send(upstream_.parent(), message); });
 }
 
 void Node::alarm(const std::string& why) {

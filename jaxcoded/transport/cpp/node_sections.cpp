@@ -75,7 +75,9 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (mine && plan.purpose == Purpose::copy) {
     copied_ = {next_, head.ready, plan.sections[head.ready].version, plan.members};
   }
-  if (mine && !has_begun(plan.sections[head.ready])) begin_forming(plan, head.ready);
+  if (mine && !has_begun(plan.sections[head.ready])) {
+    unless_copy_lacks_memory(head.ready, from, [&] { begin_forming(plan, head.ready); });
+  }
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }
 
@@ -229,7 +231,9 @@ bool Node::form() {
   std::uint64_t bytes = 0;
   while (it.next < it.section.last && bytes < limits_.announced_bytes) {
     std::vector<const std::byte*> inputs;
-    if (!bring_terms(it, inputs)) return true;
+    bool brought = false;
+    unless_copy_lacks_memory(it.index, it.terms.front().rank, [&] { brought = bring_terms(it, inputs); });
+    if (!brought) return true;
     if (inputs.size() < it.terms.size()) break;
     const Piece piece = formed_.layout[it.next];
     std::vector<double> coefficients;
@@ -337,6 +341,16 @@ void Node::cannot_form(std::size_t index, Rank term) {
   message.header.flags = failed;
   message.header.ready = static_cast<std::uint32_t>(term);
   wire_.send(family_.ancestors.front(), message);
+}
+
+// What all have decided does not fail for want of memory to hand it on.
+void Node::unless_copy_lacks_memory(std::size_t index, Rank term, const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const std::bad_alloc&) {
+    if (sections_.purpose != Purpose::copy) throw;
+    cannot_form(index, term);
+  }
 }
 
 void Node::lose_term(Rank rank) {

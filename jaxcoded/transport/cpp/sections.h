@@ -63,6 +63,18 @@ enum class OfParent : std::uint8_t {
   zero,  // or is all zeros, which nobody has to fetch
 };
 
+// The numbers of a parent's sections. 0 is none.
+class SectionVersions {
+ public:
+  constexpr explicit SectionVersions(std::uint32_t last = 0) : last_(last) {}
+  constexpr std::uint32_t next() { return ++last_ ? last_ : ++last_; }
+
+ private:
+  std::uint32_t last_;
+};
+
+static_assert(SectionVersions().next() == 1 && SectionVersions(0xFFFFFFFF).next() == 1);
+
 // What a rank is told of a round: all sections, who else is told, and what its own section is formed
 // from.
 struct SectionPlan {

@@ -1,6 +1,7 @@
 #include "snapshots.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -64,8 +65,11 @@ void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_byte
 }
 
 bool Recovery::stuck(double now, double patience) {
-  if (now - heard_at_ <= patience) return false;
-  if (asked_.size() == above_.size()) asked_ = without_;
+  if (now - heard_at_ <= std::ldexp(patience, turns_)) return false;
+  if (asked_.size() == above_.size()) {
+    asked_ = without_;
+    if (turns_ < most_turns) ++turns_;
+  }
   return true;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <optional>
 #include <set>
@@ -70,14 +71,14 @@ class Upstream {
     auto& waiting = alerts_[message.header.flags].waiting;
     if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
   }
-  // What it may hear now.
-  std::optional<Message> next_alert() {
+  // Send what it may hear now. What `send` has no memory for still waits.
+  void send_alerts(const std::function<void(const Message&)>& send) {
     for (auto& [kind, alert] : alerts_) {
       if (!alert.waiting || alert.told == most_alerts) continue;
+      send(*alert.waiting);
       ++alert.told;
-      return std::exchange(alert.waiting, {});
+      alert.waiting.reset();
     }
-    return std::nullopt;
   }
 
   // A rank was asked for the results from the frontier up to that of `last`.
