@@ -12,4 +12,4 @@ def every(step, cases):
     """Return the cases: each ``step``-th from the first on is usual, and the others are
     exhaustive.
     """
-    return [it if i % step == 0 else more(*it) for i, it in enumerate(cases)]
+    return [case if i % step == 0 else more(*case) for i, case in enumerate(cases)]

@@ -48,8 +48,8 @@ def read(path):
     found = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         test, outcome, text, seconds = json.loads(line).values()
-        before, said, _ = found.get(test, ("begun", "", 0))
+        before, words, _ = found.get(test, ("begun", "", 0))
         if "failed" in (before, outcome):
-            outcome, text = "failed", said + text
+            outcome, text = "failed", words + text
         found[test] = outcome, text, seconds
     return found

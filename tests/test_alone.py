@@ -44,9 +44,9 @@ def clean(environment=os.environ):
     ],
 )
 def test_fewer_ranks_than_tasks(ranks, variables, remedy):
-    said = alone.words(ranks, variables)
-    assert f"MPI has {ranks} rank" in said and "=4: " in said
-    assert remedy in said and "`jaxcoded run -n 4`" in said
+    texts = alone.words(ranks, variables)
+    assert f"MPI has {ranks} rank" in texts and "=4: " in texts
+    assert remedy in texts and "`jaxcoded run -n 4`" in texts
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_fewer_ranks_than_tasks(ranks, variables, remedy):
         (2, {"SLURM_STEP_NUM_TASKS": "16", "PMI_SIZE": "2"}),
         # two parts of a heterogeneous job
         (4, {"SLURM_STEP_NUM_TASKS": "2"}),
-        *((1, {"PMI_SIZE": it}) for it in ("", "x", "-4", "\u0663", "9" * 400)),
+        *((1, {"PMI_SIZE": size}) for size in ("", "x", "-4", "\u0663", "9" * 400)),
     ],
 )
 def test_no_false_alarm(ranks, variables):
@@ -153,4 +153,4 @@ def test_an_srun_without_pmix(kinds, warns, monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert not list(machine._srun(mpirun))
     monkeypatch.setenv("SLURM_JOB_ID", "3")
-    assert [it.state for it in machine._srun(mpirun)] == [NOTE] * warns
+    assert [finding.state for finding in machine._srun(mpirun)] == [NOTE] * warns

@@ -19,7 +19,7 @@ def test_schedules_of_faults():
     """
     needs_fault_tolerance()
     played, _ = chaos.play([162, 137], 8)
-    assert [it.seed for it in played] == [162, 137]
+    assert [schedule.seed for schedule in played] == [162, 137]
 
 
 def test_one_schedule_again():
@@ -43,7 +43,7 @@ def test_schedules_on_several_hosts():
     if not chaos.can_make_hosts():
         pytest.skip("no hosts can be made")
     played, _ = chaos.play([104], 9, chaos.HOSTS, "100mbit")
-    assert [it.seed for it in played] == [104]
+    assert [schedule.seed for schedule in played] == [104]
 
 
 def test_the_text_of_a_finding():

@@ -29,7 +29,7 @@ def test_the_tests_are_there():
     for file in {file for file, _ in named}:
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
         there = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-        assert {test for its, test in named if its == file} <= there
+        assert {test for path, test in named if path == file} <= there
 
 
 def test_every_claim_names_a_test_or_says_that_it_has_none():

@@ -66,19 +66,19 @@ def test_the_library_imports_neither_click_nor_rich():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command(name):
-    said = CliRunner().invoke(group, [name, "--help"])
-    assert said.exit_code == 0
-    assert said.output.startswith(f"Usage: jaxcoded {name} ")
-    assert max(map(len, said.output.splitlines())) <= 80
+    result = CliRunner().invoke(group, [name, "--help"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"Usage: jaxcoded {name} ")
+    assert max(map(len, result.output.splitlines())) <= 80
     command = group.get_command(None, name)
-    assert said.output.splitlines()[2].strip().startswith(command.help.split()[0])
+    assert result.output.splitlines()[2].strip().startswith(command.help.split()[0])
     assert all(
         option.help for option in command.params if isinstance(option, click.Option)
     )
 
 
 def test_help_lists_models_and_codes():
-    said = " ".join(CliRunner().invoke(group, ["plan", "--help"]).output.split())
+    text = " ".join(CliRunner().invoke(group, ["plan", "--help"]).output.split())
     for name, entries in (
         (MODELS, cluster.models()),
         (codes.NAMES, cluster.named_codes()),
@@ -86,11 +86,11 @@ def test_help_lists_models_and_codes():
         entries = list(entries)
         assert len(entries) == len(name)
         for call, words in entries:
-            assert call in said
-            assert words in said
+            assert call in text
+            assert words in text
             assert "`" not in words
-    assert "pareto(shape=1.5, scale=0.2) Heavy tails: work w takes w (1 + x)" in said
-    assert "bernoulli(load, decoding='least_squares') Bernoulli code" in said
+    assert "pareto(shape=1.5, scale=0.2) Heavy tails: work w takes w (1 + x)" in text
+    assert "bernoulli(load, decoding='least_squares') Bernoulli code" in text
 
 
 @pytest.mark.parametrize(
@@ -250,9 +250,9 @@ def test_simulated_steps(capsys):
         "--strategy=Coded(fanout=6)",
         "--rounds=20",
     ]
-    said = simulated(capsys, *asked, "--model=fixed(factor=10)")
-    steps = said["steps"]
-    assert said["load"] == pytest.approx(1 / 3)
+    text = simulated(capsys, *asked, "--model=fixed(factor=10)")
+    steps = text["steps"]
+    assert text["load"] == pytest.approx(1 / 3)
     # two of six partitions; all of seven, and one ten times as long; 6 + 1/10 speeds
     expected = {
         "this plan": 0.7 / 3,
@@ -284,8 +284,8 @@ def test_an_approximate_parent_continues_with_any(capsys):
         "--strategy=Coded(stragglers=4, fanout=6, code='grouped(load=3)')",
         "--rounds=4",
     ]
-    said = simulated(capsys, *asked, "--model=fixed(ranks=(4, 5, 6), factor=100)")
-    assert said["steps"]["this plan"]["mean"] == pytest.approx(0.7 / 2, rel=0.02)
+    text = simulated(capsys, *asked, "--model=fixed(ranks=(4, 5, 6), factor=100)")
+    assert text["steps"]["this plan"]["mean"] == pytest.approx(0.7 / 2, rel=0.02)
 
 
 def test_uncoded_is_the_same_tree(capsys):
@@ -300,10 +300,10 @@ def test_simulation_as_text_and_a_picture(capsys, tmp_path):
     path = tmp_path / "steps.png"
     asked = ["simulate", *JOB, "--model=killed(round=3)", "--rounds=9"]
     assert main([*asked, "--strategy=Shared(replicas=2)", f"--picture={path}"]) == 0
-    said = capsys.readouterr().out
-    assert "which share the work: any 2 ranks but the root may be missing" in said
-    assert re.search(r"^uncoded tree +never +never", said, re.MULTILINE)
-    assert re.search(r"^ideal .* 1$", said, re.MULTILINE)
+    text = capsys.readouterr().out
+    assert "which share the work: any 2 ranks but the root may be missing" in text
+    assert re.search(r"^uncoded tree +never +never", text, re.MULTILINE)
+    assert re.search(r"^ideal .* 1$", text, re.MULTILINE)
     assert path.stat().st_size > 5000
 
 
@@ -407,15 +407,15 @@ def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
     assert f"; stragglers: those of {path}\n" in capsys.readouterr().out
     asked = ["--payload=1kB", "--compute=3", f"--measured={path}", "--json"]
     assert main(["simulate", *asked, "--rounds=3"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["ranks"] == 3
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["ranks"] == 3
     # rank 2 takes four times as long for its third, up to about a millisecond for
     # messages
-    assert said["steps"]["uncoded tree"]["mean"] == pytest.approx(4.0, rel=0.01)
+    assert fields["steps"]["uncoded tree"]["mean"] == pytest.approx(4.0, rel=0.01)
     assert main(["simulate", *asked, "--rounds=3", "--model=none", "-n5"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["ranks"] == 5
-    assert 0.6 < said["steps"]["uncoded tree"]["mean"] < 0.61
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["ranks"] == 5
+    assert 0.6 < fields["steps"]["uncoded tree"]["mean"] < 0.61
     assert main(["plan", *asked, "-n", "5"]) == 2
     assert "has 3 columns, and --ranks is 5" in capsys.readouterr().err
 
@@ -424,9 +424,9 @@ def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
 def test_bench(tmp_path, capsys):
     path = tmp_path / "seen"
     assert main(["bench", "-n", "3", "--save", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"^0 – 1 ", said, re.MULTILINE)
-    assert f"jaxcoded plan --measured {path}" in said
+    text = capsys.readouterr().out
+    assert re.search(r"^0 – 1 ", text, re.MULTILINE)
+    assert f"jaxcoded plan --measured {path}" in text
     seen = Measurement.load(path)
     assert seen.speeds.shape == (3,)
     assert seen.speeds.max() == 1.0 and seen.speeds.min() > 0
@@ -436,19 +436,19 @@ def test_bench(tmp_path, capsys):
 @pytest.mark.mpi
 def test_bench_as_json(capsys):
     assert main(["bench", "-n", "2", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said.keys() == {
+    fields = json.loads(capsys.readouterr().out)
+    assert fields.keys() == {
         *("ranks", "hosts", "speeds", "usual", "worst", "rounds"),
         *("latency", "bandwidth", "links"),
     }
-    assert said["ranks"] == 2 and said["rounds"] > 0
-    (link,) = said["links"]
+    assert fields["ranks"] == 2 and fields["rounds"] > 0
+    (link,) = fields["links"]
     assert (link["rank"], link["partner"]) == (0, 1)
     assert link["latency"] > 0 and link["bandwidth"] > 0
-    assert said["latency"] > 0 and said["bandwidth"] > 0
-    assert len(said["hosts"]) == 2 and all(said["hosts"])
-    assert len(said["speeds"]) == 2 and max(said["speeds"]) == 1
-    for usual, worst in zip(said["usual"], said["worst"], strict=True):
+    assert fields["latency"] > 0 and fields["bandwidth"] > 0
+    assert len(fields["hosts"]) == 2 and all(fields["hosts"])
+    assert len(fields["speeds"]) == 2 and max(fields["speeds"]) == 1
+    for usual, worst in zip(fields["usual"], fields["worst"], strict=True):
         assert 0 < usual <= worst
 
 
@@ -481,7 +481,7 @@ def test_what_the_page_on_planning_shows_is_printed(
     def parts(text):
         number = r"[\d.]+"
         numbers = np.array(
-            [float(it.rstrip(".")) for it in re.findall(r"\d[\d.]*", text)]
+            [float(each.rstrip(".")) for each in re.findall(r"\d[\d.]*", text)]
         )
         return re.sub(number, "#", re.sub(r"\s+|─+", " ", text)).strip(), numbers
 

@@ -56,16 +56,16 @@ RANK0 = display.Source(0, "stdout", True)
 )
 def test_rows_of_a_page(written, ended, others):
     """The rows of a page do not depend on the pieces in which output comes."""
-    assert drawn([it.encode() for it in written.split("|")]) == (ended, others)
+    assert drawn([word.encode() for word in written.split("|")]) == (ended, others)
     whole = written.replace("|", "").encode()
     for size in (1, 2, len(whole)):
-        cut = [whole[it : it + size] for it in range(0, len(whole), size)]
+        cut = [whole[start : start + size] for start in range(0, len(whole), size)]
         assert [*chain(*drawn(cut))] == ended + others
 
 
 def drawn(pieces):
     page = Page(foresees=True)
-    return [row for it in pieces for row in page.write(it)], page.end()
+    return [row for piece in pieces for row in page.write(piece)], page.end()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_no_line_of_a_file_waits_for_bars_that_are_not_there(written, ended, sta
 def test_bytes_stay_as_they_are():
     text = "é😀".encode() + b"\xff\xfe\n"
     for size in (1, 2, 3, 100):
-        cut = [text[it : it + size] for it in range(0, len(text), size)]
+        cut = [text[start : start + size] for start in range(0, len(text), size)]
         (row,), _ = drawn(cut)
         assert row.encode("utf-8", "surrogateescape") == text[:-1]
 
@@ -116,7 +116,7 @@ MPIRUN = display.Source(-1, "", False)
 )
 def test_pieces_of_mpirun(line, pieces):
     found = [(source, data) for source, data in lines.pieces(line) if data]
-    assert found == [((int(it[0]), *it[1:]), data) for it, data in pieces]
+    assert found == [((int(piece[0]), *piece[1:]), data) for piece, data in pieces]
 
 
 @contextlib.contextmanager
@@ -157,13 +157,16 @@ def test_rows_that_do_not_fit_are_cut(rows, columns):
             source = display.Source(rank, "stderr", True)
             screen.add(source, f"\r\x1b[1m\u4e00\t{rank}% {'=' * 50}".encode())
         if columns > 100:
-            bars = [f"[{it}]<stderr>: \u4e00 {it}% {'=' * 50}" for it in range(9)]
+            bars = [
+                f"[{number}]<stderr>: \u4e00 {number}% {'=' * 50}"
+                for number in range(9)
+            ]
         else:  # one column stays free, and the first character takes two
-            bars = [f"[{it}]<stderr>: \u4e00 {it}%" for it in range(4)]
+            bars = [f"[{number}]<stderr>: \u4e00 {number}%" for number in range(4)]
             bars.append("... and 5 lines mor")
-        assert until(lambda it: it == bars)
+        assert until(lambda value: value == bars)
         screen.add(RANK0, b"a line\n")
-        assert until(lambda it: it == ["[0]<stdout>: a line", *bars][-rows:])
+        assert until(lambda value: value == ["[0]<stdout>: a line", *bars][-rows:])
 
 
 def test_where_other_output_goes_elsewhere_one_row_is_redrawn():
@@ -171,7 +174,7 @@ def test_where_other_output_goes_elsewhere_one_row_is_redrawn():
         for rank in range(3):
             screen.add(display.Source(rank, "stderr", True), b"\r10%")
         screen.add(display.Source(1, "stderr", True), b"\r20%")
-        assert until(lambda it: "20%" in "".join(it)) == ["[1]<stderr>: 20%"]
+        assert until(lambda rows: "20%" in "".join(rows)) == ["[1]<stderr>: 20%"]
 
 
 def test_states_of_bars_are_written_to_files_now_and_then(tmp_path, monkeypatch):
@@ -187,7 +190,7 @@ def test_states_of_bars_are_written_to_files_now_and_then(tmp_path, monkeypatch)
                 time.sleep(0.01)
         to.add(display.Source(1, "stdout", True), b"no line yet")
         to.end()
-    states = [f"[0]<stdout>: {it}%" for it in (0, 1, 2, 2)]
+    states = [f"[0]<stdout>: {each}%" for each in (0, 1, 2, 2)]
     assert path.read_text().splitlines() == [*states, "[1]<stdout>: no line yet"]
 
 
@@ -246,10 +249,12 @@ def test_bars_of_ranks_on_a_terminal(tmp_path, monkeypatch):
     ):
 
         def until(percent, *others):
-            bars = [f"[{it}]<stderr>: rank {it}: {percent}%" for it in range(2)]
+            bars = [
+                f"[{number}]<stderr>: rank {number}: {percent}%" for number in range(2)
+            ]
             # in the order of the ranks
             wanted = [*others[:1], bars[0], *others[1:], bars[1]]
-            wait(keyboard, screen, lambda it: sorted(it) == sorted(wanted))
+            wait(keyboard, screen, lambda rows: sorted(rows) == sorted(wanted))
             return screen.lines()
 
         until(30, "[0]<stdout>: name?")
@@ -272,7 +277,7 @@ def test_bars_of_ranks_in_a_file(tmp_path):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert sorted(job.stderr.splitlines()) == [
-        f"[{it}]<stderr>: rank {it}: 100%" for it in range(2)
+        f"[{number}]<stderr>: rank {number}: 100%" for number in range(2)
     ]
     columns = os.environ.get("COLUMNS")
     assert sorted(job.stdout.splitlines()) == [

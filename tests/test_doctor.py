@@ -60,9 +60,9 @@ def test_all_is_well_here(capfd, tmp_path, monkeypatch):
 def test_a_job_that_fails_is_shown(capfd, monkeypatch):
     monkeypatch.setattr(doctor, "_PROGRAM", ["-c", "raise SystemExit('no such thing')"])
     assert main(["doctor", "-n", "1"]) == 1
-    said = capfd.readouterr().out
-    assert "failed with status 1" in said
-    assert "no such thing" in said
+    text = capfd.readouterr().out
+    assert "failed with status 1" in text
+    assert "no such thing" in text
 
 
 @pytest.fixture
@@ -95,11 +95,11 @@ def test_a_host_that_cannot_be_reached(ssh, capfd):
     assert main(["bench", "-n", "2", "--hosts", "x.invalid:2"]) == 1
     assert "→ `ssh x.invalid true` must end" in capfd.readouterr().err
     assert main(["run", "-n", "2", "--hosts", "x.invalid:2", __file__])
-    (said,) = (
-        it for it in capfd.readouterr().err.splitlines() if "the job failed" in it
+    (text,) = (
+        line for line in capfd.readouterr().err.splitlines() if "the job failed" in line
     )
     assert (
-        f"ssh does not get to x.invalid ({REFUSED}); `ssh x.invalid true` must" in said
+        f"ssh does not get to x.invalid ({REFUSED}); `ssh x.invalid true` must" in text
     )
 
 
@@ -124,9 +124,9 @@ def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811
         other = fake("mpirun (Open MPI) 5.0.9")
     assert main(["doctor", "--mpirun", str(other)]) == 1
     out = capsys.readouterr().out
-    said = " ".join(out.split())  # long paths wrap lines
-    assert "but mpi4py uses" in said
-    assert "were not started" in said
+    text = " ".join(out.split())  # long paths wrap lines
+    assert "but mpi4py uses" in text
+    assert "were not started" in text
     assert out.count("→") == len(re.findall("^bad ", out, re.MULTILINE)) == 2
     assert main(["doctor", "--mpirun", "/none"]) == 1
     assert "/none does not run" in capsys.readouterr().out

@@ -53,9 +53,9 @@ def test_an_error_is_reported_once(way):
         timeout=600,
     )
     assert "Exception ignored" not in job.stderr, job.stderr
-    said = [
+    lines = [
         line for line in job.stderr.splitlines() if "use after close: group" in line
     ]
     # a traceback includes its cause
-    assert len(said) == 1 + (way == "translated"), job.stderr
+    assert len(lines) == 1 + (way == "translated"), job.stderr
     assert bool(job.returncode) == (way != "caught")

@@ -149,7 +149,7 @@ def test_stopped_processes_delay_no_rank(tmp_path):
 
 @pytest.mark.parametrize(
     ("tokens", "late"),
-    [("yes", "512"), *(more(it, "51212") for it in ("yes", "no"))],
+    [("yes", "512"), *(more(each, "51212") for each in ("yes", "no"))],
 )
 def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, late):
     job = run(tmp_path, 7, "training.py", tokens, *late, limit=LIMIT)
@@ -187,12 +187,12 @@ def test_random_sleeps(tmp_path, rounds):
 def test_a_parent_that_lacks_too_many_waits(tmp_path):
     job = run(tmp_path, 7, "waits.py")
     succeed(job, 7)
-    (said,) = (it for it in job.reports[0]["heard"] if "round 10:" in it)
-    assert said.endswith(
+    (text,) = (line for line in job.reports[0]["heard"] if "round 10:" in line)
+    assert text.endswith(
         "round 10: rank 0 waits for ranks 1, 2; it needs 1 of its 2 children"
     )
-    said = job.reports[1]["heard"][-1]
-    assert said.endswith("rank 1 waits for rank 0, which does not answer")
+    text = job.reports[1]["heard"][-1]
+    assert text.endswith("rank 1 waits for rank 0, which does not answer")
 
 
 # Ranks that are alive but stuck.
@@ -221,10 +221,10 @@ def test_a_rank_that_is_stuck_is_named(tmp_path, way, words):
         rank: [line for line in report["heard"] if ", round 1: " not in line]
         for rank, report in job.reports.items()
     }
-    (said,) = heard[1]
-    assert "no call of rank 3 has come for " in said
-    assert "rounds up to 30 are decided" in said
-    assert words in said
+    (text,) = heard[1]
+    assert "no call of rank 3 has come for " in text
+    assert "rounds up to 30 are decided" in text
+    assert words in text
     assert not any(heard[rank] for rank in (0, 2, 4))
     if way != "stopped":
         (stands,) = re.findall("group 0, rank 3 .*", job.stderr)
@@ -245,7 +245,7 @@ def test_ranks_that_wait_in_a_step_say_for_whom(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("before", "environment", "status", "said"),
+    ("before", "environment", "status", "text"),
     [
         ("", {}, 0, "jaxcoded: group 0, rank 0 has not called round 1"),
         ("", {"JAXCODED_STATUS_SIGNAL": "OFF"}, -signal.SIGUSR1, ""),
@@ -253,7 +253,7 @@ def test_ranks_that_wait_in_a_step_say_for_whom(tmp_path):
         ("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", {}, 0, ""),
     ],
 )
-def test_the_owner_of_the_signal(before, environment, status, said):
+def test_the_owner_of_the_signal(before, environment, status, text):
     program = f"""
 import os, signal, time
 {before}
@@ -274,8 +274,8 @@ group.close()
         cwd=ROOT,
     )
     assert job.returncode == status, job.stderr
-    assert said in job.stdout + job.stderr
-    assert ("jaxcoded: " in job.stderr) == said.startswith("jaxcoded: ")
+    assert text in job.stdout + job.stderr
+    assert ("jaxcoded: " in job.stderr) == text.startswith("jaxcoded: ")
 
 
 def test_an_answer_into_a_full_pipe():
@@ -351,7 +351,7 @@ def test_an_uncaught_error_ends_the_job(tmp_path, victim):
     ("way", "victim"),
     [
         ("in-flight", 4),
-        *(more(*it) for it in (("uncaught", 1), ("uncaught", 4), ("in-flight", 1))),
+        *(more(*each) for each in (("uncaught", 1), ("uncaught", 4), ("in-flight", 1))),
     ],
 )
 def test_an_uncaught_error_without_mpi4py_disturbs_no_rank(tmp_path, way, victim):
@@ -395,7 +395,7 @@ def little_memory(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("way", "victim"),
-    [("started", "3"), *(more(*it) for it in (("started", "0"), ("called", "0")))],
+    [("started", "3"), *(more(*each) for each in (("started", "0"), ("called", "0")))],
 )
 def test_too_little_memory_fails_a_round_on_all_ranks(
     tmp_path, little_memory, way, victim
@@ -691,10 +691,10 @@ def trained(job, without, *sizes):
     sizes = 7, *sizes
     assert job.of_all("compiled") == list(sizes)
     assert job.of_all("size") == sizes[-1]
-    ranks = {it["rank"] for it in job.reports.values()}
+    ranks = {report["rank"] for report in job.reports.values()}
     assert len(ranks) == len(job.reports) and ranks <= set(range(sizes[-1]))
     job.of_all("digest")
-    assert max(it["error"] for it in job.reports.values()) < 1e-12
+    assert max(report["error"] for report in job.reports.values()) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -749,18 +749,18 @@ def test_ranks_that_cannot_continue_get_an_error_and_live(
     trained(job, {3}, 6)
     late = {6} if way == "stopped" else set()
     for rank in set(job.reports) - late:
-        (said,) = job.reports[rank]["said"]
-        assert said.startswith(words)
+        (text,) = job.reports[rank]["said"]
+        assert text.startswith(words)
 
 
 def test_more_dead_than_a_parent_tolerates(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "beyond", "1,2")
     trained(job, {1, 2}, 5)
-    (said,) = job.of_all("said")
+    (text,) = job.of_all("said")
     lacks = "rank 0 cannot rebuild its sum, as it lacks rank 1, which is dead, rank 2, which is dead"
     below = ", and what any below them have; any 1 of its 2 children"
-    assert f"TooManyErasures: round 11: {lacks}{below}" in said
-    assert "go on with group.recovered()" in said
+    assert f"TooManyErasures: round 11: {lacks}{below}" in text
+    assert "go on with group.recovered()" in text
 
 
 # In floats, around the longest message within an announcement, from the same host or
@@ -790,14 +790,14 @@ def test_the_death_of_a_needed_rank(tmp_path, fault_tolerant, when, sizes):
     )
     assert set(job.reports) == {rank for rank in range(ranks) if rank % places != 1}
     for root in range(0, ranks, places):
-        said, *others = (job.reports[root + place]["outcome"] for place in (0, 2, 3))
-        assert others == [said] * 2
+        text, *others = (job.reports[root + place]["outcome"] for place in (0, 2, 3))
+        assert others == [text] * 2
         if when != "before" and 4 * int(sizes[root // places]) <= 32 << 10:
-            assert said == "sum" or said.startswith("TooManyErasures: round 2: "), said
+            assert text == "sum" or text.startswith("TooManyErasures: round 2: "), text
             continue
         # the announcement did not include it
-        assert said.startswith("TooManyErasures: round 2: rank 0 cannot rebuild"), said
-        assert "it lacks rank 1, which is dead" in said
+        assert text.startswith("TooManyErasures: round 2: rank 0 cannot rebuild"), text
+        assert "it lacks rank 1, which is dead" in text
     # the engine does not poll the network for a message that will never come
     for report in job.reports.values():
         assert report["wake_ups"] < 500
@@ -820,7 +820,7 @@ def test_live_ranks_continue_without_the_root(
     for attempt in range(4):
         (where := tmp_path / str(attempt)).mkdir()
         job = recover(where, fault_tolerant, way, *victims)
-        failed_at = {rank: it["failed_at"][0] for rank, it in job.reports.items()}
+        failed_at = {rank: each["failed_at"][0] for rank, each in job.reports.items()}
         # rank 2 finds results and the root's death as it wakes, and may handle the
         # results first
         if way != "behind" or failed_at[2] < failed_at[1]:
@@ -928,27 +928,29 @@ def test_a_rank_that_is_alive_but_stuck(tmp_path, fault_tolerant, why, words):
             assert then.endswith(words)
 
 
-@pytest.mark.parametrize("told", ["2,3", *map(more, ("", "1", "2", "1,2,3,4"))])
-def test_the_root_dies_while_it_names_the_survivors(tmp_path, fault_tolerant, told):
+@pytest.mark.parametrize("informed", ["2,3", *map(more, ("", "1", "2", "1,2,3,4"))])
+def test_the_root_dies_while_it_names_the_survivors(tmp_path, fault_tolerant, informed):
     job = run(
-        tmp_path, 6, "roll.py", "regroup", told, options=fault_tolerant, limit=LIMIT
+        tmp_path, 6, "roll.py", "regroup", informed, options=fault_tolerant, limit=LIMIT
     )
     assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
     assert job.of_all("survivors") == [3, 1, 2, 4]
     assert job.of_all("size") == 4
-    assert {rank for rank, it in job.reports.items() if it["behind"]} == {3}
+    assert {rank for rank, report in job.reports.items() if report["behind"]} == {3}
 
 
-@pytest.mark.parametrize("told", ["1,2", more(""), more("3")])
+@pytest.mark.parametrize("informed", ["1,2", more(""), more("3")])
 def test_the_root_dies_while_it_reports_that_all_are_alive(
-    tmp_path, fault_tolerant, told
+    tmp_path, fault_tolerant, informed
 ):
     """Ranks with and without the message meet nevertheless."""
-    job = run(tmp_path, 5, "roll.py", "stay", told, options=fault_tolerant, limit=LIMIT)
+    job = run(
+        tmp_path, 5, "roll.py", "stay", informed, options=fault_tolerant, limit=LIMIT
+    )
     assert set(job.reports) == {1, 2, 3, 4}, job.stderr[-8000:]
     assert job.of_all("survivors") == [3, 1, 2, 4]
-    stayed = {rank for rank, it in job.reports.items() if it["stayed"]}
-    assert stayed == {int(rank) for rank in told.split(",") if rank}
+    stayed = {rank for rank, report in job.reports.items() if report["stayed"]}
+    assert stayed == {int(rank) for rank in informed.split(",") if rank}
 
 
 @pytest.mark.parametrize(
@@ -1002,8 +1004,8 @@ def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
     assert set(job.reports) == {0, 1, 2, 3, 4}, job.stderr[-8000:]
     assert "rounds of the old one were decided since then" in job.reports[1]["said"]
     for rank in (0, 2, 3, 4):
-        said = job.reports[rank]["said"][0]
-        assert "rounds of the old one were decided since then" in said
+        text = job.reports[rank]["said"][0]
+        assert "rounds of the old one were decided since then" in text
         assert job.reports[rank]["size"] == 4
 
 
@@ -1014,8 +1016,8 @@ def test_a_program_that_catches_its_error_is_not_killed(tmp_path):
     assert job.status == 0, job.stderr[-8000:]
     assert job.of_all("lives") is True
     for rank in (0, 2):
-        said = job.reports[rank]["said"]
-        assert said.startswith(
+        text = job.reports[rank]["said"]
+        assert text.startswith(
             "ranks [1] are alive, but have not called recovered: of these [1] have closed"
         )
     assert "has killed" not in job.stderr
@@ -1053,7 +1055,7 @@ def extend(tmp_path, ranks, size, option, *events, status=0):
     assert set(job.reports) == set(range(size)), job.stderr[-8000:]
     assert job.of_all("size") == size
     job.of_all("digest")
-    assert max(it["error"] for it in job.reports.values()) < 1e-12
+    assert max(each["error"] for each in job.reports.values()) < 1e-12
     for report in job.reports.values():  # a report for each group
         assert report["compiled"] == report["sizes"]
     return job
@@ -1092,9 +1094,11 @@ def failed(job):
     """Return the report of the old ranks on the first attempt, which is the same on
     all.
     """
-    said = {it["said"][0] for it in job.reports.values() if not it["joined"]}
-    assert len(said) == 1, said
-    return said.pop()
+    texts = {
+        report["said"][0] for report in job.reports.values() if not report["joined"]
+    }
+    assert len(texts) == 1, texts
+    return texts.pop()
 
 
 @pytest.mark.exhaustive
@@ -1122,10 +1126,12 @@ def test_ranks_that_fail_to_join_do_not_change_the_group(tmp_path, way, words, s
 
 def test_a_rank_that_dies_while_others_connect_with_it(tmp_path):
     job = extend(tmp_path, 3, 4, "code", "dies connect", "join 1")
-    said = {it["said"][0] for it in job.reports.values() if not it["joined"]}
+    texts = {
+        report["said"][0] for report in job.reports.values() if not report["joined"]
+    }
     starter = "no rank has joined of 2: number 1 of those that were started has not joined: it has died"
-    assert sum(starter in it for it in said) == 1
-    assert all("this group continues unchanged" in it for it in said)
+    assert sum(starter in text for text in texts) == 1
+    assert all("this group continues unchanged" in text for text in texts)
 
 
 @pytest.mark.exhaustive
@@ -1149,10 +1155,10 @@ def test_a_rank_that_dies_while_others_join(tmp_path, way, words):
 
 def test_a_rank_that_leaves_by_an_exception_while_others_join(tmp_path):
     job = extend(tmp_path, 3, 4, "code", "interrupts 2", "join 1")
-    said = {rank: report["said"] for rank, report in job.reports.items()}
-    assert said[2] == ["ValueError: interrupted"] and not said[3]
+    texts = {rank: report["said"] for rank, report in job.reports.items()}
+    assert texts[2] == ["ValueError: interrupted"] and not texts[3]
     for rank in (0, 1):
-        assert "or it has failed on others, which say why" in said[rank][0]
+        assert "or it has failed on others, which say why" in texts[rank][0]
 
 
 @pytest.mark.exhaustive
@@ -1179,8 +1185,8 @@ def test_no_ranks_join_where_the_launcher_would_not_forgive_their_death(
         python=BARE,
     )
     assert job.status == 0 and set(job.reports) == {0, 1, 2}
-    (said,) = job.of_all("said")
-    assert "start the job with jaxcoded run --ft" in said
+    (text,) = job.of_all("said")
+    assert "start the job with jaxcoded run --ft" in text
 
 
 # Open MPI 5: a new rank may die, and MPI_Finalize has no barrier, which might not end
@@ -1205,8 +1211,8 @@ def joining(directory, options, way, limit=SMALL_LIMIT):
             time.sleep(0.05)
         if job.poll() is None:
             subprocess.run([*start, "1", *program, "joins"], check=False, **pipes)
-    said = job.communicate()[1]
-    return job.returncode, said.count("sum of "), said
+    text = job.communicate()[1]
+    return job.returncode, text.count("sum of "), text
 
 
 @pytest.mark.exhaustive
@@ -1221,22 +1227,22 @@ def joining(directory, options, way, limit=SMALL_LIMIT):
     ],
 )
 def test_mpi_can_start_one_more_rank(tmp_path, fault_tolerant, way, sums):
-    *result, said = joining(tmp_path, (*fault_tolerant, *JOINABLE), way)
-    assert result == [0, sums], said[-8000:]
+    *result, text = joining(tmp_path, (*fault_tolerant, *JOINABLE), way)
+    assert result == [0, sums], text[-8000:]
 
 
 @pytest.mark.exhaustive
 def test_the_death_of_a_rank_that_has_joined_fails_the_job(tmp_path, fault_tolerant):
     """The others continue, but without an option the launcher counts it as a failure."""
     options = *fault_tolerant, *JOINABLE[3:]
-    *result, said = joining(tmp_path, options, "new dies")
-    assert result == [137, 3], said[-8000:]
+    *result, text = joining(tmp_path, options, "new dies")
+    assert result == [137, 3], text[-8000:]
 
 
-def as_known(result, said, known):
+def as_known(result, text, known):
     """Check a known failure by its output. Any other failure is unexpected."""
     if result not in ([0, 3], known):
-        pytest.fail(f"{result}: {said[-8000:]}")
+        pytest.fail(f"{result}: {text[-8000:]}")
     assert result == [0, 3]
 
 
@@ -1249,8 +1255,8 @@ not_in_open_mpi_5 = pytest.mark.xfail(
 @pytest.mark.exhaustive
 @not_in_open_mpi_5
 def test_a_rank_of_another_mpirun_joins(tmp_path, fault_tolerant):
-    *result, said = joining(tmp_path, fault_tolerant, "connects", limit=10)
-    as_known(result, said, [124, 0])
+    *result, text = joining(tmp_path, fault_tolerant, "connects", limit=10)
+    as_known(result, text, [124, 0])
 
 
 @pytest.mark.exhaustive
@@ -1273,8 +1279,8 @@ def test_a_rank_of_another_mpirun_joins_by_a_daemon(tmp_path, fault_tolerant):
         if not uri.exists() or daemon.poll() is not None:
             pytest.fail("prte does not run")
         options = *fault_tolerant, "--dvm", f"file:{uri}"
-        *result, said = joining(tmp_path, options, "connects", limit=20)
-        as_known(result, said, [139, 0])
+        *result, text = joining(tmp_path, options, "connects", limit=20)
+        as_known(result, text, [139, 0])
     finally:
         daemon.terminate()
         daemon.communicate()
@@ -1283,8 +1289,8 @@ def test_a_rank_of_another_mpirun_joins_by_a_daemon(tmp_path, fault_tolerant):
 def test_a_rank_that_dies_while_the_others_recover(tmp_path, fault_tolerant):
     job = recover(tmp_path, fault_tolerant, "again", "3")
     trained(job, {3, 6}, 5)
-    (said,) = job.of_all("said")
-    assert said.startswith(
+    (text,) = job.of_all("said")
+    assert text.startswith(
         "CodedError: one more rank died while the ranks made a new group"
     )
 
@@ -1294,8 +1300,8 @@ def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
     """Open MPI may leave ranks in MPI_Comm_dup this way."""
     job = recover(tmp_path, fault_tolerant, "waits", "3")
     trained(job, {3}, 6)
-    (said,) = job.of_all("said")
-    assert said.startswith(
+    (text,) = job.of_all("said")
+    assert text.startswith(
         "CodedError: one more rank died while the ranks made a new group"
     )
 
@@ -1304,8 +1310,8 @@ def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_toleran
     """MPI would wait for the rank for ever."""
     job = recover(tmp_path, fault_tolerant, "stops", "3")
     trained(job, {3, 6}, 5)
-    (said,) = job.of_all("said")
-    assert said.startswith(
+    (text,) = job.of_all("said")
+    assert text.startswith(
         "CodedError: one more rank died while the ranks made a new group"
     )
 
@@ -1355,7 +1361,7 @@ group.close(2.0)
 
 
 @pytest.mark.parametrize(
-    ("fault", "status", "put_out", "said"),
+    ("fault", "status", "put_out", "text"),
     [
         ("left.touch(); raise ValueError('mine')", 1, False, "3"),
         (
@@ -1370,7 +1376,7 @@ group.close(2.0)
     ],
 )
 def test_a_rank_that_has_left_does_not_keep_the_others(
-    tmp_path, fault, status, put_out, said
+    tmp_path, fault, status, put_out, text
 ):
     """The others leave it behind if an error has ended its program, and its error
     counts.
@@ -1380,7 +1386,7 @@ def test_a_rank_that_has_left_does_not_keep_the_others(
     assert job.returncode == status, job.stderr
     assert ("has killed" in job.stderr) == put_out
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
-    assert len(lines) == 3 and all(line.startswith(said) for line in lines), job.stdout
+    assert len(lines) == 3 and all(line.startswith(text) for line in lines), job.stdout
     assert ("rank 2: status 1" in job.stderr) == status, job.stderr
 
 
@@ -1452,11 +1458,11 @@ def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
     job = played(tmp_path, MIXED.format(ranks=3, seconds=60 * slowness()), ranks=3)
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
-    said = sorted(line.partition(":")[0] for line in lines)
+    texts = sorted(line.partition(":")[0] for line in lines)
     theirs = (
         "has called this too late for the others, or they have called something else"
     )
-    assert said == sorted(
+    assert texts == sorted(
         [
             "True ranks [1, 2] are alive, but have not called extended",
             *(f"False rank {rank} {theirs}" for rank in (1, 2)),
@@ -1722,9 +1728,9 @@ def start(
         )
     end = "group.close()\n"
     assert program.endswith(end)
-    said = f"pathlib.Path({str(directory)!r}, str(group.rank))"
+    text = f"pathlib.Path({str(directory)!r}, str(group.rank))"
     program = program.removesuffix(end) + (
-        f"{said}.write_text(' '.join(map(str, np.asarray(w))))\ngroup.close(3.0)\n"
+        f"{text}.write_text(' '.join(map(str, np.asarray(w))))\ngroup.close(3.0)\n"
     )
     (directory / "train.py").write_text(program)
     command, run, *words = line.split()

@@ -86,9 +86,9 @@ def job(tmp_path, marked):
 
         def folders(self):
             """Return the folders of the job, once all ranks have begun."""
-            said = [self.there / "0", self.there / "1"]
-            assert until(lambda: all(it.exists() for it in said))
-            found = {line for it in said for line in it.read_text().splitlines()}
+            texts = [self.there / "0", self.there / "1"]
+            assert until(lambda: all(file.exists() for file in texts))
+            found = {line for file in texts for line in file.read_text().splitlines()}
             assert found and all(map(os.path.isdir, found))
             return found
 
@@ -167,9 +167,9 @@ def test_a_guardian_that_is_killed(job):
     try:
         folders = job.folders()
         (watcher,) = [
-            it
-            for it in children(process.pid)
-            if "guardian.py" in pathlib.Path(f"/proc/{it}/cmdline").read_text()
+            child
+            for child in children(process.pid)
+            if "guardian.py" in pathlib.Path(f"/proc/{child}/cmdline").read_text()
         ]
         os.kill(watcher, signal.SIGKILL)
         (job.there / "go on").touch()
@@ -213,7 +213,7 @@ def test_the_next_job_deletes_what_jobs_have_left(tmp_path, monkeypatch, marked)
         stack.callback(process.wait)
         stack.callback(process.kill)
         assert launching.play(["true"], os.environ).status == 0
-        assert {it for place in places for it in place.iterdir()} == stay
+        assert {path for place in places for path in place.iterdir()} == stay
 
 
 def test_a_job_whose_launcher_and_guardian_are_killed_at_once(job):
@@ -223,8 +223,8 @@ def test_a_job_whose_launcher_and_guardian_are_killed_at_once(job):
     )
     try:
         folders = job.folders()
-        its = children(process.pid)
-        watcher, *others = its
+        pids = children(process.pid)
+        watcher, *others = pids
         for each in (process.pid, watcher):
             os.kill(each, signal.SIGKILL)
         process.wait()

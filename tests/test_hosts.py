@@ -132,15 +132,15 @@ def test_a_stuck_rank_is_put_out_by_one_of_its_host(tmp_path, ranks, why):
     except on_hosts.Unavailable as reason:
         pytest.skip(str(reason))
     assert job.returncode == 0, job.stderr[-8000:]
-    said = {
+    texts = {
         int(path.stem.rpartition("-")[2]): json.loads(path.read_text())["said"]
         for path in tmp_path.glob("rank-*.json")
     }
     if why:
-        assert set(said) == {0, 1}
-        assert said[0][1].endswith("no rank in this call can see it")
+        assert set(texts) == {0, 1}
+        assert texts[0][1].endswith("no rank in this call can see it")
     else:
-        assert set(said) == {0, 1, 2}
+        assert set(texts) == {0, 1, 2}
         (line,) = re.findall("rank . has killed .*", job.stderr)
         assert line.startswith("rank 2 ") and f" on {names[1]}, rank 3" in line
 
@@ -198,15 +198,21 @@ def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
                 command, cwd=ROOT, env=on_hosts.environment(LIMIT * launch.slowness())
             )
             assert in_time(lambda: len([*tmp_path.glob("rank-*.pid")]) == 4)
-            (launcher,) = (int(it.name) for it in processes(on_hosts.MPIRUN, agent))
+            (launcher,) = (
+                int(process.name) for process in processes(on_hosts.MPIRUN, agent)
+            )
             all_guardians = processes(guardian.__file__)
-            (watcher,) = (it for it in all_guardians if parent(it) == launcher)
+            (watcher,) = (
+                all_guardian
+                for all_guardian in all_guardians
+                if parent(all_guardian) == launcher
+            )
             os.kill(launcher, signal.SIGKILL)
             job.wait()
             assert in_time(lambda: not [*processes(program)])
             assert in_time(lambda: not watcher.exists())
             shared = os.listdir("/dev/shm")
-            assert not [it for it in shared for name in names if name in it]
+            assert not [path for path in shared for name in names if name in path]
     except on_hosts.Unavailable as reason:
         pytest.skip(str(reason))
 
@@ -320,9 +326,9 @@ def test_run_reports_how_ranks_of_all_hosts_ended(hosts, tmp_path):
         "os._exit(3 * rank)\n"
     )
     job = users_job(hosts, tmp_path, [1, 1], program)
-    said = re.findall("^jaxcoded run: (ranks? .*), after", job.stderr, re.MULTILINE)
-    assert "rank 1: status 3" in said, job.stderr
-    assert "rank 0: status 0" in said, job.stderr
+    texts = re.findall("^jaxcoded run: (ranks? .*), after", job.stderr, re.MULTILINE)
+    assert "rank 1: status 3" in texts, job.stderr
+    assert "rank 0: status 0" in texts, job.stderr
 
 
 @pytest.mark.parametrize(
@@ -355,5 +361,5 @@ def test_ranks_join_on_the_host_with_the_fewest(
     assert {report["size"] for report in reports} == {len(reports)}
     assert len({report["digest"] for report in reports}) == 1
     assert max(report["error"] for report in reports) < 1e-12
-    places = [hosts.index(it["host"]) for it in reports if it["joined"]]
+    places = [hosts.index(each["host"]) for each in reports if each["joined"]]
     assert places == joined, job.stderr[-8000:]

@@ -120,8 +120,8 @@ def test_missing_messages_may_hold_anything(missing):
     ],
 )
 def test_approximate_sums_keep_numbers_apart(code):
-    """In an inexact sum the arrays do not depend on the loss, and the loss does not
-    depend on the arrays: it matches its coefficients in float64.
+    """In an inexact sum the arrays do not depend on the loss, nor the loss on the
+    arrays. The loss matches its coefficients in float64.
     """
     arrays = {"a": draw(code.k, 3, 5, seed=2), "z": draw(code.k, 8, seed=3)}
     loss = 1e4 * (2 + draw(code.k, seed=4))

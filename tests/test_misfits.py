@@ -31,7 +31,7 @@ def starts(nothing_set, monkeypatch):
 
     def start(_, without):
         tried.append(without)
-        there = {it for names in misfits.suspects().values() for it in names}
+        there = {name for names in misfits.suspects().values() for name in names}
         return not any(names <= there - {*without} for names in wrong)
 
     monkeypatch.setattr(misfits, "_starts", start)
@@ -79,8 +79,8 @@ def test_wrong_variables_are_named(wrong, found, unset, starts, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     starts[0].extend(wrong)
-    said = f"MPI does not start with {found} in the environment, and does without"
-    assert misfits.blame(MPIRUN) == (said, f"unset {unset}")
+    text = f"MPI does not start with {found} in the environment, and does without"
+    assert misfits.blame(MPIRUN) == (text, f"unset {unset}")
 
 
 def test_a_scheduler_has_many(nothing_set, monkeypatch):
@@ -139,7 +139,9 @@ def test_doctor_names_the_job_that_is_over(open_mpi, capfd, monkeypatch):
     for name, value in {**old, "OMPI_MCA_btl_openib_allow_ib": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor", "-n", "2", "--json"]) == 1
-    found = {it["about"]: it for it in json.loads(capfd.readouterr().out)}
+    found = {
+        finding["about"]: finding for finding in json.loads(capfd.readouterr().out)
+    }
     listed = "PBS_ENVIRONMENT=PBS_BATCH, PBS_JOBID=3, PBS_NODEFILE=/none"
     assert f"MPI does not start with {listed} in" in found["ranks"]["found"]
     assert found["ranks"]["remedy"].startswith("unset ${!PBS_*}")

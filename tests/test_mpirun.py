@@ -49,9 +49,9 @@ def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_pa
         if job.returncode and "failed" not in (what for what, *_ in found.values()):
             # the job hangs or has crashed in the test that began last
             last = list(found)[-1:] or ["before the first test"]
-            said = f"exit status {job.returncode}\n{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
-            found[last[0]] = "failed", said, 0
-        ended = {test: it for test, it in found.items() if it[0] != "begun"}
+            words = f"exit status {job.returncode}\n{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
+            found[last[0]] = "failed", words, 0
+        ended = {test: each for test, each in found.items() if each[0] != "begun"}
         for test, (outcome, text, _) in ended.items():
             with subtests.test(test):
                 if outcome == "failed":
@@ -62,6 +62,8 @@ def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_pa
         if not job.returncode:
             break
     name = f"on {ranks} ranks of {devices} devices"
-    record_property(SECONDS, {f"{test} {name}": it[-1] for test, it in done.items()})
+    record_property(
+        SECONDS, {f"{test} {name}": each[-1] for test, each in done.items()}
+    )
     assert not job.returncode, f"of {FAILURES} jobs none has come to its end"
     assert done, "no test was run"

@@ -94,7 +94,7 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
 
 
 @pytest.mark.parametrize(
-    ("program", "said"),
+    ("program", "text"),
     [
         (
             ALONE + PARTS,
@@ -137,7 +137,7 @@ BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
         ),
     ],
 )
-def test_errors_and_warnings_of_one_process(program, said):
+def test_errors_and_warnings_of_one_process(program, text):
     imports = (
         "import jax, jax.numpy as jnp, jaxcoded, numpy as np\nfrom mpi4py import MPI\n"
     )
@@ -149,7 +149,7 @@ def test_errors_and_warnings_of_one_process(program, said):
         timeout=100 * slowness(),
         check=False,
     )
-    assert said in job.stdout
+    assert text in job.stdout
     assert job.returncode in (0, 1)
 
 

@@ -66,10 +66,10 @@ def test_one_of_several_is_the_first(child):
     """It is the first until it ends."""
     command = [sys.executable, "-c", ASKS, str(child.pid), "5"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    said = []
+    texts = []
     for _ in range(2):
         with subprocess.Popen(command, **pipes) as one:
-            said.append(one.stdout.readline())
+            texts.append(one.stdout.readline())
             other = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -77,9 +77,9 @@ def test_one_of_several_is_the_first(child):
                 text=True,
                 check=True,
             )
-            said.append(other.stdout)
+            texts.append(other.stdout)
             one.stdin.close()
-    assert said == ["True\n", "False\n"] * 2
+    assert texts == ["True\n", "False\n"] * 2
 
 
 def test_processes_that_can_be_reached():

@@ -28,10 +28,10 @@ def test_the_difference_is_that_of_the_two_programs():
 
 def missing(plan):
     """Return how many children of a parent may be missing, in the plan's words."""
-    said = plan.describe()
-    if "none of a parent's children may be missing" in said:
+    text = plan.describe()
+    if "none of a parent's children may be missing" in text:
         return "none"
-    number = re.search(r"any (\d )?.*may be missing", said)[1] or "1"
+    number = re.search(r"any (\d )?.*may be missing", text)[1] or "1"
     return f"any {number.strip()}"
 
 

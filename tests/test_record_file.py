@@ -44,9 +44,9 @@ def test_a_full_disk(tmp_path, caplog):
         written(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    (said,) = caplog.messages
-    assert "ends with round 1" in said
-    assert "the job continues without it" in said
+    (text,) = caplog.messages
+    assert "ends with round 1" in text
+    assert "the job continues without it" in text
     assert read(path, PLAN) == ROUNDS[:1]
 
 
@@ -65,8 +65,8 @@ def test_a_file_that_is_slower_than_the_rounds(tmp_path, caplog):
     for dealt in iter(writer.while_whole(following), None):
         writer.add(dealt)
     writer.close()
-    (said,) = caplog.messages
-    assert "ends with round 1: 7 rounds are lost; the job continues" in said
+    (text,) = caplog.messages
+    assert "ends with round 1: 7 rounds are lost; the job continues" in text
     assert read(path, PLAN) == ROUNDS[:1]
 
 

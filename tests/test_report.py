@@ -265,7 +265,7 @@ def test_alternatives(plan):
     """All alternatives have the same ranks, root and slices, and none is repeated."""
     (name, first), *others = analysis.alternatives(plan, np.linspace(0.5, 1, plan.size))
     assert first is plan and name.startswith("as it was: ")
-    plans = [it for _, it in others if not isinstance(it, Ring)]
+    plans = [each for _, each in others if not isinstance(each, Ring)]
     assert len({plan, *plans}) == 1 + len(plans)
     assert len({name for name, _ in others}) == len(others)
     for other in plans:
@@ -274,7 +274,9 @@ def test_alternatives(plan):
         assert other.strategy.slices == plan.strategy.slices
         assert other.strategy.root_computes == plan.strategy.root_computes
     if plan.size > 2:
-        assert {0, plan.strategy.stragglers} <= {it.strategy.stragglers for it in plans}
+        assert {0, plan.strategy.stragglers} <= {
+            each.strategy.stragglers for each in plans
+        }
 
 
 def test_network():
@@ -361,32 +363,32 @@ def test_command(name, tmp_path, capsys):
         file.save(paths[-1])
     out = tmp_path / "pictures"
     assert main(["report", *paths, "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    written = [line.removeprefix("wrote ") for line in said.splitlines()]
+    text = capsys.readouterr().out
+    written = [line.removeprefix("wrote ") for line in text.splitlines()]
     written = [line for line in written if line.endswith(".png")]
     assert sorted(written) == sorted(map(str, out.glob("*")))
     assert all((out / path).stat().st_size > 5000 for path in written)
     # no line shows NaN
-    assert not re.search(r"\b(nan|inf)\b", said)
+    assert not re.search(r"\b(nan|inf)\b", text)
     if name == "usual":
         assert (
             "rank 0 waited 4.5 s for its sums in 5 rounds, and would have waited 5.5 s "
-            "for all of its children: coding avoided 1 s (18%)\n" in said
+            "for all of its children: coding avoided 1 s (18%)\n" in text
         )
-        assert "a round took 1 s; replayed with the same plan 900 ms (-10.0%)" in said
+        assert "a round took 1 s; replayed with the same plan 900 ms (-10.0%)" in text
         names = "arrivals-0", "savings-0", "stragglers", "plans"
         assert {path.stem for path in out.glob("*.png")} == set(names)
     if name == "shared":
-        assert "what sharing the work saved" in said and "coding" not in said
-        assert "rank 3 computed 4 of its 12 blocks, and others the rest" in said
+        assert "what sharing the work saved" in text and "coding" not in text
+        assert "rank 3 computed 4 of its 12 blocks, and others the rest" in text
         assert {path.stem for path in out.glob("*.png")} == {"blocks"}
     if name == "without the root":
-        assert "other plans would have done takes the file of rank 0" in said
+        assert "other plans would have done takes the file of rank 0" in text
         assert not (out / "plans.png").exists()
     if name == "dead":
-        assert "from round 3 on an uncoded sum would not have ended" in said
+        assert "from round 3 on an uncoded sum would not have ended" in text
         assert re.search(
-            r"Coded\(stragglers=0, fanout=3\) .* does not end in round 3\n", said
+            r"Coded\(stragglers=0, fanout=3\) .* does not end in round 3\n", text
         )
 
 
@@ -400,31 +402,31 @@ def test_as_json(name, tmp_path, capsys):
         file.save(paths[-1])
     assert main(["report", *paths, "--out", str(tmp_path / "out"), "--json"]) == 0
     text = capsys.readouterr().out
-    said = json.loads(text, parse_constant=pytest.fail)
-    assert said.keys() == {
+    fields = json.loads(text, parse_constant=pytest.fail)
+    assert fields.keys() == {
         *("ranks", "shared", "rounds", "files", "too_late", "speeds", "savings"),
         *("round", "replayed", "plans", "pictures"),
     }
-    assert sorted(said["pictures"]) == sorted(map(str, (tmp_path / "out").glob("*")))
-    assert len(said["files"]) == len(said["rounds"]) == len(FILES[name])
-    assert len(said["speeds"]) == said["ranks"]
-    assert said["shared"] == name.startswith("shared")
+    assert sorted(fields["pictures"]) == sorted(map(str, (tmp_path / "out").glob("*")))
+    assert len(fields["files"]) == len(fields["rounds"]) == len(FILES[name])
+    assert len(fields["speeds"]) == fields["ranks"]
+    assert fields["shared"] == name.startswith("shared")
     if name == "usual":
-        (saved,) = said["savings"]
+        (saved,) = fields["savings"]
         assert saved["rank"] == 0 and saved["rounds"] == 5 and saved["stuck"] is None
         assert saved["avoided"] == pytest.approx(1)
         assert saved["share"] == pytest.approx(1 / 5.5)
-        assert said["round"] == pytest.approx(1)
-        assert said["replayed"] == pytest.approx(0.9, rel=1e-3)
-        assert any(plan["actual"] for plan in said["plans"])
-        assert all(plan["name"] and plan["load"] > 0 for plan in said["plans"])
+        assert fields["round"] == pytest.approx(1)
+        assert fields["replayed"] == pytest.approx(0.9, rel=1e-3)
+        assert any(plan["actual"] for plan in fields["plans"])
+        assert all(plan["name"] and plan["load"] > 0 for plan in fields["plans"])
     if name == "shared":
-        assert said["savings"] == [] and said["plans"] == []
+        assert fields["savings"] == [] and fields["plans"] == []
     if name == "without the root":
-        assert said["plans"] == [] and said["replayed"] is None
+        assert fields["plans"] == [] and fields["replayed"] is None
     if name == "dead":
-        assert [each["stuck"] for each in said["savings"]] == [3]
-        assert None in [plan["seconds"] for plan in said["plans"]]
+        assert [each["stuck"] for each in fields["savings"]] == [3]
+        assert None in [plan["seconds"] for plan in fields["plans"]]
 
 
 @pytest.mark.parametrize(
@@ -432,20 +434,22 @@ def test_as_json(name, tmp_path, capsys):
 )
 def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
     """Rounds took longer than work and messages explain."""
-    it = seen()
+    record = seen()
     late = np.arange(ROUNDS) * (stretched - 1)
-    times = {name: getattr(it, name) + late for name in ("started", "decided", "ended")}
-    arrived = it.arrived + late[:, None]
-    dataclasses.replace(it, arrived=arrived, **times).save(tmp_path / "0.npz")
+    times = {
+        name: getattr(record, name) + late for name in ("started", "decided", "ended")
+    }
+    arrived = record.arrived + late[:, None]
+    dataclasses.replace(record, arrived=arrived, **times).save(tmp_path / "0.npz")
     out = tmp_path / "pictures"
     assert main(["report", str(tmp_path / "0.npz"), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert said.count("processes that share their cores") == warned
-    assert said.count("may come in another order") == (warned and ranked)
+    text = capsys.readouterr().out
+    assert text.count("processes that share their cores") == warned
+    assert text.count("may come in another order") == (warned and ranked)
     assert (
-        said.count("too far off to say how other plans would have done") == 1 - ranked
+        text.count("too far off to say how other plans would have done") == 1 - ranked
     )
-    assert said.count("as it was: Coded(fanout=3)") == ranked
+    assert text.count("as it was: Coded(fanout=3)") == ranked
     assert (out / "plans.png").exists() == bool(ranked)
 
 
@@ -455,9 +459,9 @@ def test_other_plans_where_a_rank_is_unknown(tmp_path, capsys):
         path := tmp_path / "0.npz"
     )
     assert main(["report", str(path), "--out", str(tmp_path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     assert (
-        "rank 3 came too late in most rounds, and nothing here tells how slow" in said
+        "rank 3 came too late in most rounds, and nothing here tells how slow" in text
     )
     assert not (tmp_path / "plans.png").exists()
 
@@ -497,9 +501,9 @@ def test_report_of_a_job(tmp_path, capsys):
     paths = [str(tmp_path / f"rank-{rank}.npz") for rank in range(4)]
     for files in (paths[:1], paths):
         assert main(["report", *files, "--out", str(tmp_path / "out")]) == 0
-        said = capsys.readouterr().out
-        assert "child 3 was too late in" in said
-        (avoided, share), *_ = re.findall(r"avoided (\S+) s \((\d+)%\)", said)
+        text = capsys.readouterr().out
+        assert "child 3 was too late in" in text
+        (avoided, share), *_ = re.findall(r"avoided (\S+) s \((\d+)%\)", text)
         saved = analysis.savings(
             Telemetry.load(files[0]), list(map(Telemetry.load, files))
         )
@@ -515,7 +519,7 @@ def test_report_of_a_job(tmp_path, capsys):
             plans["Coded(stragglers=0, fanout=3)"] > plans["as it was: Coded(fanout=3)"]
         )
         names = {"arrivals-0", "savings-0", "stragglers"}
-        if "too far off" not in said:  # as on a busy machine
+        if "too far off" not in text:  # as on a busy machine
             names.add("plans")
         written = {path.stem: path for path in (tmp_path / "out").glob("*.png")}
         assert written.keys() == names

@@ -74,10 +74,10 @@ def test_ranks_are_named_and_get_the_arguments(program):
         # one write for each line, which MPICH prefixes
         "print(' '.join(['size', str(MPI.COMM_WORLD.size), *sys.argv[1:], threads]) + '\\n', end='')"
     )
-    said = run("-n", 2, path, "--steps", "3", "-n", OMP_NUM_THREADS="7")
-    assert said.returncode == 0, said.stderr
+    done = run("-n", 2, path, "--steps", "3", "-n", OMP_NUM_THREADS="7")
+    assert done.returncode == 0, done.stderr
     # Open MPI writes [0]<stdout>: and MPICH [0]
-    lines = sorted(said.stdout.split("\n")[:2])
+    lines = sorted(done.stdout.split("\n")[:2])
     for number, line in enumerate(lines):
         assert line.startswith(f"[{number}]")
         assert line.endswith(" size 2 --steps 3 -n 7")
@@ -152,12 +152,12 @@ def test_an_uncaught_error_ends_the_job(program):
     path = program(
         "if rank == 1: raise RuntimeError('injected')\nwhile True: time.sleep(0.1)\n"
     )
-    said = run("-n", 2, path)
-    assert said.returncode == 1, said.stderr
-    assert "injected" in said.stderr
-    assert "jaxcoded run: the job failed with status 1" in said.stderr
+    done = run("-n", 2, path)
+    assert done.returncode == 1, done.stderr
+    assert "injected" in done.stderr
+    assert "jaxcoded run: the job failed with status 1" in done.stderr
     # the launcher decides how the rank that called MPI_Abort ends
-    assert re.search("^jaxcoded run: ranks? [01]", said.stderr, re.MULTILINE)
+    assert re.search("^jaxcoded run: ranks? [01]", done.stderr, re.MULTILINE)
 
 
 def test_the_output_of_a_job_that_a_rank_aborts_is_lines(program):
@@ -173,7 +173,7 @@ time.sleep(600)
     job = run("-n", 3, program(body))
     assert job.returncode == 3
     assert sorted(job.stdout.splitlines()) == [
-        f"[{it}]<stdout>: begins" for it in range(3)
+        f"[{number}]<stdout>: begins" for number in range(3)
     ]
     assert "MPI_ABORT was invoked on rank 1" in job.stderr and "\0" not in job.stderr
     assert "\njaxcoded run: the job failed with status 3: " in job.stderr
@@ -183,12 +183,12 @@ def test_a_killed_rank_ends_the_job(program):
     path = program(
         "if rank == 1: os.kill(os.getpid(), 9)\nwhile True: time.sleep(0.1)\n"
     )
-    said = run("-n", 2, path)
-    assert "a rank was killed" in said.stderr
+    done = run("-n", 2, path)
+    assert "a rank was killed" in done.stderr
     # it first
-    ends = re.findall("^jaxcoded run: (ranks? .*)", said.stderr, re.MULTILINE)
+    ends = re.findall("^jaxcoded run: (ranks? .*)", done.stderr, re.MULTILINE)
     assert ends[0].startswith("rank 1: killed by SIGKILL, after ")
-    assert said.returncode in (137, 9), said.stderr  # Open MPI's, MPICH's
+    assert done.returncode in (137, 9), done.stderr  # Open MPI's, MPICH's
 
 
 def test_ranks_that_end_in_different_ways(program):
@@ -204,10 +204,10 @@ def test_ranks_that_end_in_different_ways(program):
         "MPI.Finalize()\n"
         "os._exit(7 if rank == 2 else 0)"
     )
-    said = run("--on-error", "go-on", "-np", 3, path)
-    assert said.returncode == 7, said.stderr
+    done = run("--on-error", "go-on", "-np", 3, path)
+    assert done.returncode == 7, done.stderr
     ends = re.findall(
-        "^jaxcoded run: (ranks? .*), (?:the first )?after", said.stderr, re.MULTILINE
+        "^jaxcoded run: (ranks? .*), (?:the first )?after", done.stderr, re.MULTILINE
     )
     assert "rank 2: status 7" in ends
 
@@ -223,15 +223,15 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
     """Nothing is left: no stopped rank that ignores signals, and no file of shared
     memory.
     """
-    said = tmp_path / "said"
-    said.mkdir()
+    file = tmp_path / "said"
+    file.mkdir()
     path = program(
         "import signal\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "shared = '/dev/shm/', os.environ['TMPDIR'] + '/'\n"
         "maps = [line.split(maxsplit=5)[5:] for line in open('/proc/self/maps')]\n"
         "files = [file for line in maps for file in line if file.startswith(shared)]\n"
-        f"name = {str(said)!r} + f'/{{os.getpid()}}'\n"
+        f"name = {str(file)!r} + f'/{{os.getpid()}}'\n"
         "open(name + '.new', 'w').writelines(files)\n"
         "os.rename(name + '.new', name)\n"
         "if rank == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -245,7 +245,7 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
         )
 
     def started():
-        return [int(each.name) for each in said.iterdir() if each.name.isdigit()]
+        return [int(each.name) for each in file.iterdir() if each.name.isdigit()]
 
     try:
         end = time.monotonic() + 60 * slowness()
@@ -264,7 +264,7 @@ def test_nothing_of_the_job_is_left(program, tmp_path, how):
     assert status == {"limit": 124, "signal": 128 + 15, "killed launcher": 128 + 9}[how]
     stopped = "; stopped, as by SIGSTOP: rank 1\n" in words.read_text()
     assert stopped == (how == "limit")
-    files = {line for each in said.iterdir() for line in each.read_text().splitlines()}
+    files = {line for each in file.iterdir() for line in each.read_text().splitlines()}
     if open_mpi():  # MPICH has no setting for the place of its files
         assert files
         assert not list(filter(os.path.exists, files))
@@ -329,10 +329,10 @@ def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
         f"signal.signal(signal.SIG{name}, lambda *_: None)\n"
         f"sys.exit(job.play(['sh', '-c', {launcher!r}], os.environ).status)"
     )
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", program], check=False, timeout=60 * slowness()
     )
-    assert told.returncode == status
+    assert done.returncode == status
 
 
 def played(program, **options):
@@ -425,10 +425,10 @@ def test_a_rank_may_end_as_if_by_a_time_limit(program):
 )
 def test_what_cannot_be_started(arguments, words, monkeypatch):
     monkeypatch.delenv("SLURM_NTASKS", raising=False)
-    said = run(*arguments)
-    assert said.returncode == 2
-    assert words in said.stderr
-    assert "Traceback" not in said.stderr
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.fixture
@@ -447,9 +447,9 @@ def test_the_mpirun_of_another_mpi_is_an_error(fake):
     other = "HYDRA build details:\n    Version:  4.3.0"
     if not open_mpi():
         other = "mpirun (Open MPI) 5.0.9"
-    said = run("-n", 2, "--mpirun", fake(other), __file__)
-    assert said.returncode == 2
-    assert "but mpi4py uses" in said.stderr
+    done = run("-n", 2, "--mpirun", fake(other), __file__)
+    assert done.returncode == 2
+    assert "but mpi4py uses" in done.stderr
 
 
 def test_the_arguments_of_each_mpirun(fake):
@@ -492,19 +492,19 @@ time.sleep(1000)
     )
     job = run("-n", 2, "--json", path)
     assert job.stdout.count("prints") == 2
-    said = json.loads(job.stderr.splitlines()[-1])
-    assert said["status"] == job.returncode == 7
-    assert said["said"].startswith("the job failed with status 7")
-    first, second = said["ranks"]
+    fields = json.loads(job.stderr.splitlines()[-1])
+    assert fields["status"] == job.returncode == 7
+    assert fields["said"].startswith("the job failed with status 7")
+    first, second = fields["ranks"]
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["begun"] and second["begun"]
     assert first["status"] is None  # whether or not mpirun had already killed it
     assert (second["status"], second["signal"]) == (7, None)
     assert 0 < second["seconds"] < 60 * slowness()
     job = run("-n", 2, "--json", program("raise SystemExit"))
-    said = json.loads(job.stderr.splitlines()[-1])
-    assert (said["status"], said["said"]) == (0, "")
-    assert [each["status"] for each in said["ranks"]] == [0, 0]
+    fields = json.loads(job.stderr.splitlines()[-1])
+    assert (fields["status"], fields["said"]) == (0, "")
+    assert [each["status"] for each in fields["ranks"]] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -568,7 +568,7 @@ def test_each_rank_has_its_share_of_the_threads(
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("own", "expected"),
     [
         (None, "glibc.malloc.hugetlb=1"),
         ("", "glibc.malloc.hugetlb=1"),
@@ -579,12 +579,12 @@ def test_each_rank_has_its_share_of_the_threads(
         ("glibc.malloc.hugetlb=0", "glibc.malloc.hugetlb=0"),
     ],
 )
-def test_tunables_are_added_to(monkeypatch, own, told):
+def test_tunables_are_added_to(monkeypatch, own, expected):
     if own is None:
         monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     else:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
-    assert launcher.environment(2)["GLIBC_TUNABLES"] == told
+    assert launcher.environment(2)["GLIBC_TUNABLES"] == expected
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.hugetlb=0"])
@@ -718,9 +718,9 @@ def test_invalid_hosts(program, wrong, capsys):
 
 
 def test_hosts_with_too_few_places(program):
-    said = run("-n", 4, "--hosts", "a:2,b:1", program(""))
-    assert said.returncode == 2
-    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give it more" in said.stderr
+    done = run("-n", 4, "--hosts", "a:2,b:1", program(""))
+    assert done.returncode == 2
+    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give it more" in done.stderr
 
 
 # How a rank ended, without an MPI.
@@ -850,22 +850,22 @@ def test_a_launcher_that_starts_no_rank(
     if batch:
         monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
     mpirun = fake("another 1.0", launchers)
-    said = run("--mpirun", mpirun, "-n", 2, *options, program(""))
-    assert said.returncode == status
-    assert f"jaxcoded run: {words}" in said.stderr
-    assert "a rank was killed" not in said.stderr
-    assert "see what its ranks say" not in said.stderr
+    done = run("--mpirun", mpirun, "-n", 2, *options, program(""))
+    assert done.returncode == status
+    assert f"jaxcoded run: {words}" in done.stderr
+    assert "a rank was killed" not in done.stderr
+    assert "see what its ranks say" not in done.stderr
 
 
 def test_others_are_not_believed():
     with ends.listening(0) as heard:
         host, port, token = heard.variables["JAXCODED_ENDS"].split(":")
-        for said in ("", "x\n", "é 0 1\n", f"{token} x 1\n", "x" * 1000, "0 0 0\n"):
+        for text in ("", "x\n", "é 0 1\n", f"{token} x 1\n", "x" * 1000, "0 0 0\n"):
             with (
                 contextlib.suppress(ConnectionError),
                 socket.create_connection((host, int(port)), 60) as line,
             ):
-                line.sendall(said.encode())
+                line.sendall(text.encode())
                 line.shutdown(socket.SHUT_WR)
                 line.recv(1)
         assert not heard.told
@@ -884,21 +884,21 @@ def test_a_rank_dies_with_its_starter(tmp_path):
     """SIGKILL, which launchers use at the end, of the wrapper ends the rank. SIGTERM,
     which reaches the whole group, ends neither.
     """
-    said = tmp_path / "said"
+    file = tmp_path / "said"
     program = (
         "import os, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        f"open({str(said)!r}, 'w').write(str(os.getpid()))\n"
+        f"open({str(file)!r}, 'w').write(str(os.getpid()))\n"
         "while True: time.sleep(0.1)\n"
     )
     with ends.listening(0) as heard:
         process = ended(heard, 0, program)
         try:
             end = time.monotonic() + 60 * slowness()
-            while not (said.exists() and said.read_text()):
+            while not (file.exists() and file.read_text()):
                 assert time.monotonic() < end
                 time.sleep(0.05)
-            rank = int(said.read_text())
+            rank = int(file.read_text())
             assert rank != process.pid
             process.terminate()
             with pytest.raises(subprocess.TimeoutExpired):

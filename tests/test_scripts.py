@@ -120,12 +120,12 @@ def survived(ranks, *command):
 
 @pytest.mark.exhaustive  # tests/test_faults.py kills ranks, too
 def test_evaluation_without_a_killed_rank():
-    said = [
+    texts = [
         re.findall(r"\d+ of 1797 right", survived(4, "examples/evaluation.py", *kill))
         for kill in ([], ["--kill", "2"])
     ]
-    assert len(said[0]) == 1
-    assert said[0] == said[1]
+    assert len(texts[0]) == 1
+    assert texts[0] == texts[1]
 
 
 def test_training_that_continues_without_the_dead():
@@ -270,8 +270,8 @@ def test_stragglers_benchmark(tmp_path):
 def test_sharing_benchmark_of_a_killed_worker():
     job = ("-m", "mpi4py", "benchmarks/sharing.py", "--smoke", "--killed")
     options = needs_fault_tolerance()
-    said = mpirun(4, *job, "--work", "8", "--blocks", "2", options=options).stdout
-    (line,) = re.findall(r"^shared, data on 2 others +(.*)$", said, re.MULTILINE)
+    text = mpirun(4, *job, "--work", "8", "--blocks", "2", options=options).stdout
+    (line,) = re.findall(r"^shared, data on 2 others +(.*)$", text, re.MULTILINE)
     assert len(line.split()) == 4 and min(map(float, line.split())) > 0
 
 
@@ -287,17 +287,17 @@ def test_sharing_benchmark(tmp_path):
         *("--work", "8", "--blocks", "2", "--models", "fixed", "--jit"),
         *("--out", str(tmp_path)),
     )
-    told = json.loads((tmp_path / "sharing-8ms-fixed.json").read_text())
+    report = json.loads((tmp_path / "sharing-8ms-fixed.json").read_text())
     # three workers of speed 1 and one of 1/10
     ideal = 4 * 0.008 / 3.1
-    np.testing.assert_allclose(told["ideal_seconds"], [ideal] * 3)
-    assert told["schemes"].keys() == {
+    np.testing.assert_allclose(report["ideal_seconds"], [ideal] * 3)
+    assert report["schemes"].keys() == {
         *("uncoded", "uncoded, by the step before"),
         *("fractional repetition", "cyclic repetition"),
         *("shared, data on 3 others", "shared, data on 3 others, in jit"),
         "shared, data on 3 others, in jit, verified",
     }
-    for line in told["schemes"].values():
+    for line in report["schemes"].values():
         seconds = np.array(line["seconds"])
         assert len(seconds) == 3
         assert line["median_of_ideal"] == pytest.approx(np.median(seconds) / ideal)
@@ -401,8 +401,8 @@ def test_scaling_benchmark(tmp_path):
     schemes = ["ring", *shapes, *(f"{shape} in sections" for shape in shapes)]
     expected = itertools.product(models, ["1", "10", "100"], ["10", "100"], schemes)
     assert sorted(measured) == sorted(expected)
-    said = [line for line in done.stdout.splitlines() if "Gb/s: " in line]
-    assert len(said) == 9
+    lines = [line for line in done.stdout.splitlines() if "Gb/s: " in line]
+    assert len(lines) == 9
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
 
 

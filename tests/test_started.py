@@ -61,34 +61,34 @@ def at_once(monkeypatch):
     monkeypatch.setattr(started, "_LOOKS", 0.0)
 
 
-def looks(it, seconds):
+def looks(process, seconds):
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        it.look()
+        process.look()
         time.sleep(0.01)
 
 
 def test_a_process_that_becomes_another_program_has_not_ended(start, one):
     job = start(one)
     other = start(one + "two", "ends")
-    it = started.Started(one)
-    looks(it, 0.5 + 0.5 * slowness())
+    process = started.Started(one)
+    looks(process, 0.5 + 0.5 * slowness())
     other.communicate()
-    looks(it, 0.1)
-    assert job.poll() is None and {each.pid for each in it._seen} == {job.pid}
+    looks(process, 0.1)
+    assert job.poll() is None and {each.pid for each in process._seen} == {job.pid}
 
 
 def test_ended_processes_are_noticed(start, one):
-    it = started.Started(one)
+    process = started.Started(one)
     start(one)
     job = start(one, "ends")
     until = time.monotonic() + 60 * slowness()
-    while len(it._seen) < 2:
+    while len(process._seen) < 2:
         assert time.monotonic() < until
-        it.look()
+        process.look()
     job.stdin.close()
     with pytest.raises(CodedError, match="has ended before"):
-        looks(it, 60 * slowness())
+        looks(process, 60 * slowness())
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -91,8 +91,8 @@ def test_only_measured_ranks_are_slow():
         **{name: np.array(values) for name, values in columns.items()},
     )
     np.testing.assert_allclose(slow.speeds, [1.0, 1.0, 1.0, 0.25, 1.0])
-    said = [line for line in slow.summary().splitlines() if "is slow" in line]
-    assert [line.split(" is slow")[0] for line in said] == ["rank 3"]
+    lines = [line for line in slow.summary().splitlines() if "is slow" in line]
+    assert [line.split(" is slow")[0] for line in lines] == ["rank 3"]
 
 
 def test_ranks_that_take_turns_are_not_slow():
@@ -101,8 +101,8 @@ def test_ranks_that_take_turns_are_not_slow():
     """
 
     def slow(ended, **changes):
-        it = dataclasses.replace(seen(**changes), ended=np.array(ended))
-        return [line for line in it.summary().splitlines() if "is slow" in line]
+        other = dataclasses.replace(seen(**changes), ended=np.array(ended))
+        return [line for line in other.summary().splitlines() if "is slow" in line]
 
     turns = [0.0, 0.0176, 0.0391, 0.0646]  # rounds of 17.6, 21.5 and 25.5 ms
     assert (
@@ -126,22 +126,22 @@ def test_ranks_that_take_turns_are_not_slow():
 
 
 def test_summary():
-    said = seen().summary().splitlines()
-    assert said[0] == (
+    lines = seen().summary().splitlines()
+    assert lines[0] == (
         "rank 0, rounds 7 to 10, medians: 600 ms from call to result, 100 ms of work "
         "before it"
     )
-    assert said[1] == "failed: 1 of 4 rounds"
-    assert said[2] == "approximate: 1 of 4 rounds"
-    assert said[3] == (
+    assert lines[1] == "failed: 1 of 4 rounds"
+    assert lines[2] == "approximate: 1 of 4 rounds"
+    assert lines[3] == (
         "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # it still lives
         "; of equally fast children each is in 33%"
     )
-    assert said[4] == (
+    assert lines[4] == (
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms "
         "a round"
     )
-    assert said[5:] == ["from rank 1: 4 MB, 2 GB/s", "from rank 2: 1 kB"]
+    assert lines[5:] == ["from rank 1: 4 MB, 2 GB/s", "from rank 2: 1 kB"]
     assert (
         "(median) and has not come since; its last sign of life was 3 s old"
         in seen(silent=[0.0, 0.0, 0.0, 3.0]).summary()
@@ -169,24 +169,24 @@ def shared(**changes):
     plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3)).to_json()
     each = [[12, 3, 0], [12, 3, 0], [12, 3, 0], [3, 0, 0]]
     last = [[12, 4, 0], [12, 4, 0], [12, 4, 0], [0, 0, 2]]
-    its = seen(
+    record = seen(
         shared=[True] * 4,
         busy=[0.15, 0.15, 0.15, 0.16],
         blocks=[15, 15, 15, 16],
         computed=np.array([each, each, each, last]).ravel(),
         **changes,
     )
-    return dataclasses.replace(its, plan=plan)
+    return dataclasses.replace(record, plan=plan)
 
 
 def test_shared_work():
     """The summary shows which rank computed which blocks, and which rank is slow
     although no round waited for it.
     """
-    its = shared()
-    assert its.divided.all()
-    assert its.computed[3, 3].tolist() == [0, 0, 2]
-    lines = its.summary().splitlines()
+    record = shared()
+    assert record.divided.all()
+    assert record.computed[3, 3].tolist() == [0, 0, 2]
+    lines = record.summary().splitlines()
     assert "this rank computed 15.2 blocks a round, 10 ms each" in lines
     assert (
         "of 48 blocks a round 9.75 were computed by others than their owners, "
@@ -206,8 +206,8 @@ def test_short_blocks():
 
     def said(busy, blocks=12):
         plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3, blocks=blocks))
-        its = dataclasses.replace(shared(), busy=np.array(busy), plan=plan.to_json())
-        return [line for line in its.summary().splitlines() if "short" in line]
+        other = dataclasses.replace(shared(), busy=np.array(busy), plan=plan.to_json())
+        return [line for line in other.summary().splitlines() if "short" in line]
 
     assert said([0.15] * 4) == []
     # the first round compiles; 15 and 16 blocks in 6 ms
@@ -219,21 +219,21 @@ def test_short_blocks():
 
 
 def test_shared_work_as_a_worker_sees_it():
-    its = dataclasses.replace(shared(), computed=np.zeros((4, 4, 3), int))
-    assert not its.divided.any()
-    assert "this rank computed 15.2 blocks a round" in its.summary()
+    other = dataclasses.replace(shared(), computed=np.zeros((4, 4, 3), int))
+    assert not other.divided.any()
+    assert "this rank computed 15.2 blocks a round" in other.summary()
 
 
 def test_loops_and_their_sums():
     """A step is two rounds, whose times are kept separate."""
-    said = seen(
+    text = seen(
         loop=[True, False, True, False],
         work=[NAN, 0.001, 0.1, 0.001],
         ended=[0.6, 1.1, 2.6, 3.1],
         outcome=[1] * 4,
         approximate=[False] * 4,
     ).summary()
-    assert said.splitlines()[:2] == [
+    assert text.splitlines()[:2] == [
         (
             "rank 0, rounds 7 to 10, medians: 100 ms from call to result, 600 ms for a loop over "
             "group.blocks, 100 ms of work before it"

@@ -67,7 +67,9 @@ def printed(monkeypatch):
             patch.setattr("sys.stdout", streams[0])
             patch.setattr("sys.stderr", streams[1])
             ended = main(arguments)
-            out, err = (it.flush() or it.buffer.getvalue() for it in streams)
+            out, err = (
+                stream.flush() or stream.buffer.getvalue() for stream in streams
+            )
             assert ended == status, err
         return err if status else out
 
@@ -185,18 +187,25 @@ def test_the_words_of_the_library_are_ascii():
         "report",
         "cli",
     }  # tools
-    modules = [it for it in PACKAGE.rglob("*.py") if it.parent.name not in terminals]
+    modules = [
+        module
+        for module in PACKAGE.rglob("*.py")
+        if module.parent.name not in terminals
+    ]
     assert len(modules) > 80
     read = {"µs"}  # text that a user may write
-    said = {it: set(words_of(it)) - read for it in modules}
+    texts = {module: set(words_of(module)) - read for module in modules}
     sources = [*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")]
     assert sources
     for path in sources:
         lines = path.read_text(encoding="utf-8").splitlines()
         code = "\n".join(line.partition("//")[0] for line in lines)
-        said[path] = re.findall(r'"(?:[^"\\\n]|\\.)*"', code)
+        texts[path] = re.findall(r'"(?:[^"\\\n]|\\.)*"', code)
     assert not {
-        (path.name, it) for path in said for it in said[path] if not it.isascii()
+        (path.name, word)
+        for path in texts
+        for word in texts[path]
+        if not word.isascii()
     }
 
 
@@ -223,7 +232,7 @@ def test_jobs(tmp_path):
     """
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
-    for arguments, said in (
+    for arguments, text in (
         (
             ["run", "-n", "2", str(path)],
             "the number of examples, must be an integer from 1 to",
@@ -241,4 +250,4 @@ def test_jobs(tmp_path):
         )
         assert job.returncode == 0, job.stderr.decode()
         out = job.stdout.decode("ascii")
-        assert said in " ".join(out.split()) and "\\u" not in out
+        assert text in " ".join(out.split()) and "\\u" not in out

@@ -29,8 +29,8 @@ class Ranks:
 
     rank = 0
 
-    def __init__(self, said):
-        self._said, self.size = said, 1 + len(said)
+    def __init__(self, text):
+        self._said, self.size = text, 1 + len(text)
 
     def Allgather(self, mine, sizes):
         sizes[0] = mine[0]
@@ -39,8 +39,8 @@ class Ranks:
 
     def Allgatherv(self, mine, everything):
         room, (counts, _), _ = everything
-        said = [mine.tobytes(), *(data for data, _ in self._said)]
-        parts = [data[:count].ljust(count, b"\0") for data, count in zip(said, counts)]
+        texts = [mine.tobytes(), *(data for data, _ in self._said)]
+        parts = [data[:count].ljust(count, b"\0") for data, count in zip(texts, counts)]
         room[:] = np.frombuffer(b"".join(parts), np.uint8)
 
 
@@ -95,15 +95,15 @@ def asked(printed, status):
 
 def lines(document):
     """Draw the lines that rank 0 prints, with other lines between them."""
-    said = st.one_of(
+    text = st.one_of(
         changed(document).map(json.dumps),
         damaged(json.dumps(document).encode()).map(
-            lambda it: it.decode(errors="replace")
+            lambda value: value.decode(errors="replace")
         ),
         st.sampled_from(["[" * 100_000, "9" * 5000, "NaN", "", "\ud800"]),
-    ).map(lambda it: f"{asking._MARK}{it}\n".encode(errors="replace"))
+    ).map(lambda value: f"{asking._MARK}{value}\n".encode(errors="replace"))
     noise = st.sampled_from(NOISE)
-    return st.tuples(noise, said, noise).map(b"".join)
+    return st.tuples(noise, text, noise).map(b"".join)
 
 
 @fuzzed
@@ -144,8 +144,8 @@ TOKEN = "0123456789abcdef"
 class Line:
     """A socket that accepts callers with given messages, and then none."""
 
-    def __init__(self, said):
-        self._said = list(said)
+    def __init__(self, text):
+        self._said = list(text)
 
     def getsockname(self):
         return "127.0.0.1", 5
@@ -166,7 +166,7 @@ words = st.sampled_from(
 callers = st.one_of(
     st.binary(max_size=30),
     st.lists(words | st.text(max_size=4), max_size=5).map(
-        lambda it: " ".join([TOKEN, *it, "\n"]).encode(errors="replace")
+        lambda item: " ".join([TOKEN, *item, "\n"]).encode(errors="replace")
     ),
     damaged(f"{TOKEN} 1 -9 ends\n".encode()),
     st.just(b"x" * 10_000),

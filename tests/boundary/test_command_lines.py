@@ -98,8 +98,8 @@ def nothing_started(version):
 
     def run(command, **options):
         assert command[1:] == ["--version"]
-        said = version.encode() if isinstance(version, str) else version
-        out = said.decode(errors=options.get("errors", "strict"))
+        text = version.encode() if isinstance(version, str) else version
+        out = text.decode(errors=options.get("errors", "strict"))
         return types.SimpleNamespace(returncode=0, stdout=out, stderr="")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -191,7 +191,7 @@ def test_the_address_of_this_host(hosts):
     st.binary(max_size=30)
     | st.builds(
         "{}{}.{}".format, st.sampled_from(["Open MPI ", "HYDRA ", ""]), counts, counts
-    ).map(lambda it: it.encode(errors="replace"))
+    ).map(lambda value: value.encode(errors="replace"))
 )
 @example(b"mpirun \xff 1.0")
 @example(b"9" * 5000 + b".1")

@@ -116,8 +116,8 @@ def test_a_job_of_slurm(tasks, names):
     """The result is hosts with their numbers of tasks, hosts alone, or nothing."""
 
     def scontrol(command, text=False, errors="strict", **_):
-        said = names.decode(errors=errors) if text else names
-        return types.SimpleNamespace(stdout=said)
+        words = names.decode(errors=errors) if text else names
+        return types.SimpleNamespace(stdout=words)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", scontrol)
@@ -129,7 +129,7 @@ def test_a_job_of_slurm(tasks, names):
         each = hosts.split(",")
         assert each == ",".join(listed).split(",") or all(
             count.isascii() and count.isdigit()
-            for count in (it.rpartition(":")[2] for it in each)
+            for count in (item.rpartition(":")[2] for item in each)
         )
 
 

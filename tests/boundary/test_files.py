@@ -255,7 +255,7 @@ def test_records(tmp_path_factory, data, head):
     for number, call, division in rounds or ():
         assert type(number) is int and number > last and type(call) is str
         assert sorted(itertools.chain(*division)) == [0, 1, 2, 3]
-        assert all(type(block) is int for its in division for block in its)
+        assert all(type(block) is int for blocks in division for block in blocks)
         last = number
 
 

@@ -41,7 +41,7 @@ MESSAGES = [
 ]
 ODD = [b"[" * 100_000, b"NaN", b"9" * 5000, b"\x80\x04\x95", b"", b"null"]
 messages = pytest.mark.parametrize(
-    "message", MESSAGES, ids=lambda it: type(it).__name__
+    "message", MESSAGES, ids=lambda value: type(value).__name__
 )
 
 
@@ -84,10 +84,10 @@ def test_sent_messages_arrive(message):
 def sound(message):
     """Return whether another rank may send this message."""
     if isinstance(message, Tells):
-        its = message.verdict
-        assert type(message.visit) is str and type(its.same) is bool
-        assert type(its.why_not) is type(its.token) is str
-        assert not list(started._marked(its.token))
+        verdict = message.verdict
+        assert type(message.visit) is str and type(verdict.same) is bool
+        assert type(verdict.why_not) is type(verdict.token) is str
+        assert not list(started._marked(verdict.token))
     elif isinstance(message, Invites):
         invitation, command = message.invitation, message.command
         assert 0 <= invitation.root < invitation.size
@@ -96,7 +96,7 @@ def sound(message):
         assert command and all(type(word) is str for word in command)
         invitation.options.complete().validate()
     else:
-        assert {type(it) for it in vars(message).values()} <= {str}
+        assert {type(value) for value in vars(message).values()} <= {str}
     return True
 
 
@@ -106,7 +106,7 @@ def test_messages_are_valid_or_an_error(message):
 
     @fuzzed
     @given(
-        changed(said(message)).map(lambda it: json.dumps(it).encode())
+        changed(said(message)).map(lambda value: json.dumps(value).encode())
         | damaged(json.dumps(said(message)).encode())
         | st.sampled_from(ODD)
     )
@@ -175,12 +175,12 @@ class Starting:
         self._coming, self.said = {}, {rank: [] for rank in range(1, self.size)}
 
     def Isend(self, data, to, _):
-        kind, its = json.loads(data.tobytes())
+        kind, fields = json.loads(data.tobytes())
         if kind == "Asks":
-            visit = its["visit"].encode()
+            visit = fields["visit"].encode()
             self._coming[to] = self._answers[to - 1].replace(b"VISIT", visit)
         else:
-            self.said[to].append((kind, its))
+            self.said[to].append((kind, fields))
         return MPI.REQUEST_NULL
 
     def Iprobe(self, rank, _, status):
@@ -202,8 +202,8 @@ def asked(answers):
 
 RIGHT = said(Wants("VISIT", "its", "ranks=2"))
 answers = (
-    st.just(RIGHT).map(lambda it: json.dumps(it).encode())
-    | changed(RIGHT).map(lambda it: json.dumps(it).encode())
+    st.just(RIGHT).map(lambda value: json.dumps(value).encode())
+    | changed(RIGHT).map(lambda value: json.dumps(value).encode())
     | damaged(json.dumps(RIGHT).encode())
     | st.sampled_from(ODD)
 )
@@ -215,20 +215,23 @@ def test_answers_to_the_starter(answers):
     """Processes start only if all ranks ask for the same; otherwise each rank that
     answered is told the reason.
     """
-    verdict, told = asked(answers)
+    verdict, sent = asked(answers)
     if not verdict.why_not:
-        assert {json.loads(it)[1]["words"] for it in answers} == {"ranks=2"}
-    for its in told.values():
-        assert [it["verdict"] for _, it in its] in ([], [dataclasses.asdict(verdict)])
+        assert {json.loads(answer)[1]["words"] for answer in answers} == {"ranks=2"}
+    for messages in sent.values():
+        assert [fields["verdict"] for _, fields in messages] in (
+            [],
+            [dataclasses.asdict(verdict)],
+        )
 
 
 def test_a_rank_whose_answer_cannot_be_read():
     right = json.dumps(RIGHT).encode()
     wrong = right.replace(b'"its"', b"3")
-    verdict, told = asked([right, wrong])
+    verdict, sent = asked([right, wrong])
     assert "a message of rank 2 about ranks that join cannot be read" in verdict.why_not
     assert "visit of Wants must be of type str, got 3" in verdict.why_not
-    (first,), second = told[1], told[2]
+    (first,), second = sent[1], sent[2]
     assert first == ("Tells", dataclasses.asdict(Tells("its", verdict)))
     assert second == []
     verdict, _ = asked([right, right])

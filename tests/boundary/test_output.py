@@ -91,5 +91,5 @@ def marked(rank, stream, data):
 @example(3, b"stdout", b"<stdout>&#010;")
 def test_what_ranks_print_comes_out_of_it(rank, stream, data):
     source = display.Source(rank, stream.decode(), True)
-    found = [it for it in lines.pieces(marked(rank, stream, data)) if it[1]]
+    found = [piece for piece in lines.pieces(marked(rank, stream, data)) if piece[1]]
     assert found == [(source, data + b"\0\0")]

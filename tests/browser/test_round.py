@@ -33,8 +33,8 @@ SCHEMES = [
 def page(browser):
     browser.get(PAGE.as_uri())
     yield browser
-    said = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
-    assert not said
+    texts = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
+    assert not texts
 
 
 def code(scheme, s):
@@ -83,11 +83,11 @@ def reached(schedule, rank, work):
 
 def coded_end(scheme, s, schedule):
     """Return the first time at which the ranks that have answered are decodable."""
-    its = code(scheme, s)
+    own_code = code(scheme, s)
     each = PART * (1 + (s if scheme != "uncoded" else 0))
     times = np.array([reached(schedule, rank, each) for rank in range(RANKS)])
     for time in sorted(times[np.isfinite(times)]):
-        if its.decodable(times <= time):
+        if own_code.decodable(times <= time):
             return time
     return np.inf
 
@@ -130,8 +130,8 @@ def at(page, time):
 
 
 def value(page, name):
-    said = page.find_element(By.ID, name).get_attribute("data-value")
-    return float(said.replace("Infinity", "inf"))
+    shown = page.find_element(By.ID, name).get_attribute("data-value")
+    return float(shown.replace("Infinity", "inf"))
 
 
 def text(page, name):
@@ -141,24 +141,24 @@ def text(page, name):
 @pytest.mark.parametrize("scheme, s", SCHEMES[:5])
 def test_the_same_sets_are_decodable(page, scheme, s):
     sets = list(itertools.product([False, True], repeat=RANKS))
-    said = page.execute_script(
+    shown = page.execute_script(
         "return arguments[2].map((there) => Rules.decodable(arguments[0], arguments[1], there))",
         scheme,
         s,
         sets,
     )
-    its = code(scheme, s)
-    assert said == [bool(its.decodable(np.array(there))) for there in sets]
+    own_code = code(scheme, s)
+    assert shown == [bool(own_code.decodable(np.array(there))) for there in sets]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_same_ranks_hold_a_block(page, replicas):
-    said = page.execute_script(
+    shown = page.execute_script(
         "return [...Array(36).keys()].map((block) => Rules.holders(arguments[0], block))",
         replicas,
     )
     holders = placement(replicas).placement.holders
-    assert said == [[rank - 1 for rank in ranks] for ranks in holders]
+    assert shown == [[rank - 1 for rank in ranks] for ranks in holders]
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -195,8 +195,8 @@ def test_clicks_before_the_round(page, scheme, s, states):
         schedule.append({"time": 0, "rank": rank, "state": state})
     if scheme == "shared" and "dead" in states:  # a death is noticed sooner
         expected = value(page, "step")
-        its = simulate(page, scheme, s, schedule)
-        assert check_division(its, s, schedule) == (s == 2)
+        outcome = simulate(page, scheme, s, schedule)
+        assert check_division(outcome, s, schedule) == (s == 2)
     elif scheme == "shared":
         speeds = np.ones(RANKS)
         for change in schedule:
@@ -236,21 +236,21 @@ def test_clicks_while_it_runs(page, scheme, s):
         at(page, time)
         click(page, rank, state)
         schedule.append({"time": time, "rank": rank, "state": state})
-    said = page.execute_script("return schedule")
-    assert said == schedule
+    shown = page.execute_script("return schedule")
+    assert shown == schedule
     assert value(page, "ideal") == pytest.approx(ideal(schedule))
     end = value(page, "step")
     if scheme != "shared":
         assert end == pytest.approx(coded_end(scheme, s, schedule))
         return
-    its = simulate(page, scheme, s, schedule)
-    check_division(its, s, schedule)
+    outcome = simulate(page, scheme, s, schedule)
+    check_division(outcome, s, schedule)
     assert ideal(schedule) <= end < np.inf or s == 1
 
 
 def test_every_division_is_a_sum_of_the_whole_batch(page):
-    """With any faults at any time, each block is in the sum once, from a live rank that
-    holds it and had the time; or there is no sum.
+    """With any faults at any time there is no sum, or each block is in it once. It is
+    from a live rank that holds it and had the time.
     """
     rng = np.random.default_rng(7)
     sums = 0
@@ -263,14 +263,14 @@ def test_every_division_is_a_sum_of_the_whole_batch(page):
                 dead |= {rank} if state == "dead" else set()
                 schedule.append({"time": time, "rank": rank, "state": state})
         replicas = int(rng.integers(1, 3))
-        its = simulate(page, "shared", replicas, schedule)
-        sums += check_division(its, replicas, schedule)
+        outcome = simulate(page, "shared", replicas, schedule)
+        sums += check_division(outcome, replicas, schedule)
     assert 75 < sums < 150
 
 
-def check_division(its, replicas, schedule):
-    end, holders = float(its["end"]), placement(replicas).placement.holders
-    runs = its["work"]
+def check_division(outcome, replicas, schedule):
+    end, holders = float(outcome["end"]), placement(replicas).placement.holders
+    runs = outcome["work"]
     for run in runs:  # ranks compute only blocks that they hold, and none while frozen
         assert run["rank"] + 1 in holders[run["block"]]
         moved = [computed(schedule, run["rank"], run[x]) for x in ("begin", "end")]
@@ -281,9 +281,9 @@ def check_division(its, replicas, schedule):
     if np.isinf(end):
         return False
     assert end >= ideal(schedule) - 1e-6
-    counted = [block for blocks in its["division"] for block in blocks]
+    counted = [block for blocks in outcome["division"] for block in blocks]
     assert sorted(counted) == list(range(RANKS * BLOCKS))
-    for rank, blocks in enumerate(its["division"]):
+    for rank, blocks in enumerate(outcome["division"]):
         its_runs = [r for r in runs if r["rank"] == rank and r["unused"] is None]
         for block in blocks:
             spent = sum(

@@ -25,10 +25,10 @@ class Quiet(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def server():
     handler = functools.partial(Quiet, directory=str(SITE))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as its:
-        threading.Thread(target=its.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{its.server_port}"
-        its.shutdown()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
 
 
 def test_there_are_pages():
@@ -47,8 +47,8 @@ def test_page(browser, server, page):
     )
     assert broken == []
     assert browser.find_element(By.TAG_NAME, "h1").text
-    said = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
-    assert said == []
+    texts = [line for line in browser.get_log("browser") if line["level"] == "SEVERE"]
+    assert texts == []
 
 
 @pytest.mark.parametrize("by", ["server", "files"])

@@ -74,8 +74,8 @@ class Finding(Exception):
     def __str__(self) -> str:
         seeds, ranks, hosts = self.job or ([], 0, 0)
         if self.schedule is not None:
-            it = self.schedule
-            again = f"--replay {it.seed} --ranks {it.ranks}"
+            drawn = self.schedule
+            again = f"--replay {drawn.seed} --ranks {drawn.ranks}"
         elif seeds:  # no single schedule causes it
             again = f"--first {seeds[0]} --seeds {len(seeds)} --ranks {ranks}"
         else:
@@ -116,7 +116,7 @@ class Job:
         self._directory = pathlib.Path(tempfile.mkdtemp(prefix="chaos-"))
         self._temporary = self._directory / "tmp"
         self._temporary.mkdir()
-        processes = self._ranks + sum(it.joining for it in schedules)
+        processes = self._ranks + sum(drawn.joining for drawn in schedules)
         self._board = Board(self._directory / "board", processes)
         self._name = f"JAXCODED_JOB=chaos.{os.getpid()}.{time.time_ns()}"
         (self._directory / "schedules").write_bytes(pickle.dumps(schedules))
@@ -139,11 +139,11 @@ class Job:
         }
         if self._hosts:
             environment["PRTE_MCA_prte_if_include"] = on_hosts.NETWORK
-        with self._said.open("wb") as said:
+        with self._said.open("wb") as file:
             job = subprocess.Popen(
                 self._command(),
-                stdout=said,
-                stderr=said,
+                stdout=file,
+                stderr=file,
                 env=environment,
                 cwd=launch.ROOT,
                 start_new_session=True,
@@ -261,16 +261,16 @@ class Job:
             for line in path.read_text().splitlines():
                 row = json.loads(line)
                 left.setdefault(row["seed"], []).append(row)
-        for it in self._schedules:
-            rows = left.get(it.seed, [])
-            if len(rows) != it.survivors:
+        for drawn in self._schedules:
+            rows = left.get(drawn.seed, [])
+            if len(rows) != drawn.survivors:
                 raise Finding(
-                    f"{it.survivors} ranks should have reached the end, not {len(rows)}",
-                    it,
+                    f"{drawn.survivors} ranks should have reached the end, not {len(rows)}",
+                    drawn,
                     self._said.read_text(errors="replace")[-8000:],
                 )
             if any(row != rows[0] for row in rows):
-                raise Finding(f"ranks differ: {rows}", it)
+                raise Finding(f"ranks differ: {rows}", drawn)
 
     def _look_around(self) -> None:
         """Nothing is left of the job."""
@@ -367,7 +367,7 @@ def play(
         try:
             job.play()
         except Finding as finding:
-            finding.job = [it.seed for it in schedules], ranks, hosts
+            finding.job = [drawn.seed for drawn in schedules], ranks, hosts
             raise
     return schedules, job.ended_late
 

@@ -58,9 +58,11 @@ world = MPI.COMM_WORLD
 schedules = pickle.loads((directory / "schedules").read_bytes())
 process = world.rank  # among all processes that the job has had
 if place:
-    process += schedules[0].ranks + sum(it.joining for it in schedules[: place[0]])
+    process += schedules[0].ranks + sum(
+        drawn.joining for drawn in schedules[: place[0]]
+    )
     phases = schedules[place[0]].phases[: place[1]]
-    process += sum(len(it.joining) for it in phases)
+    process += sum(len(item.joining) for item in phases)
 mine = Board(directory / "board").rows[process]
 faulthandler.register(
     signal.SIGUSR2,
@@ -341,7 +343,8 @@ class Player:
                 continue
             except jaxcoded.GroupMismatch:
                 if not any(
-                    it.kind == "error" and it.step <= step for it in phase.faults
+                    fault.kind == "error" and fault.step <= step
+                    for fault in phase.faults
                 ):
                     raise
                 self._agree()
@@ -374,7 +377,7 @@ class Player:
             with errors.translated():
                 self._w = np.asarray(self._w)
             self._check(0.0)
-        if not phase.root_dies and any(it.kind == "error" for it in phase.faults):
+        if not phase.root_dies and any(fault.kind == "error" for fault in phase.faults):
             # A late rank may not know yet that its calls do not match. It would wait
             # alone for the others' next call.
             self._agree()
@@ -471,29 +474,29 @@ class Player:
         if phase.errs(step) and step not in self._met:
             self._met.add(step)
             self._group.comm.Barrier()  # no rank is late, so the others notice soon
-        for it in phase.of(self._rank, step):
-            skip |= it.kind == "skip"
-            if (phase, it) in self._befallen:
+        for fault in phase.of(self._rank, step):
+            skip |= fault.kind == "skip"
+            if (phase, fault) in self._befallen:
                 continue
-            self._befallen.add((phase, it))
-            self._dying |= it.kind in ("kill", "offer", "leave")
-            if it.delay:
-                threading.Timer(it.delay, self._happen, [it]).start()
+            self._befallen.add((phase, fault))
+            self._dying |= fault.kind in ("kill", "offer", "leave")
+            if fault.delay:
+                threading.Timer(fault.delay, self._happen, [fault]).start()
             else:
-                self._happen(it)
+                self._happen(fault)
         return skip
 
-    def _happen(self, it: Fault):
-        say(f"{it}")
+    def _happen(self, fault: Fault):
+        say(f"{fault}")
         now = time.monotonic()
-        match it.kind:
+        match fault.kind:
             case "sleep":
-                time.sleep(it.seconds * SLOWNESS)
+                time.sleep(fault.seconds * SLOWNESS)
             case "stop":
-                mine["wake"] = now + it.seconds
+                mine["wake"] = now + fault.seconds
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "cut":
-                mine["cut"] = now + it.seconds
+                mine["cut"] = now + fault.seconds
             case "flip":
                 self._flips = True
             case "kill":
@@ -503,14 +506,14 @@ class Player:
             case "leave":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "loop":
-                mine["kill"] = now + it.seconds
+                mine["kill"] = now + fault.seconds
                 while True:
                     pass
             case "exit":
-                mine["kill"] = now + it.seconds
+                mine["kill"] = now + fault.seconds
                 sys.exit()
             case "lock":
-                mine["kill"] = now + it.seconds
+                mine["kill"] = now + fault.seconds
                 ctypes.PyDLL(None).sleep(1000)  # unlike `ctypes.CDLL` it keeps the lock
             case "error":
                 try:
@@ -529,8 +532,8 @@ class Player:
         )
         try:
             while time.monotonic() < until:
-                said = status()
-                if " calls round " in said and "offered nothing" not in said:
+                text = status()
+                if " calls round " in text and "offered nothing" not in text:
                     break
                 time.sleep(1e-4)
         finally:
@@ -543,9 +546,13 @@ class Player:
     # The end of a phase.
 
     def _recover(self, phase, number):
-        for it in phase.faults:  # if a step has failed before, this rank dies now
-            if it.rank == self._rank and it.rank in phase.dead and it.kind in FATAL:
-                self._befall(phase, it.step)
+        for fault in phase.faults:  # if a step has failed before, this rank dies now
+            if (
+                fault.rank == self._rank
+                and fault.rank in phase.dead
+                and fault.kind in FATAL
+            ):
+                self._befall(phase, fault.step)
         self._befall(phase, phase.recovering)
         left = len(phase.living) - len(phase.dead)
         follows = () if phase.joining else self._of.phases[number + 1 : number + 2]

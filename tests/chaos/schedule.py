@@ -116,9 +116,9 @@ class Phase:
         """Return the ranks that die in this phase before others join."""
         return tuple(
             sorted(
-                it.rank
-                for it in self.faults
-                if it.kind in FATAL and it.step < self.extending
+                fault.rank
+                for fault in self.faults
+                if fault.kind in FATAL and fault.step < self.extending
             )
         )
 
@@ -126,9 +126,9 @@ class Phase:
     def lost(self) -> tuple[int, ...]:
         """Return the old or new ranks that die while ranks join, so that none joins."""
         return tuple(
-            it.rank
-            for it in self.faults
-            if it.kind in FATAL and it.step == self.extending
+            fault.rank
+            for fault in self.faults
+            if fault.kind in FATAL and fault.step == self.extending
         )
 
     @functools.cached_property
@@ -141,7 +141,9 @@ class Phase:
     @property
     def puts_out(self) -> bool:
         """Return whether a rank hangs until the group puts it out."""
-        return any(it.kind in FATAL and it.seconds == math.inf for it in self.faults)
+        return any(
+            fault.kind in FATAL and fault.seconds == math.inf for fault in self.faults
+        )
 
     @property
     def root_dies(self) -> bool:
@@ -152,15 +154,17 @@ class Phase:
 
     def errs(self, step: int) -> bool:
         """Return whether a rank calls with wrong arguments in a step."""
-        return any((it.kind, it.step) == ("error", step) for it in self.faults)
+        return any((fault.kind, fault.step) == ("error", step) for fault in self.faults)
 
     def flips(self, step: int) -> bool:
         """Return whether a rank flips a bit in a step."""
-        return any((it.kind, it.step) == ("flip", step) for it in self.faults)
+        return any((fault.kind, fault.step) == ("flip", step) for fault in self.faults)
 
     def of(self, rank: int, step: int) -> list[Fault]:
         """Return the faults of a rank in a step."""
-        return [it for it in self.faults if (it.rank, it.step) == (rank, step)]
+        return [
+            fault for fault in self.faults if (fault.rank, fault.step) == (rank, step)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +325,7 @@ def _with_join(
     if dies is not None:
         delay = rng.choice((0.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, STARTING)))
         faults.append(Fault("kill", dies, out.extending, delay))
-    faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+    faults.sort(key=lambda fault: (fault.step, fault.rank, fault.kind))
     return dataclasses.replace(out, faults=tuple(faults))
 
 
@@ -332,20 +336,20 @@ def _with_offers(rng: random.Random, of: Schedule) -> Schedule:
     phases: list[Phase] = []
     for phase in of.phases:
         plan, faults = of.plan(len(phase.living)), []
-        moved = any(it.root_dies for it in phases)
-        ends = {it.rank: it.step for it in phase.faults if it.kind in FATAL}
-        for it in phase.faults:
-            killed = it.kind == "kill" and it.step <= phase.steps and not moved
-            parent = plan.parents[phase.living.index(it.rank)] if killed else -1
+        moved = any(each.root_dies for each in phases)
+        ends = {each.rank: each.step for each in phase.faults if each.kind in FATAL}
+        for fault in phase.faults:
+            killed = fault.kind == "kill" and fault.step <= phase.steps and not moved
+            parent = plan.parents[phase.living.index(fault.rank)] if killed else -1
             if parent >= 0 and rng.random() < 0.5:
                 above = phase.living[parent]
-                if it.step < ends.get(above, math.inf):
-                    it = dataclasses.replace(it, kind="offer", delay=0.0)
-                    faults.append(Fault("sleep", above, it.step, 0.0, LATE))
-            faults.append(it)
-        faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+                if fault.step < ends.get(above, math.inf):
+                    fault = dataclasses.replace(fault, kind="offer", delay=0.0)
+                    faults.append(Fault("sleep", above, fault.step, 0.0, LATE))
+            faults.append(fault)
+        faults.sort(key=lambda value: (value.step, value.rank, value.kind))
         phases.append(dataclasses.replace(phase, faults=tuple(faults)))
-    offers = any(it.kind == "offer" for phase in phases for it in phase.faults)
+    offers = any(each.kind == "offer" for phase in phases for each in phase.faults)
     width = rng.choice(NEAR) if offers else of.width
     return dataclasses.replace(of, width=width, phases=tuple(phases))
 
@@ -355,31 +359,34 @@ def _with_flips(rng: random.Random, of: Schedule) -> Schedule:
     allows that. In each step with a flipped bit the sum is exact without that rank.
     With donated vectors no bit is flipped, and no rank may be accused.
     """
-    kinds = {it.kind for phase in of.phases for it in phase.faults}
+    kinds = {fault.kind for phase in of.phases for fault in phase.faults}
     ways = (*FLIPPING, DONATING)
     if of.way not in ways or not of.waits or kinds - set(PASSING):
         return of
     phases: list[Phase] = []
     for phase in of.phases:
         plan, faults = of.plan(len(phase.living)), list(phase.faults)
-        moved = any(it.root_dies for it in phases)
+        moved = any(each.root_dies for each in phases)
         number = 0 if moved or of.way == DONATING else rng.randint(0, 2)
         for step in rng.sample(range(1, phase.steps + 1), number):
             rank = rng.randrange(1, plan.size)
             missing = [
-                phase.living.index(it.rank)
-                for it in phase.faults
-                if (it.kind in FATAL and it.step <= step)
-                or (it.kind, it.step) == ("skip", step)
+                phase.living.index(fault.rank)
+                for fault in phase.faults
+                if (fault.kind in FATAL and fault.step <= step)
+                or (fault.kind, fault.step) == ("skip", step)
             ]
             if (
                 not phase.fails
                 # no rank can detect a flipped bit that enters no sum
-                and all(_sends(plan, it, missing) for it in (rank, *_above(plan, rank)))
+                and all(
+                    _sends(plan, holder, missing)
+                    for holder in (rank, *_above(plan, rank))
+                )
                 and tolerates(plan, [*missing, rank])
             ):
                 faults.append(Fault("flip", phase.living[rank], step))
-        faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+        faults.sort(key=lambda fault: (fault.step, fault.rank, fault.kind))
         phases.append(dataclasses.replace(phase, faults=tuple(faults)))
     options = of.options | {"check": jaxcoded.Check(wait=True), "deadline": 100.0}
     return dataclasses.replace(of, options=options, phases=tuple(phases))
@@ -389,7 +396,9 @@ def _sends(plan: jaxcoded.Plan, rank: int, missing: list[int]) -> bool:
     """Return whether a rank can form its message to its parent without the missing
     ranks.
     """
-    lacks = [it for it in plan.tree.children[rank] if not _sends(plan, it, missing)]
+    lacks = [
+        child for child in plan.tree.children[rank] if not _sends(plan, child, missing)
+    ]
     return rank not in missing and len(lacks) <= plan.tolerance(rank)
 
 
@@ -500,7 +509,7 @@ def _phase(
             if kind != "exit" and not fails and of.way != "blocks" and seconds < 0.5:
                 seconds = math.inf
             faults.append(Fault(kind, living[rank], step, 0.0, seconds))
-    doomed = {it.rank: it.step for it in faults}
+    doomed = {fault.rank: fault.step for fault in faults}
     in_steps = [rank for rank in dead if doomed[living[rank]] <= steps]
     fails = of.exact and not tolerates(plan, in_steps)
     may_cut = hosts and of.waits
@@ -518,10 +527,12 @@ def _phase(
     if of.way == "host" and mood == "calm" and of.exact and steps > LAST_ERROR + 1:
         # the others must know before they call anything but a step
         rank, step = rng.randrange(1, plan.size), rng.randint(2, steps - LAST_ERROR)
-        if not any(it.rank == living[rank] and it.step <= step for it in faults):
+        if not any(
+            fault.rank == living[rank] and fault.step <= step for fault in faults
+        ):
             faults.append(Fault("error", living[rank], step))
             faults.append(Fault("sleep", living[0], step + 1, 0.0, 0.3))
-    faults.sort(key=lambda it: (it.step, it.rank, it.kind))
+    faults.sort(key=lambda fault: (fault.step, fault.rank, fault.kind))
     return Phase(steps, living, tuple(faults), fails)
 
 

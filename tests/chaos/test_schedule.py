@@ -25,37 +25,40 @@ def test_equal_seeds_give_equal_schedules(schedules):
 
 def test_everything_happens(schedules):
     kinds = collections.Counter(
-        fault.kind for it in schedules for phase in it.phases for fault in phase.faults
+        fault.kind
+        for drawn in schedules
+        for phase in drawn.phases
+        for fault in phase.faults
     )
     assert set(kinds) == {*FATAL, "sleep", "stop", "skip", "error", "flip"}
     cut = [schedule(seed, 9, hosts=True) for seed in SEEDS]
-    assert any(f.kind == "cut" for it in cut for p in it.phases for f in p.faults)
-    assert {it.way for it in schedules} == {*CODED, *SHARED}
-    assert any(it.way == "ahead" and "check" in it.options for it in schedules)
-    assert {it.options.get("on_deadline", "wait") for it in schedules} == {
+    assert any(f.kind == "cut" for drawn in cut for p in drawn.phases for f in p.faults)
+    assert {drawn.way for drawn in schedules} == {*CODED, *SHARED}
+    assert any(drawn.way == "ahead" and "check" in drawn.options for drawn in schedules)
+    assert {drawn.options.get("on_deadline", "wait") for drawn in schedules} == {
         *("wait", "raise", "approximate")
     }
-    phases = [phase for it in schedules for phase in it.phases]
+    phases = [phase for drawn in schedules for phase in drawn.phases]
     assert {phase.fails for phase in phases if phase.dead} == {True, False}
     assert any(len(phase.dead) > 1 and not phase.fails for phase in phases)
     assert {phase.fails for phase in phases if phase.root_dies} == {True, False}
     assert any(phase.puts_out for phase in phases)
     assert not any(phase.puts_out and phase.fails for phase in phases)
-    assert any(it.step > phase.steps for phase in phases for it in phase.faults)
+    assert any(each.step > phase.steps for phase in phases for each in phase.faults)
 
 
 def test_which_ranks_live_and_die(schedules):
-    for it in schedules:
-        living = set(range(it.ranks))
-        for i, phase in enumerate(it.phases):
+    for drawn in schedules:
+        living = set(range(drawn.ranks))
+        for i, phase in enumerate(drawn.phases):
             assert phase.living == tuple(sorted(living))
-            assert it.plan(len(living)).size == len(living)
+            assert drawn.plan(len(living)).size == len(living)
             assert {
                 fault.rank for fault in phase.faults if fault.step <= phase.steps + 1
             } <= living
             assert len(set(phase.dead)) == len(phase.dead)
             if phase.root_dies:  # then ranks are renumbered
-                for later in it.phases[i + 1 :]:
+                for later in drawn.phases[i + 1 :]:
                     assert {f.step for f in later.faults} <= {later.steps + 2}
             for fault in phase.faults:
                 ends = [
@@ -67,34 +70,34 @@ def test_which_ranks_live_and_die(schedules):
             living -= set(phase.dead) | set(phase.lost)
             if not phase.lost:
                 living |= set(phase.joining)
-        assert it.survivors == len(living) >= LEFT
+        assert drawn.survivors == len(living) >= LEFT
 
 
 def test_parents_are_late_for_messages_of_the_dead(schedules):
     widths = set()
-    for it in schedules:
-        for phase in it.phases:
-            plan = it.plan(len(phase.living))
+    for drawn in schedules:
+        for phase in drawn.phases:
+            plan = drawn.plan(len(phase.living))
             for fault in (f for f in phase.faults if f.kind == "offer"):
                 parent = plan.parents[phase.living.index(fault.rank)]
                 kinds = [f.kind for f in phase.of(phase.living[parent], fault.step)]
                 assert "sleep" in kinds
-                widths.add(it.width)
+                widths.add(drawn.width)
     assert widths <= set(NEAR) and len(widths) > len(NEAR) / 2
 
 
 def test_which_ranks_join(schedules):
-    joining = [phase for it in schedules for phase in it.phases if phase.joining]
+    joining = [phase for each in schedules for phase in each.phases if phase.joining]
     assert {bool(phase.lost) for phase in joining} == {True, False}
     assert {phase.lost[0] in phase.joining for phase in joining if phase.lost} == {
         *(True, False)
     }
-    assert any(it.phases[-1].joining for it in schedules)
-    for it in filter(lambda it: it.joining, schedules):
-        new = {rank for phase in it.phases for rank in phase.joining}
-        assert new == set(range(it.ranks, it.ranks + len(new)))
-        assert it.survivors <= MOST
-        for i, phase in enumerate(it.phases):
+    assert any(each.phases[-1].joining for each in schedules)
+    for drawn in filter(lambda value: value.joining, schedules):
+        new = {rank for phase in drawn.phases for rank in phase.joining}
+        assert new == set(range(drawn.ranks, drawn.ranks + len(new)))
+        assert drawn.survivors <= MOST
+        for i, phase in enumerate(drawn.phases):
             meanwhile = [f for f in phase.faults if f.step == phase.steps + 2]
             if not phase.joining:
                 assert not meanwhile
@@ -103,13 +106,13 @@ def test_which_ranks_join(schedules):
             assert {fault.rank for fault in meanwhile} <= there
             assert len(phase.lost) <= 1 and phase.living[0] not in phase.lost
             if phase.lost:  # they join after more steps
-                assert it.phases[i + 1].joining == phase.joining
-                assert not it.phases[i + 1].lost
+                assert drawn.phases[i + 1].joining == phase.joining
+                assert not drawn.phases[i + 1].lost
     after = [
-        (phase, set(it.phases[i].joining))
-        for it in schedules
-        for i, phase in enumerate(it.phases[1:])
-        if it.phases[i].joining and not it.phases[i].lost
+        (phase, set(each.phases[i].joining))
+        for each in schedules
+        for i, phase in enumerate(each.phases[1:])
+        if each.phases[i].joining and not each.phases[i].lost
     ]
     assert any(set(phase.dead) & new for phase, new in after)
     assert any(phase.root_dies for phase, _ in after)
@@ -120,11 +123,11 @@ def test_no_rank_joins_on_several_hosts():
 
 
 def test_flipped_bits_are_such_as_can_be_found(schedules):
-    for it in schedules:
-        flips = [f for phase in it.phases for f in phase.faults if f.kind == "flip"]
-        assert not flips or ("check" in it.options and it.way != "ahead")
-        for phase in it.phases:
-            plan = it.plan(len(phase.living))
+    for drawn in schedules:
+        flips = [f for phase in drawn.phases for f in phase.faults if f.kind == "flip"]
+        assert not flips or ("check" in drawn.options and drawn.way != "ahead")
+        for phase in drawn.phases:
+            plan = drawn.plan(len(phase.living))
             for fault in phase.faults:
                 if fault.kind == "flip":
                     dead = [
@@ -138,16 +141,16 @@ def test_flipped_bits_are_such_as_can_be_found(schedules):
 
 def test_flipped_bits_go_into_a_sum():
     """With seed 1958238 rank 2 has no sum if both its children skip the step."""
-    it = schedule(1958238, 8)
-    phase = next(p for p in it.phases if p.faults[0].step == 2)
+    drawn = schedule(1958238, 8)
+    phase = next(p for p in drawn.phases if p.faults[0].step == 2)
     of_step_3 = [(f.rank, f.kind) for f in phase.faults if f.step == 3]
     assert of_step_3 == [(6, "skip"), (7, "skip")]
 
 
 def test_what_a_schedule_demands(schedules):
-    for it in filter(lambda it: it.exact, schedules):
-        for phase in it.phases:
-            plan = it.plan(len(phase.living))
+    for drawn in filter(lambda value: value.exact, schedules):
+        for phase in drawn.phases:
+            plan = drawn.plan(len(phase.living))
             for step in range(1, phase.steps + 1):
                 missing = [
                     phase.living.index(fault.rank)

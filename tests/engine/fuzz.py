@@ -127,7 +127,9 @@ def tests(most, seen):
 def asked_for(known, only):
     """Return the names of all tests, of those of a file, or of one."""
     return [
-        name for name, it in known.items() if not only or only in (name, it.__module__)
+        name
+        for name, test in known.items()
+        if not only or only in (name, test.__module__)
     ]
 
 

@@ -498,7 +498,7 @@ class World:
 
     def _may_be_overwritten(self, source, round, piece):
         """Return whether the result may overwrite a piece of a message. It may once the
-        root has that piece of the sum: no rank uses the message's piece then, and a
+        root has that piece of the sum. Then no rank uses the message's piece, and a
         parent with the result forms no sum. If messages are compared, no rank may read
         the piece.
         """

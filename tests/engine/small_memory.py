@@ -60,10 +60,10 @@ def share(number):
     ledger = _engine.Ledger([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1]], 2, 0.05)
     members = _engine.Share(True, [4]), _engine.Share(True, [0, 1, 2, 3])
     ledger.begin(0.0)
-    for member, its in enumerate(members):
+    for member, share_of_member in enumerate(members):
         ledger.arrived(member, True, 0.0)
-        ledger.heard(member, its.progress(0.0), 0.0)
-        its.take()
+        ledger.heard(member, share_of_member.progress(0.0), 0.0)
+        share_of_member.take()
     members[0].done()
     ledger.heard(0, members[0].progress(0.0), 0.01)
     recalls = [
@@ -81,7 +81,7 @@ def share(number):
     except MemoryError:
         ledger.heard(1, progress, 0.03)  # a second delivery
     fails = bool(malloc.failed())
-    blocks = [block for its in ledger.division for block in its]
+    blocks = [block for granted in ledger.division for block in granted]
     assert len(blocks) + ledger.missing == 5, (number, ledger.division)
     return fails
 

@@ -114,11 +114,11 @@ def test_messages_about_nan_to_a_stopped_rank(action):
     for _ in played(world, ROUNDS):
         world.clock += 1
         world.sweep_all()
-    said = len(world.news[0])
+    count = len(world.news[0])
     assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
     world.frozen.clear()
     world.settle()
-    assert len(world.news[0]) <= said + 5
+    assert len(world.news[0]) <= count + 5
     assert {node.next_round() for node in world.nodes} == {ROUNDS + 1}
 
 

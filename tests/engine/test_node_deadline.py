@@ -74,10 +74,10 @@ class Probed(Call):
         exact = np.eye(len(found))[:, :, None] + np.zeros(found.shape)
         for vector, g in zip(vectors[:-1], self.gradients):
             pieces = g.reshape(len(g), len(found), -1)
-            said = np.einsum("uvc,cvq->uq", found, pieces).reshape(-1)
+            formed = np.einsum("uvc,cvq->uq", found, pieces).reshape(-1)
             sums = np.einsum("uvc,cvq->uq", exact, pieces).reshape(-1)
             # a sum decided before the deadline is exact
-            right = np.minimum(np.abs(vector - said), np.abs(vector - sums))
+            right = np.minimum(np.abs(vector - formed), np.abs(vector - sums))
             if right.max(initial=0) >= 1e-6 * plan.amplification:
                 return self.check_deep(plan, vectors)
         return None
@@ -103,9 +103,9 @@ class Probed(Call):
                 sums
                 for heard, sums in ways
                 if all(
-                    its == in_the_end.get(at, its)
-                    or plan.codings[at[0]].code.sufficient(np.array(its))
-                    for at, its in heard.items()
+                    messages == in_the_end.get(at, messages)
+                    or plan.codings[at[0]].code.sufficient(np.array(messages))
+                    for at, messages in heard.items()
                 )
             ]
             if np.abs(before - found).min(axis=0).max() < allowed:
@@ -132,8 +132,8 @@ def _count(plan, rank):
 
 @functools.lru_cache(maxsize=64)  # all ranks ask for the ways of a round
 def _ways(call, plan, rank, part):
-    """Return the possible values of a part of a rank's message, or of the root's sum:
-    the messages used, by parent and part, and the vectors.
+    """Return the possible values of a part of a rank's message, or of the root's sum.
+    They follow from the messages used, by parent and part, and the vectors.
     """
     count = len(call.segments)
     own = call.own(plan, rank)[part * count :][:count]
@@ -305,7 +305,7 @@ def test_a_root_that_does_not_call(seed):
     world.idle.add(plan.root)
     world.open = ROUNDS
     world.settle()
-    said = {
+    texts = {
         number: f"DeadlineExceeded: round {number} was not decided within 5 s: "
         f"rank {plan.root}, the root, has not called it"
         for number in range(stuck, ROUNDS + 1)
@@ -313,11 +313,11 @@ def test_a_root_that_does_not_call(seed):
     for rank, ends in enumerate(world.ends):
         if rank != plan.root:
             errors = {n: end.error for n, end in ends.items() if end.outcome == FAILED}
-            assert errors == said
-    assert world.nodes[plan.root].lag() == len(said)
+            assert errors == texts
+    assert world.nodes[plan.root].lag() == len(texts)
     world.idle.clear()
     world.settle()
-    assert all(world.ends[plan.root][number].error == said[number] for number in said)
+    assert all(world.ends[plan.root][number].error == texts[number] for number in texts)
 
 
 def test_messages_for_a_root_that_does_not_call_are_kept():
@@ -515,8 +515,8 @@ def test_a_deadline_while_messages_are_fetched(code, compares):
         pytest.skip("an approximate code compares nothing")
     world = stopped_before_they_are_fetched(code, "raise", COMPARING[compares])
     world.settle()
-    said = "DeadlineExceeded: round 1 was not decided within 5 s: rank 0 waits for ranks 1, 2"
-    assert world.ends[0][1].error.startswith(said)
+    text = "DeadlineExceeded: round 1 was not decided within 5 s: rank 0 waits for ranks 1, 2"
+    assert world.ends[0][1].error.startswith(text)
     world.frozen = set()
     world.settle()
     assert all(ends[1] == world.ends[0][1] for ends in world.ends)

@@ -173,7 +173,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
     world.garble = garble
     world.settle()
     assert seen
-    said = set()
+    texts = set()
     for rank in range(4):
         outcomes = [world.ends[rank][round].outcome for round in range(1, ROUNDS + 1)]
         # a rank with a result of other lengths detects that as it calls, and then tells
@@ -182,8 +182,8 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
         assert outcomes.count(FAILED) == failed, world.describe(rank)
         assert outcomes.count(DONE) == ROUNDS - failed
         at = ROUNDS - outcomes[::-1].index(FAILED)
-        said.add((at, world.ends[rank][at].error))
-    ((at, text),) = said
+        texts.add((at, world.ends[rank][at].error))
+    ((at, text),) = texts
     assert at in (3, 4)
     assert text.startswith("CodedError: ")
     assert UNREADABLE.format(*reversed(link)) in text

@@ -86,11 +86,11 @@ def test_a_rank_that_leaves_before_the_others_is_named():
     world.open = 5
     world.settle()
     assert world.news[1:] == [[], [], []]
-    (said,) = world.news[0]
+    (text,) = world.news[0]
     assert re.fullmatch(
         r"rank 3 has closed the group; the last call that is known is that of round 2, and "
         r"rounds up to \d are decided without it",
-        said,
+        text,
     )
 
 
@@ -106,8 +106,8 @@ def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
     world.leave(failing, "ValueError: mine\nand more")
     world.open = 5
     world.settle()
-    (said,) = world.news[plan.parents[failing]]
-    assert said.startswith(f"rank {failing} failed: ValueError: mine; the last call")
+    (words,) = world.news[plan.parents[failing]]
+    assert words.startswith(f"rank {failing} failed: ValueError: mine; the last call")
     for rank in plan.coded_children(plan.parents[failing]):
         if rank != failing:
             world.leave(rank)

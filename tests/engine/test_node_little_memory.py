@@ -391,8 +391,8 @@ def test_a_rank_without_memory_for_its_section_learns_that_the_round_failed(host
 @many
 @given(st.integers(0, 2**32 - 1))
 def test_too_little_memory_blocks_no_inbox(seed):
-    """From some moment on one rank of a star always has too little memory for vectors,
-    while sums are formed in sections, some of them sent within messages.
+    """From some moment on one rank of a star always has too little memory for vectors.
+    Sums are formed in sections, some of them sent within messages.
     """
     rng = random.Random(seed)
     size, stragglers = rng.randint(3, 6), rng.randint(0, 1)

@@ -35,8 +35,8 @@ class Heap(ctypes.Structure):
 
 def heap_bytes():
     libc.mallinfo2.restype = Heap
-    its = libc.mallinfo2()
-    return its.used + its.mapped
+    info = libc.mallinfo2()
+    return info.used + info.mapped
 
 
 def measurable():
@@ -71,16 +71,16 @@ class Forgetful(World):
                 pass
             for ends in self.ends:
                 ends.clear()
-            for its in (
+            for node in (
                 self.results,
                 self.seen,
                 self.offered,
                 self.fetched,
                 self.summed,
             ):
-                its.clear()
-            for its in self.news:
-                its.clear()
+                node.clear()
+            for node in self.news:
+                node.clear()
 
 
 def die(world, rank):

@@ -57,10 +57,10 @@ def test_errors_show_the_ends_of_long_calls():
     world.deviations[1, 1] = Call((*segments[:20], ("float32", 7), *segments[21:]), 1)
     world.settle()
     for ends in world.ends:
-        said = ends[1].error
-        assert "round 1, allreduce 1 of [('float32', 0), (" in said
-        assert said.endswith("('float32', 38), ('float32', 39)]") and " ... " in said
-        assert len(said) < 2000
+        text = ends[1].error
+        assert "round 1, allreduce 1 of [('float32', 0), (" in text
+        assert text.endswith("('float32', 38), ('float32', 39)]") and " ... " in text
+        assert len(text) < 2000
 
 
 def assert_told(world, odd, round):

@@ -181,9 +181,9 @@ class Small(Call):
             np.where(mask, self.size * g, np.abs(g)).astype(g.dtype)
             for g, mask in zip(self.gradients, small)
         ]
-        its = Call(self.segments, self.seed)
-        its.__dict__["gradients"] = gradients
-        vectors = its.own(plan, rank)
+        call = Call(self.segments, self.seed)
+        call.__dict__["gradients"] = gradients
+        vectors = call.own(plan, rank)
         rng = np.random.default_rng([self.seed, rank])
         wrong = 1.19 if rank in self.culprits else 1.0
         for i, v in enumerate(vectors):

@@ -282,8 +282,8 @@ def test_words_of_messages_that_do_not_suffice():
 @many
 @given(seeds)
 def test_too_many_skip(seed):
-    """Any ranks of any tree skip. The round ends on all ranks: with the exact sum or,
-    if the others do not suffice, with an error that names the ranks that skipped.
+    """Any ranks of any tree skip. The round ends on all ranks with the exact sum. If
+    the others do not suffice, it ends with an error that names the ranks that skipped.
     """
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)
@@ -330,9 +330,9 @@ def test_too_many_die(seed):
         rank for rank in range(plan.size) if rank != plan.root and rng.random() < share
     }
     world.frozen |= dead
-    told = [(rank, above) for rank in dead for above in world.ancestors[rank]]
-    rng.shuffle(told)
-    for rank, above in told:
+    notices = [(rank, above) for rank in dead for above in world.ancestors[rank]]
+    rng.shuffle(notices)
+    for rank, above in notices:
         for _ in range(rng.choice([0, 20, 100])):
             world.step()
         world.nodes[above].lost(rank)

@@ -19,8 +19,8 @@ PIECE = 64  # bytes
 
 
 def sent(plan):
-    """Return the pieces that each rank sends of its message and of its section, in a
-    round that all call at once, by kind and rank.
+    """Return how many pieces of its message and its section each rank sends, by kind
+    and rank. All ranks call the round at once.
     """
     world = World(
         plan,
@@ -404,7 +404,9 @@ def test_no_queue_grows_before_a_rank_that_every_sum_needs(plan, stopped):
         for _ in range(300):
             world.sweep()
             world.clock += 1
-        words = sum(len(it) for (_, to), it in world.queues.items() if to == stopped)
+        words = sum(
+            len(queue) for (_, to), queue in world.queues.items() if to == stopped
+        )
         piles.append((words, sum(node.memory_bytes() for node in world.nodes)))
     assert piles[0] == piles[1] and piles[0][0] < 10, piles
     assert f"waits for rank {stopped};" in world.nodes[parent].waiting_for()

@@ -87,11 +87,11 @@ class Audited(Call):
         )
 
     def check(self, plan, rank, vectors):
-        *vectors, told = vectors
+        *vectors, audit = vectors
         super().check(plan, rank, vectors)
         each = 1 + 3 * len(vectors)
-        assert not told[: plan.size].any()
-        first, second = told[plan.size :].reshape(2, each)
+        assert not audit[: plan.size].any()
+        first, second = audit[plan.size :].reshape(2, each)
         assert first[0] in (0, 1) and second[0] in (0, 1)
         if first[0] and second[0]:
             np.testing.assert_array_equal(first, second)
@@ -225,17 +225,17 @@ class World(simulation.World):
         factor = 1.5 if rank in self.wrong else 1
         given = [factor * g[first:last].astype(float).sum(0) for g in of.gradients]
         if isinstance(of, Audited):
-            its = [
+            rows = [
                 1,
                 *itertools.chain(*((0, np.linalg.norm(g), g.sum()) for g in given)),
             ]
-            zeros = np.zeros(len(its))
+            zeros = np.zeros(len(rows))
             second = audit == ONLY_TOLD
-            told = [zeros if second or not audit else its, its if second else zeros]
+            places = [zeros if second or not audit else rows, rows if second else zeros]
             given = [0 * g if second else g for g in given]
-            given.append(np.concatenate([np.zeros(self.plan.size), *told]))
-        for wide, its in zip(running.sums, given, strict=True):
-            wide[:] = (0 if fresh else wide) + its
+            given.append(np.concatenate([np.zeros(self.plan.size), *places]))
+        for wide, rows in zip(running.sums, given, strict=True):
+            wide[:] = (0 if fresh else wide) + rows
         self._comes(rank)
 
     def leave_share(self, rank):
@@ -392,17 +392,17 @@ def some(rng, ranks, most):
 def test_every_block_once(seed):
     """At any moment ranks stop and continue, and programs stay away."""
     rng = random.Random(seed)
-    its = world(rng)
-    workers = set(range(its.plan.size)) - {its.plan.root}
+    run = world(rng)
+    workers = set(range(run.plan.size)) - {run.plan.root}
     for _ in range(rng.randint(1, 6)):
-        its.frozen = some(rng, workers, len(workers))
-        its.idle = some(rng, range(its.plan.size), its.plan.size - 1)
-        pace = [rng.choice([0.1, 1]) for _ in range(its.plan.size)]
+        run.frozen = some(rng, workers, len(workers))
+        run.idle = some(rng, range(run.plan.size), run.plan.size - 1)
+        pace = [rng.choice([0.1, 1]) for _ in range(run.plan.size)]
         for _ in range(rng.randint(1, 150)):
-            its.step(pace)
-    its.frozen, its.idle = set(), set()
-    its.settle()
-    its.assert_done()
+            run.step(pace)
+    run.frozen, run.idle = set(), set()
+    run.settle()
+    run.assert_done()
 
 
 @settings(deadline=None, max_examples=100)
@@ -413,20 +413,20 @@ def test_nothing_happens_while_programs_stay_away(seed):
     between ranks, and no rank keeps waking up.
     """
     rng = random.Random(seed)
-    its = world(rng)
+    run = world(rng)
     for _ in range(rng.randint(1, 5)):
-        its.idle = some(rng, range(its.plan.size), its.plan.size)
+        run.idle = some(rng, range(run.plan.size), run.plan.size)
         for _ in range(rng.randint(1, 100)):
-            its.step()
-        its.clock += rng.choice([0, 1, 100])
-        its.settle()
-        its.rest()
-    its.idle = set()
-    its.settle()
-    assert_done_if_anybody_could(its)
+            run.step()
+        run.clock += rng.choice([0, 1, 100])
+        run.settle()
+        run.rest()
+    run.idle = set()
+    run.settle()
+    assert_done_if_anybody_could(run)
 
 
-def assert_done_if_anybody_could(its, left=()):
+def assert_done_if_anybody_could(run, left=()):
     """Check that all rounds are done, or failed with good reason; return whether all
     are done. With blocks on the host a rank given up as late cannot begin again, and is
     missing. The vector of a program that left its loop, in each ``(rank, round)`` of
@@ -434,12 +434,12 @@ def assert_done_if_anybody_could(its, left=()):
     """
     failed = {
         round: end.error
-        for ends in its.ends
+        for ends in run.ends
         for round, end in ends.items()
         if end.outcome == FAILED
     }
     for round, error in failed.items():
-        assert {end[round].error for end in its.ends if round in end} == {error}
+        assert {end[round].error for end in run.ends if round in end} == {error}
         if "it gets nothing of " in error:
             named = re.findall(r"rank (\d+)", error.partition("nothing of ")[2])
             assert named and all((int(rank), round - 1) in left for rank in named)
@@ -447,9 +447,9 @@ def assert_done_if_anybody_could(its, left=()):
             assert "nobody who is left holds" in failed[round - 1]
         else:
             assert "nobody who is left holds" in error
-            assert not its.script[round - 1].segments
+            assert not run.script[round - 1].segments
     if not failed:
-        its.assert_done()
+        run.assert_done()
     return not failed
 
 
@@ -460,27 +460,27 @@ def test_replayed(seed):
     bits are equal.
     """
     rng = random.Random(seed)
-    its = world(rng, audited=False)
+    run = world(rng, audited=False)
 
-    def played(its):
+    def played(replay):
         for _ in range(rng.randint(1, 6)):
-            its.frozen = some(rng, range(1, its.plan.size), its.plan.size - 1)
-            its.idle = some(rng, range(its.plan.size), its.plan.size - 1)
+            replay.frozen = some(rng, range(1, replay.plan.size), replay.plan.size - 1)
+            replay.idle = some(rng, range(replay.plan.size), replay.plan.size - 1)
             for _ in range(rng.randint(1, 150)):
-                its.step()
-        its.frozen, its.idle = set(), set()
-        its.settle()
-        return its
+                replay.step()
+        replay.frozen, replay.idle = set(), set()
+        replay.settle()
+        return replay
 
-    if not assert_done_if_anybody_could(played(its)):
+    if not assert_done_if_anybody_could(played(run)):
         return
     limits = in_sections(rng) | {"piece_bytes": 16}
-    again = World(its.plan, its.script, rng, shared=its.shared, limits=limits)
+    again = World(run.plan, run.script, rng, shared=run.shared, limits=limits)
     for rank, node in enumerate(again.nodes):
-        node.replay([] if rank else its.dealt)  # the root alone has the file
+        node.replay([] if rank else run.dealt)  # the root alone has the file
     played(again).assert_done()
-    assert again.dealt == its.dealt
-    assert again.results == its.results
+    assert again.dealt == run.dealt
+    assert again.results == run.results
 
 
 @settings(deadline=None, max_examples=50)
@@ -490,11 +490,11 @@ def test_replayed_without_a_rank_that_computed(seed):
     rng = random.Random(seed)
     plan = make_plan(4, Shared(replicas=3, blocks=2))
     script = [Call((("float32", 5),), seed)]
-    its = World(plan, script, rng, shared={1})
-    its.settle()
+    run = World(plan, script, rng, shared={1})
+    run.settle()
     again = World(plan, script, rng, shared={1})
     for rank, node in enumerate(again.nodes):
-        node.replay([] if rank else its.dealt)  # the root alone has the file
+        node.replay([] if rank else run.dealt)  # the root alone has the file
     for _ in range(rng.randint(0, 30)):
         again.step()
     victim = rng.choice([1, 2, 3])
@@ -513,18 +513,18 @@ def test_any_ranks_are_stopped_for_good(seed):
     back.
     """
     rng = random.Random(seed)
-    its = world(rng, audited=False, handed_over=False)
-    its.shared = set(range(1, len(its.script) + 1))
-    workers = set(range(its.plan.size)) - {its.plan.root}
+    run = world(rng, audited=False, handed_over=False)
+    run.shared = set(range(1, len(run.script) + 1))
+    workers = set(range(run.plan.size)) - {run.plan.root}
     for _ in range(rng.randint(0, 200)):
-        its.step()
-    most = min(its.plan.placement.replicas, len(workers))
-    its.frozen = some(rng, workers, most)
-    its.settle()
-    its.assert_done(set(range(its.plan.size)) - its.frozen)
-    its.frozen = set()
-    its.settle()
-    its.assert_done()
+        run.step()
+    most = min(run.plan.placement.replicas, len(workers))
+    run.frozen = some(rng, workers, most)
+    run.settle()
+    run.assert_done(set(range(run.plan.size)) - run.frozen)
+    run.frozen = set()
+    run.settle()
+    run.assert_done()
 
 
 @settings(deadline=None, max_examples=100)
@@ -534,19 +534,19 @@ def test_any_ranks_die(seed):
     report.
     """
     rng = random.Random(seed)
-    its = world(rng, handed_over=False)
-    its.shared = set(range(1, len(its.script) + 1))
+    run = world(rng, handed_over=False)
+    run.shared = set(range(1, len(run.script) + 1))
     known = rng.random() < 0.5
-    workers = set(range(its.plan.size)) - {its.plan.root}
+    workers = set(range(run.plan.size)) - {run.plan.root}
     killed = rng.sample(
-        sorted(workers), rng.randint(0, min(its.plan.placement.replicas, len(workers)))
+        sorted(workers), rng.randint(0, min(run.plan.placement.replicas, len(workers)))
     )
     for rank in killed:
         for _ in range(rng.randint(0, 120)):
-            its.step()
-        its.kill(rank, known=known)
-    its.settle()
-    its.assert_done(set(range(its.plan.size)) - set(killed))
+            run.step()
+        run.kill(rank, known=known)
+    run.settle()
+    run.assert_done(set(range(run.plan.size)) - set(killed))
 
 
 @settings(deadline=None, max_examples=100)
@@ -554,20 +554,20 @@ def test_any_ranks_die(seed):
 def test_any_rank_raises_between_two_blocks(seed):
     """Others compute its blocks, and it continues in the next round."""
     rng = random.Random(seed)
-    its = world(rng)
+    run = world(rng)
     gone = set()
     for _ in range(rng.randint(1, 300)):
-        its.step()
-        rank = rng.randrange(its.plan.size)
-        running = its.running[rank]
+        run.step()
+        rank = rng.randrange(run.plan.size)
+        running = run.running[rank]
         may = isinstance(running, Sharing) and not running.over
-        left = {r for r, each in enumerate(its.running) if getattr(each, "left", False)}
-        few = len(left | {rank}) <= its.plan.placement.replicas
-        if may and few and rank != its.plan.root and rng.random() < 0.05:
+        left = {r for r, each in enumerate(run.running) if getattr(each, "left", False)}
+        few = len(left | {rank}) <= run.plan.placement.replicas
+        if may and few and rank != run.plan.root and rng.random() < 0.05:
             gone.add((rank, running.round))
-            its.leave_share(rank)
-    its.settle()
-    assert_done_if_anybody_could(its, gone)
+            run.leave_share(rank)
+    run.settle()
+    assert_done_if_anybody_could(run, gone)
 
 
 @settings(deadline=None, max_examples=50)
@@ -577,30 +577,30 @@ def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
     does not wait for them.
     """
     rng = random.Random(seed)
-    its = world(rng, size=rng.randint(3, 6), rounds=2, handed_over=True)
-    workers = set(range(its.plan.size)) - {its.plan.root}
-    its.open = 1
+    run = world(rng, size=rng.randint(3, 6), rounds=2, handed_over=True)
+    workers = set(range(run.plan.size)) - {run.plan.root}
+    run.open = 1
     for _ in range(rng.randint(0, 200)):
-        its.step()
-    most = min(its.plan.placement.replicas, len(workers))
-    its.frozen = some(rng, workers, most)
+        run.step()
+    most = min(run.plan.placement.replicas, len(workers))
+    run.frozen = some(rng, workers, most)
     # the round waits for a rank that reported itself present when all was computed:
     # only it has its sums
-    chosen = its.frozen & its.said
-    its.settle()
-    there = set(range(its.plan.size)) - its.frozen
+    chosen = run.frozen & run.said
+    run.settle()
+    there = set(range(run.plan.size)) - run.frozen
     # A rank given up as late cannot begin again, and is missing. The root does not say
     # so.
-    gone = its.frozen | its.out | {its.plan.root}
-    if any(set(holders) <= gone for holders in its.plan.placement.holders):
+    gone = run.frozen | run.out | {run.plan.root}
+    if any(set(holders) <= gone for holders in run.plan.placement.holders):
         return
-    its.open = 2
-    its.settle()
+    run.open = 2
+    run.settle()
     if not chosen:
-        its.assert_done(there)
-    its.frozen = set()
-    its.settle()
-    its.assert_done()
+        run.assert_done(there)
+    run.frozen = set()
+    run.settle()
+    run.assert_done()
 
 
 @settings(deadline=None, max_examples=150)
@@ -608,23 +608,23 @@ def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
 def test_a_part_of_the_batch_after_the_deadline(seed):
     """Live ranks continue if any other ranks stop, die or stay away."""
     rng = random.Random(seed)
-    its = world(rng, approximate=True)
-    workers = set(range(its.plan.size)) - {its.plan.root}
+    run = world(rng, approximate=True)
+    workers = set(range(run.plan.size)) - {run.plan.root}
     known = rng.random() < 0.5
     for _ in range(rng.randint(1, 5)):
-        its.frozen = some(rng, workers - its.dead, len(workers - its.dead))
-        its.idle = some(rng, range(its.plan.size), its.plan.size - 1)
+        run.frozen = some(rng, workers - run.dead, len(workers - run.dead))
+        run.idle = some(rng, range(run.plan.size), run.plan.size - 1)
         for _ in range(rng.randint(1, 150)):
-            its.step()
+            run.step()
         if rng.random() < 0.2:
-            its.kill(rng.choice(sorted(workers)), known=known)
-    its.idle = set()
-    its.frozen -= its.dead
-    its.settle()
-    its.assert_done(set(range(its.plan.size)) - its.frozen - its.dead)
-    its.frozen = set()
-    its.settle()
-    its.assert_done(set(range(its.plan.size)) - its.dead)
+            run.kill(rng.choice(sorted(workers)), known=known)
+    run.idle = set()
+    run.frozen -= run.dead
+    run.settle()
+    run.assert_done(set(range(run.plan.size)) - run.frozen - run.dead)
+    run.frozen = set()
+    run.settle()
+    run.assert_done(set(range(run.plan.size)) - run.dead)
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
@@ -632,28 +632,28 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
     """The sum holds all blocks of the live ranks; later rounds do not wait for silent
     ranks.
     """
-    its = world(
+    run = world(
         random.Random(0),
         size=4,
         work=Shared(blocks=4),
         handed_over=handed_over,
         approximate=True,
     )
-    plan = its.plan
-    its.open = 2 if handed_over else 1
-    its.settle()
-    its.assert_done()
-    assert set(its.parts.values()) == {1}
-    its.frozen = {1, 2}
-    lost = [set(ranks) <= its.frozen for ranks in plan.placement.holders]
+    plan = run.plan
+    run.open = 2 if handed_over else 1
+    run.settle()
+    run.assert_done()
+    assert set(run.parts.values()) == {1}
+    run.frozen = {1, 2}
+    lost = [set(ranks) <= run.frozen for ranks in plan.placement.holders]
     assert any(lost)
-    its.open = len(its.script)
+    run.open = len(run.script)
     for _ in range(200):  # in steps much shorter than the deadline
-        while its.sweep() == NEWS:
+        while run.sweep() == NEWS:
             pass
-        its.clock += its.limits.orphan_seconds
-    its.assert_done({0, 3})
-    rest = {r: part for r, part in its.parts.items() if r > (2 if handed_over else 1)}
+        run.clock += run.limits.orphan_seconds
+    run.assert_done({0, 3})
+    rest = {r: part for r, part in run.parts.items() if r > (2 if handed_over else 1)}
     assert [*rest.values()] == pytest.approx([1 - np.mean(lost)] * len(rest))
     assert rest
 
@@ -661,25 +661,25 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
 def test_what_follows_blocks_is_their_sum():
     plan = make_plan(3, Shared(blocks=2))
     other = Call((("float32", 5),), 1, kind="broadcast")
-    its = World(plan, [Call((), 0), other], random.Random(0), shared={1})
-    its.script[1] = Sum(other.segments, 1)
-    its.open = 1
-    its.settle()
-    its.script[1] = other
-    its.open = 2
-    its.settle()
+    run = World(plan, [Call((), 0), other], random.Random(0), shared={1})
+    run.script[1] = Sum(other.segments, 1)
+    run.open = 1
+    run.settle()
+    run.script[1] = other
+    run.open = 2
+    run.settle()
     for rank in range(3):
-        assert "after group.blocks the sum" in its.ends[rank][2].error
+        assert "after group.blocks the sum" in run.ends[rank][2].error
 
 
 def test_no_rank_is_late():
     """Every rank computes its own blocks, and no others."""
     plan = make_plan(4, Shared(replicas=2, blocks=3))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = World(plan, script, random.Random(0), shared={1, 2, 3})
-    its.settle()
-    its.assert_done()
-    assert its.computed == {1: 12, 2: 12, 3: 12}
+    run = World(plan, script, random.Random(0), shared={1, 2, 3})
+    run.settle()
+    run.assert_done()
+    assert run.computed == {1: 12, 2: 12, 3: 12}
 
 
 @pytest.mark.parametrize("sections", [False, True])
@@ -697,27 +697,27 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
         "deadline_seconds": 1.0,
     }
     call = Partial((("float32", 40),), 0)
-    its = World(
+    run = World(
         plan, [call], random.Random(0), shared={1}, hosts=[0, 1, 2, 3], limits=limits
     )
     last = "forms pieces" if sections else "child 1 offers 10 of round 1"
-    while last not in its.nodes[0].status():
-        its.step()
-    its.frozen = {1}
+    while last not in run.nodes[0].status():
+        run.step()
+    run.frozen = {1}
     for _ in range(200):  # in steps much shorter than the deadline
-        while its.sweep() == NEWS:
+        while run.sweep() == NEWS:
             pass
-        its.clock += its.limits.orphan_seconds
+        run.clock += run.limits.orphan_seconds
     if action == "approximate":
-        its.assert_done({0, 2, 3})
-    told = sum(message[0] == simulation.DELEGATE for message in its.queues[0, 1])
-    assert told < 20
-    its.frozen = set()
-    its.settle()
+        run.assert_done({0, 2, 3})
+    orders = sum(message[0] == simulation.DELEGATE for message in run.queues[0, 1])
+    assert orders < 20
+    run.frozen = set()
+    run.settle()
     if action == "approximate":
-        its.assert_done()
+        run.assert_done()
         return
-    for ends in its.ends:
+    for ends in run.ends:
         assert ends[1].outcome == FAILED
         assert "DeadlineExceeded: round 1 was not" in ends[1].error
         assert "rank 0 waits for rank 1" in ends[1].error
@@ -726,7 +726,7 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
 def test_the_deadline_while_what_was_computed_is_fetched():
     """A rank stops between its offer of the sum after the blocks and the fetch of its message."""
     call = Sum((("float32", 40),), 1)
-    its = World(
+    run = World(
         make_plan(4, Shared(replicas=0, blocks=1)),
         [Call((), 0), call],
         random.Random(0),
@@ -737,39 +737,39 @@ def test_the_deadline_while_what_was_computed_is_fetched():
             "deadline_seconds": 1.0,
         },
     )
-    its.open = 1
-    its.sweep_all()
-    its.open = 2
-    its.submit(1)
-    its.advance(1)
-    its.frozen = {1}
-    its.settle()
+    run.open = 1
+    run.sweep_all()
+    run.open = 2
+    run.submit(1)
+    run.advance(1)
+    run.frozen = {1}
+    run.settle()
     for rank in (0, 2, 3):
-        assert its.ends[rank][2].outcome == FAILED
-        assert "rank 0 waits for rank 1" in its.ends[rank][2].error
+        assert run.ends[rank][2].outcome == FAILED
+        assert "rank 0 waits for rank 1" in run.ends[rank][2].error
 
 
 @pytest.mark.parametrize("deadline", [0.0, 1.0], ids=["none", "passes"])
 def test_the_root_sleeps_while_its_program_repeats_a_finished_block(deadline):
     plan = make_plan(3, Shared(replicas=2, blocks=4))
-    its = World(
+    run = World(
         plan,
         [Call((("float32", 40),), 0)],
         random.Random(0),
         shared={1},
         limits={"deadline_seconds": deadline},
     )
-    its.submit(0)
-    assert its.may_extend(0)  # it takes a block
-    its.idle = {0}
+    run.submit(0)
+    assert run.may_extend(0)  # it takes a block
+    run.idle = {0}
     for _ in range(100):
-        its.sweep_all()
-        its.clock += its.limits.orphan_seconds
-    assert its.nodes[0].frontier() == 2 and its.running[0] is not None
-    its.rest()
-    its.idle = set()
-    its.settle()
-    its.assert_done()
+        run.sweep_all()
+        run.clock += run.limits.orphan_seconds
+    assert run.nodes[0].frontier() == 2 and run.running[0] is not None
+    run.rest()
+    run.idle = set()
+    run.settle()
+    run.assert_done()
 
 
 def test_a_late_rank_forms_a_section():
@@ -777,24 +777,24 @@ def test_a_late_rank_forms_a_section():
     plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {"piece_bytes": 16, "announced_bytes": 16, "sections_from": 1}
     call = Call((("float32", 40),), 0)
-    its = World(plan, [call], random.Random(0), shared={1}, limits=limits)
-    while "forms pieces" not in its.nodes[0].status():
-        its.step()
-    its.frozen, its.idle = {2}, {1, 3}
-    while 1 not in its.ends[0]:
-        its.sweep()
-        its.clock += its.limits.orphan_seconds
-    its.idle = set()
-    assert its.may_extend(1) and its.may_extend(3)
-    fetched = len(its.fetched)
-    its.frozen = set()
+    run = World(plan, [call], random.Random(0), shared={1}, limits=limits)
+    while "forms pieces" not in run.nodes[0].status():
+        run.step()
+    run.frozen, run.idle = {2}, {1, 3}
+    while 1 not in run.ends[0]:
+        run.sweep()
+        run.clock += run.limits.orphan_seconds
+    run.idle = set()
+    assert run.may_extend(1) and run.may_extend(3)
+    fetched = len(run.fetched)
+    run.frozen = set()
     for source in (0, 1, 3):
-        while its.queues[source, 2]:
-            its.deliver((source, 2))
-            its.advance(2)
-    assert any(it[0] == 2 and it[1] in (1, 3) for it in its.fetched[fetched:])
-    its.settle()
-    its.assert_done()
+        while run.queues[source, 2]:
+            run.deliver((source, 2))
+            run.advance(2)
+    assert any(fetch[0] == 2 and fetch[1] in (1, 3) for fetch in run.fetched[fetched:])
+    run.settle()
+    run.assert_done()
 
 
 @settings(deadline=None, max_examples=60)
@@ -804,18 +804,18 @@ def test_a_rank_that_computes_something_else(seed):
     blocks. Blocks of late ranks are not compared.
     """
     rng = random.Random(seed)
-    its = world(rng, size=rng.randint(3, 5), rounds=30, audited=True)
-    if not its.plan.placement.replicas:
+    run = world(rng, size=rng.randint(3, 5), rounds=30, audited=True)
+    if not run.plan.placement.replicas:
         return
-    culprit = rng.choice(its.plan.placement.ranks)
-    its.wrong = {culprit}
-    its.settle()
-    failed = [round for round, end in its.ends[0].items() if end.outcome == FAILED]
+    culprit = rng.choice(run.plan.placement.ranks)
+    run.wrong = {culprit}
+    run.settle()
+    failed = [round for round, end in run.ends[0].items() if end.outcome == FAILED]
     assert failed
-    for ends in its.ends:
+    for ends in run.ends:
         assert failed == [r for r, end in ends.items() if end.outcome == FAILED]
     for round in failed:
-        text = its.ends[0][round].error
+        text = run.ends[0][round].error
         assert text.startswith(f"InconsistentMessages: round {round}, "), text
         named = re.search(r"what ranks (\d+), (\d+) have computed of block", text)
         assert str(culprit) in named.groups(), text
@@ -832,19 +832,19 @@ def test_a_rank_that_computes_something_else(seed):
 def test_blocks_that_no_live_rank_holds(killed, kind, remedy):
     """All remaining ranks get an error with a message."""
     plan = make_plan(4, Shared(blocks=2, root_computes=False))
-    its = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
+    run = World(plan, [Call((("float32", 5),), 0)], random.Random(0), shared={1})
     for rank in (1, 2):
-        its.kill(rank, known=True) if killed else its.leave(rank)
-    its.settle()
+        run.kill(rank, known=True) if killed else run.leave(rank)
+    run.settle()
     for rank in (0, 3):
-        end = its.ends[rank][1]
-        said = f"{kind}: round 1: nobody who is left holds the 2 blocks"
-        assert end.error.startswith(said), end
+        end = run.ends[rank][1]
+        text = f"{kind}: round 1: nobody who is left holds the 2 blocks"
+        assert end.error.startswith(text), end
         how = "is dead" if killed else "has left the group"
         named = set(map(int, re.findall(rf"rank (\d+), which {how}", end.error)))
         assert named == {1, 2}, end
         assert f": {remedy}" in end.error
-    assert its.nodes[0].outcome() != PENDING
+    assert run.nodes[0].outcome() != PENDING
 
 
 def test_deadline():
@@ -855,19 +855,19 @@ def test_deadline():
     action = simulation._engine.OnDeadline
     limits = {"on_deadline": getattr(action, "raise"), "deadline_seconds": 1.0}
     script = [Call((("float32", 5),), seed) for seed in range(2)]
-    its = World(plan, script, random.Random(0), shared={1, 2}, limits=limits)
-    its.open = 1
-    its.settle()
-    its.assert_done()
-    its.open = 2
+    run = World(plan, script, random.Random(0), shared={1, 2}, limits=limits)
+    run.open = 1
+    run.settle()
+    run.assert_done()
+    run.open = 2
     for rank in range(3):
-        its.submit(rank)
-    its.idle = {1}
-    its.settle()
-    its.idle = set()
-    its.settle()
+        run.submit(rank)
+    run.idle = {1}
+    run.settle()
+    run.idle = set()
+    run.settle()
     for rank in range(3):
-        error = its.ends[rank][2].error
+        error = run.ends[rank][2].error
         assert "rank 0 waits for rank 1, which has 2 blocks to compute" in error
 
 
@@ -882,9 +882,9 @@ class GarblingWorld(Garbling, World):
 
 
 def garbling(rng, **options):
-    its = world(rng, **options)
-    its.__class__ = GarblingWorld
-    return its
+    run = world(rng, **options)
+    run.__class__ = GarblingWorld
+    return run
 
 
 def progress(message):
@@ -892,10 +892,10 @@ def progress(message):
 
 
 def telling(message, field, value):
-    said = progress(message)
-    said[field] = value
+    report = progress(message)
+    report[field] = value
     start = HEADER.size + 32
-    return message[: HEADER.size] + struct.pack("<8I", *said) + message[start:]
+    return message[: HEADER.size] + struct.pack("<8I", *report) + message[start:]
 
 
 def shares(message):
@@ -903,14 +903,14 @@ def shares(message):
     return head.kind == OFFER and head.flags & SHARES
 
 
-def assert_failed_once(its, words):
+def assert_failed_once(run, words):
     """Check that a single round fails, on all ranks, with these words."""
-    said = set()
-    for ends in its.ends:
+    texts = set()
+    for ends in run.ends:
         ((round, end),) = [(r, e) for r, e in ends.items() if e.outcome == FAILED]
-        said.add((round, end.error))
-        assert [e.outcome for e in ends.values()].count(DONE) == len(its.script) - 1
-    ((_, text),) = said
+        texts.add((round, end.error))
+        assert [e.outcome for e in ends.values()].count(DONE) == len(run.script) - 1
+    ((_, text),) = texts
     assert words in text
 
 
@@ -920,34 +920,34 @@ def test_impossible_reports_about_blocks(field, before):
     """The message comes before or after the root's call."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
+    run = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
 
     def garble(link, message):
         of = shares(message) and link == (1, 0) and Header(message).round == 2
-        if not of or (its.running[0] is None) != before or (seen and not before):
+        if not of or (run.running[0] is None) != before or (seen and not before):
             return message
         seen.append(message)
         return telling(message, field, 7)
 
-    its.open = 1
-    its.settle()
-    its.open = 3
-    its.garble = garble
+    run.open = 1
+    run.settle()
+    run.open = 3
+    run.garble = garble
     if before:
-        its.idle = {0}
-        its.settle()
-        its.idle = set()
-    its.settle()
+        run.idle = {0}
+        run.settle()
+        run.idle = set()
+    run.settle()
     assert seen
     words = "rank 0 cannot read a message of rank 1, what it says of its blocks"
-    assert_failed_once(its, words)
+    assert_failed_once(run, words)
 
 
 def test_a_block_that_is_returned_and_computed():
     plan = make_plan(3, Shared(blocks=4))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
+    run = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
 
     def garble(_, message):
@@ -957,15 +957,15 @@ def test_a_block_that_is_returned_and_computed():
         seen.append(message)
         return telling(message, ADDED, 5)
 
-    its.garble = garble
+    run.garble = garble
     for rank in range(3):
-        its.submit(rank)
-    its.idle = {1}
-    its.settle()
-    its.idle = set()
-    its.settle()
+        run.submit(rank)
+    run.idle = {1}
+    run.settle()
+    run.idle = set()
+    run.settle()
     assert seen
-    assert_failed_once(its, "what it says of its blocks")
+    assert_failed_once(run, "what it says of its blocks")
 
 
 @pytest.mark.parametrize("block", [0, 99], ids=["another rank's", "no rank's"])
@@ -973,7 +973,7 @@ def test_blocks_that_a_rank_does_not_hold(block):
     """The rank must not compute them, as it lacks their data."""
     plan = make_plan(4, Shared(blocks=4))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
+    run = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     assert 2 not in plan.placement.holders[0]
     seen = []
 
@@ -986,42 +986,42 @@ def test_blocks_that_a_rank_does_not_hold(block):
         start = HEADER.size
         return message[:start] + struct.pack("<I", block) + message[start + 4 :]
 
-    its.garble = garble
-    its.idle = {1}
-    its.settle()
-    its.idle = set()
-    its.settle()
+    run.garble = garble
+    run.idle = {1}
+    run.settle()
+    run.idle = set()
+    run.settle()
     assert seen
-    assert_failed_once(its, "rank 2 cannot read a message of rank 0, kind 14 of round")
+    assert_failed_once(run, "rank 2 cannot read a message of rank 0, kind 14 of round")
 
 
 def test_later_messages_do_not_fail_a_decided_round():
     """The root's program has not returned yet, and others are done."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
-    its = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
+    run = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})
     seen = []
 
     def garble(link, message):
         if seen or not (shares(message) and Header(message).round == 3):
             return message
-        assert its.running[0].round == 2
+        assert run.running[0].round == 2
         seen.append(message)
         return message[:-8]
 
-    its.garble = garble
-    its.open = 1
-    its.settle()
-    its.open = 3
-    while not (its.nodes[0].no_more_blocks() and its.running[0]):
-        its.step()
-    its.idle = {0}
-    its.settle()
+    run.garble = garble
+    run.open = 1
+    run.settle()
+    run.open = 3
+    while not (run.nodes[0].no_more_blocks() and run.running[0]):
+        run.step()
+    run.idle = {0}
+    run.settle()
     assert seen
-    its.idle = set()
-    its.settle()
-    assert_failed_once(its, "rank 0 cannot read a message of rank")
-    assert all(ends[2].outcome == DONE for ends in its.ends)
+    run.idle = set()
+    run.settle()
+    assert_failed_once(run, "rank 0 cannot read a message of rank")
+    assert all(ends[2].outcome == DONE for ends in run.ends)
 
 
 @settings(deadline=None, max_examples=100)
@@ -1029,7 +1029,7 @@ def test_later_messages_do_not_fail_a_decided_round():
 def test_shared_work_with_messages_that_are_cut_anywhere(seed):
     """Each round gives the right sum or an error, the same on all ranks."""
     rng = random.Random(seed)
-    its = garbling(rng, handed_over=False)
+    run = garbling(rng, handed_over=False)
     share = rng.choice([0.01, 0.1])
 
     def garble(_, message):
@@ -1039,12 +1039,12 @@ def test_shared_work_with_messages_that_are_cut_anywhere(seed):
             return message
         return message[: rng.randint(HEADER.size, len(message))]
 
-    its.garble = garble
+    run.garble = garble
     for _ in range(rng.choice([0, 300])):
-        its.step()
-    its.garble = lambda link, message: message
-    its.settle()
-    for round in range(1, len(its.script) + 1):
-        ends = {ends[round] for ends in its.ends}
+        run.step()
+    run.garble = lambda link, message: message
+    run.settle()
+    for round in range(1, len(run.script) + 1):
+        ends = {ends[round] for ends in run.ends}
         assert len(ends) == 1, ends
         assert ends.pop().outcome in (DONE, FAILED)

@@ -183,8 +183,8 @@ def test_a_root_that_is_known_to_be_dead(action):
     pass_time(world, ended(world, range(1, 7), 3))
     for ends in world.ends[1:]:
         assert ends[3].outcome == FAILED
-        said = "round 3 cannot be decided: the root, rank 0, is dead: go on with group.recovered()"
-        assert ends[3].error == f"CodedError: {said}"
+        text = "round 3 cannot be decided: the root, rank 0, is dead: go on with group.recovered()"
+        assert ends[3].error == f"CodedError: {text}"
 
 
 @pytest.mark.parametrize("knows", [False, True])

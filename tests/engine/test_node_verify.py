@@ -185,8 +185,8 @@ def test_no_rank_waits_for_late_ones(seed):
 
 def accusations(world):
     """Return the nodes' log messages about wrong messages."""
-    said = [text for news in world.news for text in news]
-    return [text for text in said if not text.startswith("no call of rank ")]
+    texts = [text for news in world.news for text in news]
+    return [text for text in texts if not text.startswith("no call of rank ")]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -221,12 +221,12 @@ def test_no_result_is_taken_for_a_message(below, policy):
             world.advance(rank)
         for request in list(world.requests):
             asker, source, what, *_ = request
-            its = asker, what
+            asked = asker, what
             if parent in (asker, source) or (
-                asker in children and some[its] >= may_have[what]
+                asker in children and some[asked] >= may_have[what]
             ):
                 continue
-            some[its] += 1
+            some[asked] += 1
             world.requests.remove(request)
             world.answer(request)
             world.arrive(world.answers.pop())
@@ -388,10 +388,10 @@ def judge(world, policy, round, liar, *, found, one):
     """Check that a round with a wrong message has ended as it should."""
     ends = [ends[round] for ends in world.ends]
     at = f"round {round}, "
-    said = [text for news in world.news for text in news if at in text]
+    texts = [text for news in world.news for text in news if at in text]
     if policy != "raise" and ends[0].outcome == DONE:
-        assert not found or any(liar in named(text) for text in said), said
-        without = ["; the sum does without it. So do later" in text for text in said]
+        assert not found or any(liar in named(text) for text in texts), texts
+        without = ["; the sum does without it. So do later" in text for text in texts]
         assert all(without) if policy == "drop" else not any(without)
         return
     assert all(end == ends[0] for end in ends), ends
@@ -575,8 +575,8 @@ def test_a_repeatedly_wrong_rank_is_named_once(nan):
     world = random_world(plan, 0, rng, script=script, check=Check("drop", wait=True))
     world.settle()
     world.assert_done()
-    said = [(text.partition(",")[0], named(text)) for text in world.news[0]]
-    assert said == [
+    texts = [(text.partition(",")[0], named(text)) for text in world.news[0]]
+    assert texts == [
         ("round 1", {2}),
         ("round 5", {2}),
         ("round 6", {4}),

@@ -84,8 +84,8 @@ def test_the_division_is_near_the_best(family, pieces):
     "workers, copies", [(12, 1), (12, 2), (12, 3), (30, 2), (84, 2)]
 )
 def test_all_ports_are_as_busy_where_all_are_there(workers, copies):
-    """Each port moves ``(t + n − 1) / n`` lengths of the sum for ``t`` messages and
-    ``n`` ranks, less the part that a rank with a section already has.
+    """For ``t`` messages and ``n`` ranks each port moves ``(t + n − 1) / n`` lengths of
+    the sum. A rank with a section already has a part of that.
     """
     makers, choices = repeated(workers, copies)
     even = (workers // copies + workers) / (workers + 1)

@@ -46,8 +46,8 @@ assert (uncounted.allreduce(own, group) == SUM).all()
 
 def die_when_announced():
     while True:
-        said = group._session.transport.status()
-        if "calls round 2" in said and "offered nothing" not in said:
+        text = group._session.transport.status()
+        if "calls round 2" in text and "offered nothing" not in text:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1e-3)
 

@@ -1,5 +1,5 @@
 """One rank raises an exception. ``errors.py DIRECTORY WAY RANKS``: each of the RANKS in
-turn raises and catches one ("caught"), or one ends the program ("uncaught"), also with
+turn raises and catches one ("caught"). Or one ends the program ("uncaught"), also with
 a call in flight ("in-flight").
 """
 

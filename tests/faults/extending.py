@@ -43,10 +43,10 @@ import time
 directory, option, *events = sys.argv[1:]
 fails = ("exit", "ends", "alone", "dies", "hangs", "refuses")
 joins = "JAXCODED_JOINS" in os.environ
-way = next((it for it in sys.argv if it.startswith("--fails ")), "").removeprefix(
-    "--fails "
-)
-events = [it for it in events if not it.startswith("--")]
+way = next(
+    (argument for argument in sys.argv if argument.startswith("--fails ")), ""
+).removeprefix("--fails ")
+events = [each for each in events if not each.startswith("--")]
 if joins and way.startswith("exit"):
     sys.exit(int(way.split()[1]))
 
@@ -187,7 +187,7 @@ while True:
         step = make_step(group)
         sizes.append(group.size)
     event, _, words = (events[done] if done < len(events) else "end").partition(" ")
-    ranks = [int(it) for it in words.partition(" ")[0].split(",") if it.isdigit()]
+    ranks = [int(rank) for rank in words.partition(" ")[0].split(",") if rank.isdigit()]
     try:
         while steps < EVERY * (done + 1):
             # no rank comes here twice

@@ -257,8 +257,8 @@ def hang(how):
 
 
 def tree(words):
-    """Return a group's strategy and options for words such as "3" (the fanout), "3 in
-    sections" (which form long sums), or "hosts" (a tree that follows them).
+    """Return a group's strategy and options for some words. "3" is the fanout, "3 in
+    sections" also forms sums in sections, "hosts" is a tree that follows them.
     """
     if words == "hosts":
         return {"strategy": jaxcoded.Coded(by_host=True)}

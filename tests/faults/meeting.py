@@ -90,9 +90,9 @@ def meet():
 def sums(count):
     """Do ``count`` rounds, and check each."""
     global rounds
-    its = Sums(group)
+    recorder = Sums(group)
     for number in range(rounds + 1, rounds + count + 1):
-        its.check(number, its.start(number))
+        recorder.check(number, recorder.start(number))
     rounds += count
 
 

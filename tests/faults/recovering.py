@@ -70,7 +70,7 @@ STUCK, COMES = 8.0 * SLOWNESS, 4.0 * SLOWNESS  # seconds
 
 directory, way, *victims = sys.argv[1:]
 hangs = [words.partition(":")[2] for words in victims]
-victims = [list(map(int, it.partition(":")[0].split(","))) for it in victims]
+victims = [list(map(int, victim.partition(":")[0].split(","))) for victim in victims]
 board = Board(directory)
 pids = board.comm.allgather(os.getpid())
 pickle_nothing()
@@ -79,7 +79,7 @@ logging.getLogger("jaxcoded").addHandler(
     type(
         "Heard",
         (logging.Handler,),
-        {"emit": lambda _, it: heard.append(it.getMessage())},
+        {"emit": lambda _, record: heard.append(record.getMessage())},
     )()
 )
 if any(hangs):
@@ -109,7 +109,7 @@ else:
         options=options,
     )
 rounds = []
-group.on_round(lambda it: rounds.append(it.number))
+group.on_round(lambda seen: rounds.append(seen.number))
 
 took = {}  # seconds that leaving ranks take
 if any(how.startswith("leaves") for how in hangs):
@@ -229,8 +229,8 @@ def leave(*, busy):
 
 
 def told_to_leave():
-    told = board.directory / f"told-{board.rank}"
-    told.write_text(str(time.monotonic()))
+    file = board.directory / f"told-{board.rank}"
+    file.write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -238,8 +238,8 @@ def see_off(rank, process):
     """Note how long the process of a rank takes to leave."""
     select.select([process], [], [])
     end = time.monotonic()
-    told = board.directory / f"told-{rank}"
-    took[rank] = end - float(told.read_text())
+    file = board.directory / f"told-{rank}"
+    took[rank] = end - float(file.read_text())
 
 
 def recover(round_):

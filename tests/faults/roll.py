@@ -1,8 +1,8 @@
 """The rank that calls the roll dies after it has told only some ranks the result.
 
 ``roll.py DIRECTORY WHAT RANKS``: it tells RANKS ("1,3", or "" for none) to make a new
-group without the dead last rank ("regroup"), or, if no rank is dead, to keep the old
-one ("stay"). Rank 3 has done one round more.
+group without the dead last rank ("regroup"). If no rank is dead, it tells them to keep
+the old one ("stay"). Rank 3 has done one round more.
 """
 
 import os
@@ -28,7 +28,7 @@ board = Board(directory)
 comm = board.comm.Dup()
 for it in board.comm, comm:
     it.Set_errhandler(MPI.ERRORS_RETURN)
-processes = [Process(*it) for it in gathered(comm, Process.own())]
+processes = [Process(*fields) for fields in gathered(comm, Process.own())]
 roll = Roll(comm, processes, 0)
 last = comm.size - 1
 if what == "regroup" and board.rank == last:

@@ -33,7 +33,7 @@ logging.getLogger("jaxcoded").addHandler(
     type(
         "Heard",
         (logging.Handler,),
-        {"emit": lambda _, it: heard.append(it.getMessage())},
+        {"emit": lambda _, record: heard.append(record.getMessage())},
     )()
 )
 group = jaxcoded.CodedGroup(

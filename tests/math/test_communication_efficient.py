@@ -228,9 +228,9 @@ def error_of_the_paper(code, rng, sets=10):
 @pytest.mark.parametrize(("n", "paper"), [(8, 2e-12), (12, 2e-9)])
 def test_inverting_the_vandermonde_matrix_loses_digits(n, paper):
     """Worst relative errors over all loads and slices: the orders of magnitude of the
-    paper's. These codes need all ``n − s`` answers, so that each set has one ``A``, and
-    the paper's method and this decoder differ by rounding alone. Which of them is
-    nearer depends on chance and LAPACK; the bound on rounding does not.
+    paper's. These codes need all ``n − s`` answers, so each set has one ``A``. The
+    paper's method and this decoder differ by rounding alone. Which of them is nearer
+    depends on chance and LAPACK; the bound on rounding does not.
 
     Relative to ``Σ_i |A_ui| Σ_jv |B_ijv g_jv|``, ``terms`` consecutive additions lose
     at most ``terms · eps / 2``. A loses the same, as its computation takes as many.

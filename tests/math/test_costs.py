@@ -69,7 +69,7 @@ def test_what_costs_most_comes_first_and_alone():
     costs = np.ones(48)
     costs[17] = 30.0
     found = Placement((0, 1), 1, 4).divided(costs)
-    (owner,) = (block for block, its in enumerate(found) if 17 in its)
+    (owner,) = (block for block, examples in enumerate(found) if 17 in examples)
     assert owner % 4 == 0
     assert found[owner].tolist() == [17]
     by_rank = np.array([costs[block].sum() for block in found]).reshape(2, 4).sum(1)
@@ -97,9 +97,9 @@ def test_ranks_of_an_epoch_cost_the_same(plan):
     random = np.random.default_rng(2)
     costs = np.sort(random.pareto(2.5, 480) + 1)  # the worst order
     ratios = []
-    for its in (None, costs):
+    for known in (None, costs):
         epochs = [
-            Epoch(plan, rank, 480, 240, costs=its)
+            Epoch(plan, rank, 480, 240, costs=known)
             for rank in range(plan.size)
             if plan.load_of(rank)
         ]
@@ -118,7 +118,7 @@ def test_ranks_of_an_epoch_cost_the_same(plan):
 def test_a_batch_of_an_epoch_is_the_same_set():
     plan, costs = PLANS["uncoded"], np.random.default_rng(0).pareto(1.5, 50)
     usual, by_cost = (
-        Epoch(plan, 0, 50, 16, seed=3, costs=its) for its in (None, costs)
+        Epoch(plan, 0, 50, 16, seed=3, costs=known) for known in (None, costs)
     )
     assert len(by_cost.indices(3)) == 2
     for number in range(4):
@@ -132,7 +132,7 @@ def test_a_batch_of_an_epoch_is_the_same_set():
 
 
 @pytest.mark.parametrize(
-    ("costs", "error", "said"),
+    ("costs", "error", "text"),
     [
         ([1.0, 2.0], ValueError, r"shape \(3,\), one for each example, got \(2,\)"),
         (np.ones((3, 1)), ValueError, r"got \(3, 1\)"),
@@ -145,6 +145,6 @@ def test_a_batch_of_an_epoch_is_the_same_set():
         ([[1], [1, 2], [3]], TypeError, "one number for each example"),
     ],
 )
-def test_invalid_costs(costs, error, said):
-    with pytest.raises(error, match=said):
+def test_invalid_costs(costs, error, text):
+    with pytest.raises(error, match=text):
         Epoch(PLANS["uncoded"], 0, 3, 3, costs=costs)

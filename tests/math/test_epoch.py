@@ -87,8 +87,8 @@ def test_every_example_counts_once(
             assert indices.dtype == np.int64
             like = epoch[0]
             assert jax.tree.structure(mine) == jax.tree.structure(like)
-            for leaf, its in zip(jax.tree.leaves(mine), jax.tree.leaves(like)):
-                assert (leaf.dtype, leaf.shape) == (its.dtype, its.shape)
+            for leaf, leaf_like in zip(jax.tree.leaves(mine), jax.tree.leaves(like)):
+                assert (leaf.dtype, leaf.shape) == (leaf_like.dtype, leaf_like.shape)
             if (
                 plan.encoded
             ):  # the first example of a chunk has the chunk's coefficients

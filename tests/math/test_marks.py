@@ -92,7 +92,10 @@ def test_another_batch_stands_out_of_rounding(ranks, stragglers):
     added = np.array([marks.of_rank(plan, rank, 1, rounding)[0] for rank in numbers])
     weighed = np.array([atoms.coefficients(plan, rank)[:, 0, 0] for rank in numbers])
     assert np.abs(78 * added).max() < 78 / 64 * np.abs(weighed).sum(axis=1).max()
-    keys = [float(marks.key(np.int32(it), [], to_the_bit=False)) for it in range(101)]
+    keys = [
+        float(marks.key(np.int32(number), [], to_the_bit=False))
+        for number in range(101)
+    ]
     rng = np.random.default_rng(0)
     found = 0
     for here, next_ in itertools.pairwise(keys):
@@ -124,7 +127,7 @@ def test_parameters_that_differ_in_a_bit(dtype):
     assert usual == key(params)
     changed = [key(params | {"b": params["b"].at[i].set(1)}) for i in range(4)]
     others = [key(params | {"b": params["b"] + i}) for i in (1, 2)]
-    assert sum(abs(float(it - usual)) >= 0.9 for it in changed + others) >= 5
+    assert sum(abs(float(each - usual)) >= 0.9 for each in changed + others) >= 5
 
 
 @bounded
@@ -144,8 +147,8 @@ def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
         for _ in range(3)
     ]
     keys = [
-        float(marks.key(0, jax.tree.map(jnp.float32, it), to_the_bit=False))
-        for it in (params, rounded, *others)
+        float(marks.key(0, jax.tree.map(jnp.float32, each), to_the_bit=False))
+        for each in (params, rounded, *others)
     ]
     assert abs(keys[1] - keys[0]) < 1e-3  # a thousandth of a batch number's effect
     # one of them may have the same key by chance

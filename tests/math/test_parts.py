@@ -547,7 +547,7 @@ def test_codes_by_name():
     assert plan.from_json(plan.to_json()) == plan
     mixed = PLANS["one for each parent"]
     assert mixed.from_json(mixed.to_json()) == mixed
-    assert [it.code.name for it in mixed.codings if it] == [
+    assert [coding.code.name for coding in mixed.codings if coding] == [
         *("gaussian_mds", "adaptive", "single_parity_check", "random_generator")
     ]
     for wrong, message in [

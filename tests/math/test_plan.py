@@ -576,8 +576,8 @@ def test_shared_work():
             *(plan.strategy.assignment(plan, rank, batch_size) for rank in range(5))
         )
         counted = np.zeros(batch_size)
-        for its, theirs in zip(indices, weights):
-            np.add.at(counted, its, theirs)
+        for index, theirs in zip(indices, weights):
+            np.add.at(counted, index, theirs)
         np.testing.assert_array_equal(counted, 1)
         assert plan.strategy.loads(plan, batch_size).sum() == batch_size
 

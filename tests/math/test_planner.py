@@ -110,7 +110,7 @@ def gap(cluster):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cluster",
-    [it if it in FEW else more(it) for it in CLUSTERS],
+    [each if each in FEW else more(each) for each in CLUSTERS],
     ids=str,
 )
 def test_within_a_tenth_of_the_exhaustive_best(cluster):
@@ -163,16 +163,16 @@ def test_work_is_shared():
     """
     model = stragglers.named("bursty(begin=0.02, end=0.2, factor=5)")
     ranking = search.best_plans(13, 4e3, 1.5, stragglers=model)
-    it = ranking.best.candidate
-    assert it.shared and it.strategy.blocks == 12
+    best = ranking.best.candidate
+    assert best.shared and best.strategy.blocks == 12
     assert ranking.best_tree is ranking.best
     assert ranking.verdict.startswith("share the work: ")
-    assert ranking.best.held == pytest.approx((1 + it.replicas) * ranking.best.load)
+    assert ranking.best.held == pytest.approx((1 + best.replicas) * ranking.best.load)
     shared = {e.candidate.replicas: e for e in ranking.estimates if e.candidate.shared}
     assert set(shared) == {1, 2, 3, 11}
     for replicas, other in shared.items():
-        if replicas > it.replicas:
-            assert other.step >= shared[it.replicas].step / 1.05
+        if replicas > best.replicas:
+            assert other.step >= shared[best.replicas].step / 1.05
     assert {c.replicas for c in sharing(13, 1.5, 2)} == {1, 2}
     assert {c.replicas for c in sharing(13, 1.5, 5)} == {1, 2, 3, 5}
     assert not sharing(13, 0.1) and not sharing(65, 60.0) and not sharing(13, 1.5, 0)
@@ -279,8 +279,10 @@ def test_candidates_are_those_of_make_plan(ranks):
         if candidate.coded and candidate.fanout > 12:
             continue
         for root in (False, True):
-            it = Candidate(dataclasses.replace(candidate.strategy, root_computes=root))
-            plan, layout = it.plan(ranks), it.layout(ranks)
+            variant = Candidate(
+                dataclasses.replace(candidate.strategy, root_computes=root)
+            )
+            plan, layout = variant.plan(ranks), variant.layout(ranks)
             exact = Layout.of(plan)
             assert exact.parents.tolist() == layout.parents.tolist()
             assert np.sort(exact.loads) == pytest.approx(np.sort(layout.loads))
@@ -296,11 +298,11 @@ def test_candidates_of_a_million_ranks():
 
 
 def test_variants():
-    it = code_tree(3, 1)
-    assert {v.piece for v in it.variants(1e4)} == {64 << 10}
-    assert {v.piece for v in it.variants(1e5)} == {64 << 10, 256 << 10}
-    assert {v.piece for v in it.variants(1e9)} == {64 << 10, 256 << 10, 1 << 20}
-    assert {v.strategy.root_computes for v in it.variants(1e4)} == {False, True}
+    tree = code_tree(3, 1)
+    assert {v.piece for v in tree.variants(1e4)} == {64 << 10}
+    assert {v.piece for v in tree.variants(1e5)} == {64 << 10, 256 << 10}
+    assert {v.piece for v in tree.variants(1e9)} == {64 << 10, 256 << 10, 1 << 20}
+    assert {v.strategy.root_computes for v in tree.variants(1e4)} == {False, True}
     assert list(RING.variants(1e9)) == [RING]
     assert isinstance(RING.layout(5), Ring)
 
@@ -327,9 +329,14 @@ def test_a_faster_code_that_loses_digits():
     model = stragglers.named("fixed(factor=10)")
     seconds = [
         simulate(
-            it.layout(12), Network(), payload=4e4, work=1.2, stragglers=model, rounds=50
+            candidate.layout(12),
+            Network(),
+            payload=4e4,
+            work=1.2,
+            stragglers=model,
+            rounds=50,
         ).mean
-        for it in (ranking.best.candidate, left_out.candidate)
+        for candidate in (ranking.best.candidate, left_out.candidate)
     ]
     assert seconds[0] / seconds[1] == pytest.approx(left_out.gain, rel=0.05)
     assert "Left out, as kappa is above 2: Coded(fanout=11)" in ranking.verdict
@@ -365,14 +372,14 @@ def test_no_more_data_where_a_code_takes_less():
             candidate, seconds, 0.1, 1.0, candidate.name, 1.0, 0.1, False
         )
 
-    shared = [Candidate(Shared(replicas=it)) for it in (11, 1)]
+    shared = [Candidate(Shared(replicas=replicas)) for replicas in (11, 1)]
     steps = {
         shared[0]: 1.0,
         code_tree(12, 1): 1.01,
         shared[1]: 1.049,
         RING: 3.0,
     }
-    estimates = tuple(estimate(it, step) for it, step in steps.items())
+    estimates = tuple(estimate(each, step) for each, step in steps.items())
     ranking = search.Ranking(13, 1e6, 1.0, estimates)
     assert ranking.best.candidate == shared[0]
     assert (
@@ -412,8 +419,8 @@ def test_static_balancing_is_compared():
     assert balanced.step < ranking.best.step < ranking.uncoded.step / 1.3
     assert ranking.best.candidate.shared
     times = balanced.step / ranking.best.step
-    said = f"Static balancing: {balanced.name}, takes {times:.3g} times as long"
-    assert said in ranking.verdict
+    text = f"Static balancing: {balanced.name}, takes {times:.3g} times as long"
+    assert text in ranking.verdict
     assert "speeds of the step before" in balanced.name
     alike = search.best_plans(13, 4e4, 1.3)
     assert "Static balancing" not in alike.verdict
@@ -424,17 +431,17 @@ def test_only_codes_that_lose_digits_end(capsys):
     dead = f"killed(ranks={tuple(range(1, 9))}, round=3)"
     asked = ["plan", "--ranks", "24", "--payload", "1kB", "--compute", "2.4"]
     assert main([*asked, "--model", dead, "--replicas", "0", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["best"]["step"] is None
-    assert said["left_out"] == {
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["best"]["step"] is None
+    assert fields["left_out"] == {
         "strategy": "Coded(stragglers=8, fanout=23)",
         "gain": None,
         "ranks": 28,
     }
-    assert "never end, with any other code or without. Left out, " in said["verdict"]
+    assert "never end, with any other code or without. Left out, " in fields["verdict"]
     assert (
         "stragglers=8, fanout=23), with which steps would end; 28 ranks"
-        in said["verdict"]
+        in fields["verdict"]
     )
 
 
@@ -444,17 +451,17 @@ def test_plans_are_those_of_the_seed(capsys):
     asked = ["plan", "--ranks", "38", "--payload", "1MB", "--compute", "3.8"]
     asked += ["--model", "bursty(factor=8)", "--replicas", "0"]
     assert main([*asked, "--seed", "3", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    made = _strategy(said["python"])
+    fields = json.loads(capsys.readouterr().out)
+    made = _strategy(fields["python"])
     assert made.seed == 3
     plan = jaxcoded.make_plan(38, made)
-    assert plan.amplification == said["best"]["amplification"]
+    assert plan.amplification == fields["best"]["amplification"]
     again = jaxcoded.make_plan(38, dataclasses.replace(made, seed=0))
     assert again.amplification != plan.amplification
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "text"),
     [
         ({"ranks": 1}, "ranks must be an integer >= 2, got 1"),
         ({"payload": 0}, "payload must be a number > 0, got 0"),
@@ -468,8 +475,8 @@ def test_plans_are_those_of_the_seed(capsys):
         ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],
 )
-def test_wrong_numbers(wrong, said):
-    with pytest.raises(ValueError, match=said):
+def test_wrong_numbers(wrong, text):
+    with pytest.raises(ValueError, match=text):
         search.best_plans(**({"ranks": 4, "payload": 1e6, "work": 1.0} | wrong))
 
 
@@ -492,8 +499,8 @@ def test_table(capsys):
     assert sum(row[3:].startswith("Coded(") for row in rows) == 2
     # balancing by the last step's speeds has no line of code
     assert "Uncoded(fanout=6), speeds" in rows[0]
-    said, python = verdict.strip().splitlines()
-    assert said.startswith("code: ")
+    text, python = verdict.strip().splitlines()
+    assert text.startswith("code: ")
     assert jaxcoded.make_plan(7, _strategy(python)).tolerance(0) == 1
 
 
@@ -503,8 +510,8 @@ def test_shared_work_in_the_table(capsys):
     assert main(asked) == 0
     _, table, _, verdict = capsys.readouterr().out.split("\n\n")
     assert "→  Shared(" in table
-    said, python = verdict.strip().splitlines()
-    assert said.startswith("share the work: ")
+    text, python = verdict.strip().splitlines()
+    assert text.startswith("share the work: ")
     assert jaxcoded.make_plan(7, _strategy(python)).strategy.by_blocks
     assert main([*asked, "--reading", "10s", "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
@@ -525,24 +532,26 @@ def test_json_and_a_trace(capsys, tmp_path):
     rng = np.random.default_rng(0)
     np.savetxt(trace, 1 + 0.01 * rng.random((50, 7)), delimiter=",")
     assert main([*USUAL, "--trace", str(trace), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["code"] is False
-    assert said["left_out"] is None
-    assert said["payload"] == 4e6
-    assert said["best"] == next(e for e in said["ranking"] if e["code"] == "uncoded")
-    kinds = {str(e["strategy"]).partition("(")[0] for e in said["ranking"]}
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["code"] is False
+    assert fields["left_out"] is None
+    assert fields["payload"] == 4e6
+    assert fields["best"] == next(
+        e for e in fields["ranking"] if e["code"] == "uncoded"
+    )
+    kinds = {str(e["strategy"]).partition("(")[0] for e in fields["ranking"]}
     assert kinds == {"Coded", "Uncoded", "Shared", "None"}
     killed = ["--model", "killed(round=2)", "--replicas", "0"]
     assert main([*USUAL, *killed, "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert said["ranking"][-1]["step"] is None
+    fields = json.loads(capsys.readouterr().out)
+    assert fields["ranking"][-1]["step"] is None
     np.savetxt(trace, np.ones((50, 6)), delimiter=",")
     assert main([*USUAL, "--trace", str(trace)]) == 2
     assert "trace.csv has 6 columns, and --ranks is 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "text"),
     [
         (["--payload", "4XB"], "--payload must be a number of bytes"),
         (["--payload", "-4"], "--payload must be a number of bytes"),
@@ -561,13 +570,13 @@ def test_json_and_a_trace(capsys, tmp_path):
         (["--top", "0"], "--top must be an integer >= 1, got 0"),
     ],
 )
-def test_errors_in_one_line(capsys, wrong, said):
+def test_errors_in_one_line(capsys, wrong, text):
     arguments = [f"{wrong[0]}={wrong[1]}"]
     assert main([*USUAL, *arguments]) == 2
     out, err = capsys.readouterr()
     assert not out
     assert err.startswith("jaxcoded plan: ")
-    assert said in err
+    assert text in err
     assert err.count("\n") == 1
 
 

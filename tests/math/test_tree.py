@@ -144,15 +144,15 @@ def test_plans_that_follow_hosts():
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "text"),
     [
         ({}, "needs the name of each rank's host"),
         ({"fanout": 3}, "give fanout or by_host, not both"),
         ({"parents": [-1, 0, 0, 0]}, "give parents or by_host, not both"),
     ],
 )
-def test_plans_that_cannot_follow_hosts(asked, said):
-    with pytest.raises(ValueError, match=said):
+def test_plans_that_cannot_follow_hosts(asked, text):
+    with pytest.raises(ValueError, match=text):
         make_plan(4, Coded(by_host=True, **asked))
     with pytest.raises(ValueError, match="hosts has 3 entries for size=4 ranks"):
         make_plan(4, Coded(by_host=True), hosts="abc")

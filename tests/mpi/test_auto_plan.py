@@ -155,9 +155,9 @@ WRONG = [
 
 
 @once
-@pytest.mark.parametrize(("wrong", "said"), WRONG, ids=range(len(WRONG)))
-def test_wrong_arguments(comm, transport, wrong, said):
-    with pytest.raises(ValueError, match=said) as error:
+@pytest.mark.parametrize(("wrong", "text"), WRONG, ids=range(len(WRONG)))
+def test_wrong_arguments(comm, transport, wrong, text):
+    with pytest.raises(ValueError, match=text) as error:
         jaxcoded.CodedGroup.auto(comm, transport=transport, **wrong)
     assert len(set(comm.allgather(str(error.value)))) == 1
 
@@ -165,8 +165,8 @@ def test_wrong_arguments(comm, transport, wrong, said):
 @once
 @several
 def test_more_replicas_than_other_ranks(comm, transport):
-    said = f"replicas=99: of {SIZE} ranks only {SIZE - 1} others can hold"
-    with pytest.raises(ValueError, match=said):
+    text = f"replicas=99: of {SIZE} ranks only {SIZE - 1} others can hold"
+    with pytest.raises(ValueError, match=text):
         jaxcoded.CodedGroup.auto(
             comm, payload=1, work=1, replicas=99, transport=transport
         )

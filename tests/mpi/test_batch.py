@@ -130,7 +130,7 @@ def test_kinds_of_data(group, tmp_path):
 
 @once
 @pytest.mark.parametrize(
-    ("data", "error", "said"),
+    ("data", "error", "text"),
     [
         ((np.ones(4), 3.0), ValueError, r"data\[1\] is a float, which has no leading"),
         ({"a": np.ones(())}, ValueError, r"data\['a'\] is a numpy array of shape \(\)"),
@@ -152,7 +152,7 @@ def test_kinds_of_data(group, tmp_path):
         (2.0, ValueError, "data is a float, which has no leading axis"),
     ],
 )
-def test_data_that_cannot_be(group, data, error, said):
+def test_data_that_cannot_be(group, data, error, text):
     for make in (group.batch, lambda data: group.epoch(data, batch_size=2)):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=text):
             make(data)

@@ -23,8 +23,8 @@ def group(comm):
         comm,
         jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3),
         transport="engine",
-    ) as its:
-        yield its
+    ) as opened:
+        yield opened
 
 
 def added_up(group, nap=0.0, first=lambda: None, costs=None):
@@ -57,22 +57,22 @@ def test_every_block_once(comm, group):
         same_on_all(comm, total)
         computed = comm.allgather(numbers)
         if not step:  # each rank holds the blocks that it has computed
-            for rank, its in enumerate(computed):
+            for rank, counts in enumerate(computed):
                 held = group.plan.placement.held(rank)
-                assert set(its) <= set(held), (rank, its, held)
+                assert set(counts) <= set(held), (rank, counts, held)
 
 
 @pytest.mark.parametrize("costs", ["pareto", "one is most of it", "nothing"])
 def test_unequal_costs(comm, group, costs):
     """Sums are exact also with late ranks and empty blocks."""
     rng = random.Random(comm.rank)
-    its = np.random.default_rng(4).pareto(1.1, BATCH)
+    example_costs = np.random.default_rng(4).pareto(1.1, BATCH)
     if costs == "one is most of it":
-        its[7] = 1000 * its.sum()
+        example_costs[7] = 1000 * example_costs.sum()
     elif costs == "nothing":
-        its[:] = 0
+        example_costs[:] = 0
     for _ in range(3):
-        own, _ = added_up(group, rng.choice([0, 0, 0.02]), costs=its)
+        own, _ = added_up(group, rng.choice([0, 0, 0.02]), costs=example_costs)
         total = uncounted.allreduce(own, group)
         np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
         same_on_all(comm, total)
@@ -257,12 +257,12 @@ def test_mistakes(comm, group):
     for wrong in (0, 2**63, 2**70):
         with pytest.raises(ValueError, match=f"batch_size must be .*, got {wrong}"):
             group.blocks(wrong)
-    for costs, said in (
+    for costs, text in (
         ([1.0, 2.0], r"shape \(3,\)"),
         ([1.0, -2.0, 3.0], "got -2 for example 1"),
         ([1.0, 2.0, np.nan], "got nan for example 2"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=text):
             group.blocks(3, costs=costs)
     for costs in (
         ["short", "long"],

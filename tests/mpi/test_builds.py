@@ -54,10 +54,10 @@ def test_another_version(comm, transport, monkeypatch, change, difference):
     faked(monkeypatch, "required", others)
     with pytest.raises(GroupMismatch) as raised:
         CodedGroup(comm, **arguments(transport))
-    said = str(raised.value)
-    assert f"{difference}" in said.split(": ranks run different builds")[0]
-    assert "install the same jaxcoded" in said
-    assert f"rank {LAST}: {others}" in said and f"0: {required}" in said.replace(
+    text = str(raised.value)
+    assert f"{difference}" in text.split(": ranks run different builds")[0]
+    assert "install the same jaxcoded" in text
+    assert f"rank {LAST}: {others}" in text and f"0: {required}" in text.replace(
         f"0, {', '.join(map(str, range(1, LAST)))}", "0"
     )
     monkeypatch.undo()
@@ -84,10 +84,10 @@ def test_another_engine(comm, transport, monkeypatch):
 def test_another_jax(comm, transport, monkeypatch):
     """Another JAX is no error; rank 0 warns about possible consequences."""
     faked(monkeypatch, "wanted", build.wanted().replace("jax ", "jax 9.", 1))
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         works(comm, transport)
-    words = [str(each.message) for each in said if "tree_bcast" in str(each.message)]
+    words = [str(each.message) for each in caught if "tree_bcast" in str(each.message)]
     assert len(words) == (RANK == 0)
     if RANK == 0:
         assert "jax 9." in words[0] and "install the same JAX" in words[0]
@@ -96,10 +96,10 @@ def test_another_jax(comm, transport, monkeypatch):
 def test_answers_of_ranks(comm):
     """Each rank sends a different text, of any kind and length."""
     mine = {"rank": RANK, "text": "ä\ud800" * 1000 * RANK, "numbers": [2**64 - 1, 0.1]}
-    said = agreement.gathered(comm, mine)
-    assert [each["rank"] for each in said] == list(range(SIZE))
-    assert said[RANK] == mine
-    assert agreement.told(comm, mine, root=LAST) == said[LAST]
+    texts = agreement.gathered(comm, mine)
+    assert [each["rank"] for each in texts] == list(range(SIZE))
+    assert texts[RANK] == mine
+    assert agreement.told(comm, mine, root=LAST) == texts[LAST]
     assert agreement.gathered(comm, None) == [None] * SIZE
 
 

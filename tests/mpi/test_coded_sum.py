@@ -538,9 +538,9 @@ def test_a_branch_that_one_rank_does_not_take(strategy, comm):
             wait_for_all(comm)
             time.sleep(0.05)
     comm.Barrier()
-    said = errors[0] if errors else ""
-    told = all(word in said for word in ("GroupMismatch", "coded_sum", "tree_bcast"))
-    assert all(comm.allgather(told)), (errors, comm.rank)
+    text = errors[0] if errors else ""
+    named = all(word in text for word in ("GroupMismatch", "coded_sum", "tree_bcast"))
+    assert all(comm.allgather(named)), (errors, comm.rank)
 
 
 @redundant

@@ -120,8 +120,8 @@ def test_slices(comm, transport):
         batched = jax.tree.map(lambda v: jnp.outer(factors, v), message)
         every = jax.jit(jax.vmap(lambda m: coded_allreduce(m, sliced)))(batched)
         for i, factor in enumerate(factors):
-            its = jax.tree.map(lambda v, i=i: v[i], every)
-            assert_sum(sliced, its, gradients, factor)
+            one_slice = jax.tree.map(lambda v, i=i: v[i], every)
+            assert_sum(sliced, one_slice, gradients, factor)
 
 
 @pytest.mark.ranks(2, 4, 13, exhaustive=(7,))

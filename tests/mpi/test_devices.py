@@ -229,13 +229,13 @@ def test_other_collectives(comm, group):
         return told["x"], told["rank"], reduced, halved, lag
 
     run = jax.jit(together(f, (SPECS, SAME), (SPECS, SAME, SPECS, SPECS, SAME)))
-    told, rank, reduced, halved, lag = finish(run(own, jnp.int32(0)))
-    assert_same_bits(comm, (told, halved))
+    received, rank, reduced, halved, lag = finish(run(own, jnp.int32(0)))
+    assert_same_bits(comm, (received, halved))
     assert rank == 0 and lag >= 0
     if comm.rank == 0:
         assert_same_bits(comm.Split(0), [np.asarray(x) for x in jax.tree.leaves(own)])
         assert_sum(group, reduced, TREE)
-        jax.tree.map(np.testing.assert_array_equal, told, own)
+        jax.tree.map(np.testing.assert_array_equal, received, own)
     else:
         comm.Split(1)
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(reduced))

@@ -461,8 +461,8 @@ def test_a_rank_that_every_sum_needs_skips(comm, transport, strategy):
     """The error names the rank on every rank, also without a deadline."""
     with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         own = np.asarray(contribution(group, VECTOR))
-        said = r"these contribute nothing: rank 1 \(skip=True\); any 0 of its "
-        with pytest.raises(jaxcoded.TooManyErasures, match=said):
+        text = r"these contribute nothing: rank 1 \(skip=True\); any 0 of its "
+        with pytest.raises(jaxcoded.TooManyErasures, match=text):
             uncounted.allreduce(own, group, skip=RANK == 1)
         assert_sum(group, uncounted.allreduce(own, group), VECTOR)
 
@@ -555,8 +555,8 @@ def test_a_group_for_each_thread(comm, group, transport, own):
 @pytest.mark.parametrize("second", ["collective", "started"])
 @pytest.mark.parametrize("culprit", sorted({0, SIZE - 1}))
 def test_two_threads_in_one_group(comm, group, transport, culprit, second):
-    """No rank knows which of the two threads met the other ranks: both get an error, as
-    do all ranks, and the group makes no more sums.
+    """No rank knows which of the two threads met the other ranks. So both get an error,
+    as do all ranks, and the group makes no more sums.
     """
     other = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     own = contribution(group, VECTOR)
@@ -841,17 +841,17 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
             total = uncounted.allreduce(np.asarray(contribution(group, VECTOR)), group)
         logging.getLogger("jaxcoded").removeHandler(asking)
         assert_sum(group, total, VECTOR)
-        said = [r.getMessage() for r in caplog.records if r.name == "jaxcoded"]
+        texts = [r.getMessage() for r in caplog.records if r.name == "jaxcoded"]
         # from one rank to the next on the way up
         while waited_for != RANK and parents[waited_for] not in (RANK, -1):
             waited_for = parents[waited_for]
         # the machine may make others late, too
         if parents[waited_for] != RANK:
-            assert not any(f"waits for rank {SIZE - 1};" in words for words in said)
+            assert not any(f"waits for rank {SIZE - 1};" in words for words in texts)
         else:
             children = len(group.plan.coded_children(RANK))
-            assert lags == [0] * len(said)  # any rank that gets the report may ask
-            assert said[-1] == (
+            assert lags == [0] * len(texts)  # any rank that gets the report may ask
+            assert texts[-1] == (
                 f"group {group._session.index}, round 1: rank {RANK} waits for rank "
                 f"{waited_for}; it needs {children} of its {children} children"
             )
@@ -1066,8 +1066,8 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:
         one = np.ones(1)
-        said = r"a long story .* \.\.\. .* a long story of rank 1"  # its ends
-        with pytest.raises(jaxcoded.GroupMismatch, match=said):
+        text = r"a long story .* \.\.\. .* a long story of rank 1"  # its ends
+        with pytest.raises(jaxcoded.GroupMismatch, match=text):
             group._session.transport.host_round(
                 Round(group._session.index, words + str(int(RANK == SIZE - 1))),
                 [one],
@@ -1090,8 +1090,8 @@ def test_impossible_messages(comm, transport):
             if RANK == child:
                 group._session.transport._own.Send(nothing, dest=root, tag=1)
             wait_for_all(comm)
-            said = rf"rank {root} cannot read a message of rank {child}, one "
-            with pytest.raises(jaxcoded.CodedError, match=said):
+            text = rf"rank {root} cannot read a message of rank {child}, one "
+            with pytest.raises(jaxcoded.CodedError, match=text):
                 for _ in range(100):
                     uncounted.allreduce(np.ones(1), group)
             assert uncounted.allreduce(np.ones(1), group) == SIZE

@@ -416,8 +416,8 @@ def test_orbax_checkpoint(comm, tmp_path, capsys):
         capsys.readouterr()
         same, done = module.train(fewer, folder, epochs=2)
         assert done == 16
-        said = "nothing left to do: 16 batches are done\n" * (fewer.rank == 0)
-        assert capsys.readouterr().out == said
+        text = "nothing left to do: 16 batches are done\n" * (fewer.rank == 0)
+        assert capsys.readouterr().out == text
         assert_close(same, params, atol=0)
         indices = batches(1797, 256, 2)
         expected = descended(linear, zeros(), digits(), optax.adam(3e-3), indices)

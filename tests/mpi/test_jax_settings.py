@@ -113,7 +113,7 @@ def test_other_collectives(comm, floating):
             told = tree_bcast((x, 3), group, token=reduced.token)
             return out.value, out.residual, started.value, reduced.value, told.value
 
-        means, residual, started, reduced, (told, step) = jax.jit(every)(
+        means, residual, started, reduced, (received, step) = jax.jit(every)(
             mine, jnp.int32(0)
         )
         np.testing.assert_allclose(means["a"], total / SIZE, rtol=1e-6)
@@ -121,7 +121,7 @@ def test_other_collectives(comm, floating):
         np.testing.assert_allclose(started, [total, total], rtol=1e-6)
         if comm.rank == group.plan.root:
             np.testing.assert_allclose(reduced, total, rtol=1e-6)
-        assert told.tolist() == [0, 1, 2]
+        assert received.tolist() == [0, 1, 2]
         wide = jax.vmap(lambda x: coded_allreduce(x, group, wire_dtype="bfloat16"))
         np.testing.assert_allclose(wide(mine[None])[0], total, rtol=0.05)
         transform = optax.chain(

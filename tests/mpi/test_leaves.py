@@ -280,11 +280,14 @@ def test_keys_go_round(group, x64, implementation):
 
     out = tree_bcast(keys(group.rank), group)
     inside = jax.jit(lambda keys: tree_bcast(keys, group))(keys(group.rank))
-    for told in (out, inside):
+    for received in (out, inside):
         for name, wanted in keys(0).items():
-            assert (told[name].dtype, told[name].shape) == (wanted.dtype, wanted.shape)
+            assert (received[name].dtype, received[name].shape) == (
+                wanted.dtype,
+                wanted.shape,
+            )
             np.testing.assert_array_equal(
-                *map(jax.random.key_data, (told[name], wanted))
+                *map(jax.random.key_data, (received[name], wanted))
             )
     assert jax.random.normal(out["one"]) == jax.random.normal(keys(0)["one"])
 

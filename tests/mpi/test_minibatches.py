@@ -100,8 +100,8 @@ def test_a_slow_loader_skips_decided_batches(comm, transport, how):
         assert all(read) if comm.rank == 0 else not any(read) or comm.rank != late
         for number, sums in enumerate(out):
             expected = by_hand(START, batches(group, 0).indices(number))
-            for actual, its in zip(sums, expected):
-                np.testing.assert_allclose(actual, its, rtol=1e-11)
+            for actual, wanted in zip(sums, expected):
+                np.testing.assert_allclose(actual, wanted, rtol=1e-11)
         assert_same_bits(comm, out)
 
 

@@ -125,7 +125,7 @@ differences = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize(
-    ("calls", "said"),
+    ("calls", "text"),
     [
         (["coded_allreduce of f[5]", "coded_reduce of f[5]"], ["coded_allreduce", "coded_reduce"]),
         (["sum of f[2, 3], by 2", "sum of f[2, 4], by 3"], ["f[2, 3]", "f[2, 4]"]),
@@ -135,21 +135,21 @@ differences = pytest.mark.parametrize(
         (["x", "x, x"], ["nothing", "x"]),
     ],
 )  # fmt: skip
-def test_where_calls_differ(calls, said):
-    assert agreement.differences(calls) == said
+def test_where_calls_differ(calls, text):
+    assert agreement.differences(calls) == text
 
 
 def test_errors_show_the_difference_of_long_calls():
     one = f"a=1, parents={list(range(500))}, z=3"
     other = one.replace(" 250,", " 249,")
-    said = agreement.in_words([one, other], "they differ")
-    assert said.startswith("parents=[0, 1, 2, 3, ... ")
-    assert "249, 250, 251" in said and "249, 249, 251" in said
-    assert said.endswith("499], z=3") and "; rank 1: a=1, parents=[0" in said
-    assert len(said) < 1020
+    text = agreement.in_words([one, other], "they differ")
+    assert text.startswith("parents=[0, 1, 2, 3, ... ")
+    assert "249, 250, 251" in text and "249, 249, 251" in text
+    assert text.endswith("499], z=3") and "; rank 1: a=1, parents=[0" in text
+    assert len(text) < 1020
     items = [f"{letter}=" + 500 * letter for letter in "ab"]
-    said = agreement.in_words(items, "they differ")
-    assert said.startswith("a=aa") and len(said) < 1600
+    text = agreement.in_words(items, "they differ")
+    assert text.startswith("a=aa") and len(text) < 1600
 
 
 @several
@@ -206,10 +206,10 @@ def test_mismatch_at_a_parent(comm, group, own, odd):
 @several
 def test_a_long_wait_for_others_to_make_a_group(comm, monkeypatch):
     """The rank logs that it waits, and gets the group when the others come."""
-    last, logger, said = SIZE - 1, logging.getLogger("jaxcoded"), []
+    last, logger, text = SIZE - 1, logging.getLogger("jaxcoded"), []
 
     def hear(record):
-        said.append(record.getMessage())
+        text.append(record.getMessage())
         comm.send(None, last)
 
     hears = logging.Handler()
@@ -226,7 +226,7 @@ def test_a_long_wait_for_others_to_make_a_group(comm, monkeypatch):
     finally:
         logger.removeHandler(hears)
     words = f"rank {RANK} has waited 0.01 s for others to make a group: "
-    assert said == [] if RANK == last else said[0].startswith(words)
+    assert text == [] if RANK == last else text[0].startswith(words)
 
 
 @engine_only
@@ -337,7 +337,7 @@ def test_root_closes_while_others_call(comm, group, own):
 
 @several
 @pytest.mark.parametrize(
-    ("odd", "said"),
+    ("odd", "text"),
     [
         ({"strategy": jaxcoded.Uncoded()}, r"strategy=Uncoded\(\)"),
         (
@@ -349,7 +349,7 @@ def test_root_closes_while_others_call(comm, group, own):
         ({"options": jaxcoded.Options(sections_from=1)}, "sections_from=1"),
     ],
 )
-def test_different_arguments(comm, odd, said):
+def test_different_arguments(comm, odd, text):
     with pytest.raises(GroupMismatch) as error:
         jaxcoded.CodedGroup(
             comm,
@@ -358,7 +358,7 @@ def test_different_arguments(comm, odd, said):
         )
     assert re.fullmatch(
         rf".+ at {OTHERS}, .+ at {LAST}: ranks made a group with different arguments; "
-        rf"{OTHERS}: strategy=Coded\(stragglers=0\), .*; {LAST}: .*{said}.*",
+        rf"{OTHERS}: strategy=Coded\(stragglers=0\), .*; {LAST}: .*{text}.*",
         str(error.value),
     )
 

@@ -771,13 +771,13 @@ def test_close_without_a_rank_that_never_starts(comm, transport, own):
         group.close()
         return
     handles = [coded_allreduce_start(1.0, group, token=token)[0] for _ in range(3)]
-    told = []
+    outcomes = []
 
     def wait():
         try:
-            told.append(f"got {done(handles[0], token)[0]}")
+            outcomes.append(f"got {done(handles[0], token)[0]}")
         except Exception as error:  # noqa: BLE001  # whatever it is
-            told.append(f"{type(error).__name__}: {error}")
+            outcomes.append(f"{type(error).__name__}: {error}")
 
     waits = threading.Thread(target=wait)
     waits.start()
@@ -786,6 +786,6 @@ def test_close_without_a_rank_that_never_starts(comm, transport, own):
     with named if RANK in above else contextlib.nullcontext():
         group.close(timeout=0.3)
     waits.join()
-    assert "GroupClosed" in told[0] or "GroupMismatch" in told[0], told
+    assert "GroupClosed" in outcomes[0] or "GroupMismatch" in outcomes[0], outcomes
     wait_for_all(comm)
     assert group.closed

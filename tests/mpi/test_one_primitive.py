@@ -25,7 +25,7 @@ def rounds(program):
             for inner in jax.tree.leaves(list(equation.params.values())):
                 inner = getattr(inner, "jaxpr", inner)
                 left += [inner] if hasattr(inner, "eqns") else []
-    assert {its for its, _ in found} == {primitive.round_p}
+    assert {kind for kind, _ in found} == {primitive.round_p}
     assert {tuple(params) for _, params in found} == {("round",)}
     return [params["round"] for _, params in found]
 
@@ -45,9 +45,9 @@ def test_a_program_has_rounds_alone(comm, transport):
                 return jaxcoded.coded_allreduce_done(handle)
 
             batch = group.batch(jnp.arange(float(comm.size)))
-            its = rounds(jax.make_jaxpr(step)(1.0, batch))
-            assert all(type(each) is Round and hash(each) for each in its)
-            kinds |= {each.kind for each in its}
+            part = rounds(jax.make_jaxpr(step)(1.0, batch))
+            assert all(type(each) is Round and hash(each) for each in part)
+            kinds |= {each.kind for each in part}
     started = {"lag", "done", "take"} if transport == "engine" else set()
     assert kinds == {"round", "start"} | started
 

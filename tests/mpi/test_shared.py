@@ -582,5 +582,5 @@ def test_batches_of_different_sizes(comm, work, calls):
     def first():
         return flat(step(params, part.of(held(batch, part.indices))))
 
-    its = SHARED.replace("of 20", "of 19")
-    assert_one_differs(comm, work, calls, first, odd, SHARED, its)
+    other_call = SHARED.replace("of 20", "of 19")
+    assert_one_differs(comm, work, calls, first, odd, SHARED, other_call)

@@ -39,8 +39,8 @@ def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
         assert_same_bits(comm, total)
         rows = jax.vmap(lambda x: coded_allreduce(x, group))(own["half"].T)
         assert_sum(group, rows.T, gradients["half"])
-        told = tree_bcast(jnp.arange(size, dtype=np.int8) + comm.rank, group)
-        np.testing.assert_array_equal(told, np.arange(size) + group.plan.root)
+        received = tree_bcast(jnp.arange(size, dtype=np.int8) + comm.rank, group)
+        np.testing.assert_array_equal(received, np.arange(size) + group.plan.root)
     # every rank's counts once
     mine = np.arange(2 * size, dtype=np.float64).reshape(2, size) + comm.rank
     expected = sum(mine - comm.rank + rank for rank in range(comm.size))

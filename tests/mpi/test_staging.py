@@ -711,7 +711,7 @@ def shared_round(gpu, stream, group, size, pause=0.0):
     """Do a round of shared work; return the sum, and the blocks in this rank's final
     vector. Block ``b`` gives ``b + 1`` times `of_blocks`.
     """
-    said = {"signature": CALL, "group": group._session.index, "fingerprint": NAME}
+    words = {"signature": CALL, "group": group._session.index, "fingerprint": NAME}
     vector_, mine, first = np.zeros(size, np.float32), [], True
     while True:
         with arrays_on(gpu, stream, np.full(3, 9, np.int32), vector_) as (work, own):
@@ -722,7 +722,7 @@ def shared_round(gpu, stream, group, size, pause=0.0):
                 operands,
                 [fake.TOKEN, work.buffer()],
                 first=int(first),
-                **said,
+                **words,
             )
             assert text == ""
             block, fresh, _ = map(int, work.read())
@@ -735,7 +735,7 @@ def shared_round(gpu, stream, group, size, pause=0.0):
         vector_ = vector_ + (block + 1) * of_blocks(size)
         mine.append(block)
     with arrays_on(gpu, stream, np.full(size, 7, np.float32)) as (out,):
-        names = attributes(group, last_part=1) | said
+        names = attributes(group, last_part=1) | words
         result = [fake.TOKEN, out.buffer()]
         assert gpu.xla("round", stream, [fake.TOKEN], result, **names) == ""
         return out.read(), mine

@@ -382,22 +382,22 @@ def test_hook(comm, fresh):
     """
     seen, threads = [], set()
 
-    def look(it):
+    def look(record):
         threads.add(threading.current_thread())
-        seen.append(it)
+        seen.append(record)
         fresh.lag()
-        if it.number == 2:
+        if record.number == 2:
             raise ValueError("not of interest")
-        if it.number == 3:
+        if record.number == 3:
             raise SystemExit
 
     fresh.on_round(look)
     for _ in range(5):
         uncounted.allreduce(np.asarray(contribution(fresh, VECTOR)), fresh)
     wait_until(lambda: len(seen) == 5)
-    assert [it.number for it in seen] == [1, 2, 3, 4, 5]
-    assert not any(it.failed or it.skipped for it in seen)
-    assert all(it.ended >= it.started for it in seen)
+    assert [each.number for each in seen] == [1, 2, 3, 4, 5]
+    assert not any(each.failed or each.skipped for each in seen)
+    assert all(each.ended >= each.started for each in seen)
     assert threads.isdisjoint({threading.main_thread()})
     wait_for_all(comm)
 
@@ -409,7 +409,7 @@ def test_hooks_end(comm, transport):
     """
 
     def threads():
-        return sum(it.name == "jaxcoded rounds" for it in threading.enumerate())
+        return sum(thread.name == "jaxcoded rounds" for thread in threading.enumerate())
 
     wait_until(lambda: threads() == 0)
     seen, others = [], []
@@ -426,8 +426,8 @@ def test_hooks_end(comm, transport):
         uncounted.allreduce(x, group)
         wait_for_all(comm)
     wait_until(lambda: threads() == 0)
-    assert [it.number for it in seen] == [1]
-    assert [it.number for it in others] == [2, 3, 4]
+    assert [record.number for record in seen] == [1]
+    assert [record.number for record in others] == [2, 3, 4]
 
 
 @engine_only
@@ -442,7 +442,7 @@ def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:
         holds = group.plan.root == RANK
-        group.on_round(lambda it: None)
+        group.on_round(lambda record: None)
         uncounted.coded_allreduce(x, group).block_until_ready()
         if holds:
             os.mkfifo(path)

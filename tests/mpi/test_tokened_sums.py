@@ -240,8 +240,8 @@ def test_together_with_other_calls(group, spec):
             value, token = loss(theta, token)
             still = jax.lax.stop_gradient(theta)
             (total, _), _, token = losses(still, batch, token=token)
-            told, _, token = jaxcoded.tree_bcast(still, group, token=token)
-            return value + 0 * (total + told.sum() + lag), token
+            received, _, token = jaxcoded.tree_bcast(still, group, token=token)
+            return value + 0 * (total + received.sum() + lag), token
 
         return gradient(jax.checkpoint(of), theta, token)
 

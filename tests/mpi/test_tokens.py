@@ -72,15 +72,15 @@ def test_every_collective_takes_a_token(comm, group, own, inside):
 
     before = group.rounds
     run = jax.jit(program) if inside else program
-    lag, at_root, told, total, later, token = finish(run(own, jnp.int32(7)))
+    lag, at_root, received, total, later, token = finish(run(own, jnp.int32(7)))
     assert group.rounds == before + 3
     root = group.plan.root
     expected = VECTOR / BATCH if group.rank == root else 0 * VECTOR
     assert_sum(group, at_root, expected)
-    assert_sum(group, told["mine"], VECTOR / BATCH)
-    assert told["who"] == root
+    assert_sum(group, received["mine"], VECTOR / BATCH)
+    assert received["who"] == root
     assert_sum(group, total, VECTOR)
-    assert_same_bits(comm, (told, total))
+    assert_same_bits(comm, (received, total))
     for number in (lag, later, token):
         assert (number.shape, number.dtype) == ((), np.int32)
     if group.rank == root or not group._session.transport.can_lag:

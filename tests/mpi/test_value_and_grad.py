@@ -436,7 +436,7 @@ def test_losses_that_are_integers(group):
 
 @once
 @pytest.mark.parametrize(
-    ("leaf", "said"),
+    ("leaf", "text"),
     [
         (jnp.tanh, "a function|a PjitFunction|a jit"),
         (3, "of dtype int64"),
@@ -447,12 +447,12 @@ def test_losses_that_are_integers(group):
     ],
     ids=["function", "number", "integers", "bool", "text", "key"],
 )
-def test_parameters_without_a_gradient(group, leaf, said):
+def test_parameters_without_a_gradient(group, leaf, text):
     _, batch = problem(6)
     part = group.batch(6)
     model = {"w": np.ones(5), "b": 0.5, "layers": [{"odd": leaf}]}
     message = (
-        rf"params\['layers'\]\[0\]\['odd'\] is ({said}).*, which has no gradient: "
+        rf"params\['layers'\]\[0\]\['odd'\] is ({text}).*, which has no gradient: "
         "partition the model"
     )
     with pytest.raises(TypeError, match=message):

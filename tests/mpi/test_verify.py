@@ -122,8 +122,8 @@ def test_training_without_a_rank_that_computes_nan(comm, caplog):
         np.testing.assert_allclose(loss, mean.sum(), atol=1e-5)
         assert_same_bits(comm, gradient)
     texts = logged(caplog, some=RANK == 0)
-    said = f"what rank {LIAR} has sent to rank 0 has NaN or infinities; the sum does"
-    assert RANK or said in texts[0]
+    text = f"what rank {LIAR} has sent to rank 0 has NaN or infinities; the sum does"
+    assert RANK or text in texts[0]
 
 
 def sharing(comm, **options):

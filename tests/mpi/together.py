@@ -108,16 +108,16 @@ def told(text, odd, usual, unusual):
     )
     if not found:
         return False
-    its, one, others, other = found.groups()[:4]
+    ours, one, others, other = found.groups()[:4]
     its_round, its_words, others_round, others_words = found.groups()[4:]
-    assert [its, others] == differences([its_words, others_words])
-    said = {int(one): its_words.strip(), int(other): others_words.strip()}
+    assert [ours, others] == differences([its_words, others_words])
+    words = {int(one): its_words.strip(), int(other): others_words.strip()}
     return (
         its_round == others_round
-        and len(said) == 2
-        and odd in said
-        and said.pop(odd).endswith(unusual)
-        and said.popitem()[1].endswith(usual)
+        and len(words) == 2
+        and odd in words
+        and words.pop(odd).endswith(unusual)
+        and words.popitem()[1].endswith(usual)
     )
 
 

@@ -68,11 +68,11 @@ class World:
 
     def _happens(self, rank, when):
         """Return what is planned for a rank by then."""
-        for it in [it for it in self._planned if it[0] == rank]:
-            _, planned, seconds = it
+        for event in [each for each in self._planned if each[0] == rank]:
+            _, planned, seconds = event
             if type(planned) is not type(when) or planned > when:
                 continue
-            self._planned.remove(it)
+            self._planned.remove(event)
             if seconds is None:
                 self.kill(rank)
             elif rank in self._wakes:
@@ -111,7 +111,7 @@ class World:
             assert self.now < LATEST, f"ranks {sorted(self._wakes)} wait for ever"
             for rank in range(self.size):
                 self._happens(rank, self.now)
-            able = [it for it, when in self._wakes.items() if when <= self.now]
+            able = [wake for wake, when in self._wakes.items() if when <= self.now]
             if not able:  # the rank was stopped
                 continue
             rank = able[self.random.integers(len(able))]
@@ -329,12 +329,12 @@ def test_all_live_ranks_meet(
         made, gave_up = {}, {}
 
         def tell(rank, message):
-            said = message(visit=0)
-            if isinstance(said, Stay):
+            text = message(visit=0)
+            if isinstance(text, Stay):
                 away = set(range(size)) - world.dead - set(world.busy)
-                assert all(world.now - gave_up.get(it, -SEEN) < SEEN for it in away)
-            if isinstance(said, Kill):
-                for late in said.late:
+                assert all(world.now - gave_up.get(item, -SEEN) < SEEN for item in away)
+            if isinstance(text, Kill):
+                for late in text.late:
                     world.put_out[late] = world.now
             original(each[rank], message)
 

@@ -42,10 +42,10 @@ def words(random, size, tag):
     for name in fields:
         if random.random() < 0.1:
             fields[name] = NONSENSE[random.integers(len(NONSENSE))]
-    said = json.dumps([kind.__name__, fields]).encode()
+    text = json.dumps([kind.__name__, fields]).encode()
     if random.random() < 0.1:
-        said = said[: random.integers(len(said))]
-    return np.frombuffer(said, np.uint8)
+        text = text[: random.integers(len(text))]
+    return np.frombuffer(text, np.uint8)
 
 
 @settings(
@@ -67,7 +67,7 @@ def test_nonsense_is_an_error_with_a_message(
     random = np.random.default_rng(seed)
     world = World(size, random)
     sender %= size
-    said = []
+    texts = []
 
     def kill(self):
         assert 0 <= self._rank < size
@@ -97,9 +97,9 @@ def test_nonsense_is_an_error_with_a_message(
                     regroup = each[rank].call(SECONDS, put_out, broken=failed)
                     assert regroup in (True, False)
                 except CodedError as error:
-                    said.append(str(error))
+                    texts.append(str(error))
             world.kill(rank)
 
         world.run(program)
     assert world.now < LATEST
-    assert all(20 < len(each) < 3000 for each in said)
+    assert all(20 < len(each) < 3000 for each in texts)

@@ -22,7 +22,7 @@ the vector, and the number of blocks of this generation in it.
    the grant was revoked meanwhile. Then it asks for the next one, and waits if there is
    none.
 3. A recalled block is returned if it is queued. If it is being computed, it is returned
-   only if the vector holds nothing else; the program's addition is then ignored, and
+   only if the vector holds nothing else. Then the program's addition is ignored, and
    the vector must be emptied. Other blocks stay.
 4. A drop begins a new generation: the queue is empty, the block being computed does not
    count, and the vector must be emptied.
@@ -30,8 +30,8 @@ the vector, and the number of blocks of this generation in it.
 5. After each of these the rank reports its generation, and the blocks added and
    returned. The parent ignores reports of older generations.
 6. A piece of the vector is given out if the generation and the number of added blocks
-   match the request, and only while the program waits: the queue is empty and no block
-   is being computed. Otherwise the rank refuses, and the parent may ask again.
+   match the request. The program must be waiting: the queue is empty and no block is
+   being computed. Otherwise the rank refuses, and the parent may ask again.
 7. The rank leaves the round when it hears that the round is over, and not before.
 
 Parent, per round: the generation and the granted blocks of each rank, the free blocks,
@@ -278,8 +278,8 @@ class Model:
                 continue
             if state.down[r]:
                 message, *rest = state.down[r]
-                told = state._replace(down=replaced(state.down, r, tuple(rest)))
-                yield f"{r} hears {message}", self.told(told, r, message)
+                after = state._replace(down=replaced(state.down, r, tuple(rest)))
+                yield f"{r} hears {message}", self.told(after, r, message)
             rank = state.ranks[r]
             if rank.left:
                 continue
@@ -420,10 +420,10 @@ class Model:
         fits &= version == rank.added or not self.rules.versions
         if not (fits and (waits or not self.rules.wait)):
             return self.sends_up(state, r, ("refused", generation, version, piece))
-        its = Piece(generation, rank.added, rank.vector)
+        lent = Piece(generation, rank.added, rank.vector)
         if self.lends and rank.computes is not None:
             state = state._replace(misread=True)
-        return self.sends_up(state, r, ("piece", generation, piece, its))
+        return self.sends_up(state, r, ("piece", generation, piece, lent))
 
     def returns_running(self, rank: Rank, block: Block) -> bool:
         if rank.computes != block or rank.unwanted:
@@ -490,8 +490,8 @@ class Model:
         if generation != account.generation and self.rules.generations:
             return state
         if kind == "piece":
-            piece, its = rest
-            row = replaced(state.fetched[r], piece, its)
+            piece, copy = rest
+            row = replaced(state.fetched[r], piece, copy)
             asked = frozenset(a for a in state.asked if a[:2] != (r, piece))
             return state._replace(fetched=replaced(state.fetched, r, row), asked=asked)
         if kind == "refused":
@@ -580,8 +580,8 @@ class Model:
             yield "parent closes the round", self.closed(state)
         for r, account in enumerate(state.accounts):
             if not account.called and account.blocks and not account.held:
-                told = account._replace(held=True)
-                after = state._replace(accounts=replaced(state.accounts, r, told))
+                holding = account._replace(held=True)
+                after = state._replace(accounts=replaced(state.accounts, r, holding))
                 yield f"parent holds {r}", self.sends_down(after, r, ("hold", 0))
             here = account.known == account.generation and not account.out
             idle |= here and self.sealed(account)
@@ -647,17 +647,17 @@ class Model:
             for r in chosen:
                 account = state.accounts[r]
                 version = len(account.blocks)
-                its = state.fetched[r][piece]
+                fetched = state.fetched[r][piece]
                 wanted = account.generation, version
-                if its and (not self.rules.versions or its[:2] == wanted):
-                    inputs.append(its.holds)
+                if fetched and (not self.rules.versions or fetched[:2] == wanted):
+                    inputs.append(fetched.holds)
                 elif (read := (r, piece, *wanted)) not in state.asked:
                     asked = state._replace(
                         asked=state.asked | {read}, reads=state.reads | {read}
                     )
                     yield f"parent asks {r} for piece {piece}", asked
             if len(inputs) == len(chosen):
-                holds = tuple(sorted(block for its in inputs for block in its))
+                holds = tuple(sorted(block for blocks in inputs for block in blocks))
                 after = state._replace(formed=replaced(state.formed, piece, holds))
                 if after.over and self.rules.stay:
                     for r in range(self.ranks):

@@ -36,11 +36,11 @@ def world(seconds, replicas=3, **options):
 
 def test_no_rank_is_late():
     """Each member computes its own blocks, and the parent gives no orders."""
-    its = world([BLOCK] * WORKERS)
-    step = its.run()
-    assert its.orders == dict.fromkeys(its.orders, 0)
-    assert its.computed == WORKERS * BLOCKS
-    assert its.told == WORKERS * 5  # as it calls, and with 7, 3, 1 and no blocks left
+    run = world([BLOCK] * WORKERS)
+    step = run.run()
+    assert run.orders == dict.fromkeys(run.orders, 0)
+    assert run.computed == WORKERS * BLOCKS
+    assert run.told == WORKERS * 5  # as it calls, and with 7, 3, 1 and no blocks left
     messages = 1 + WORKERS  # done, and each vector fetched
     assert step == pytest.approx(BLOCK * BLOCKS + messages * steady())
 
@@ -50,9 +50,9 @@ def test_no_rank_is_late():
 def test_the_parent_sleeps_while_a_slow_member_computes(tiny, replicas):
     """The parent sleeps although idle members need little time for a block."""
     seconds = [tiny] * (WORKERS - 1) + [1.0]
-    its = world(seconds, replicas)
-    step = its.run()
-    assert its.woken <= 100 * (1 + step)
+    run = world(seconds, replicas)
+    step = run.run()
+    assert run.woken <= 100 * (1 + step)
 
 
 SLOW = {
@@ -68,9 +68,9 @@ def test_near_the_least_time(name):
     """In simulated time, compared with total work over total speed."""
     factors, bound = SLOW[name]
     seconds = [BLOCK * f for f in factors]
-    its = world(seconds, replicas=11)
+    run = world(seconds, replicas=11)
     for _ in range(3):
-        step = its.run()
+        step = run.run()
         assert ideal(seconds) <= step <= bound * ideal(seconds)
 
 
@@ -84,8 +84,8 @@ def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
     placement = Placement(tuple(range(WORKERS)), 3, BLOCKS)
     for seed in range(4):
         costs = np.random.default_rng(seed).pareto(shape, WORKERS * BLOCKS) + 1
-        of_blocks = relative([costs[it].sum() for it in placement.divided(costs)])
-        its = World(
+        of_blocks = relative([costs[each].sum() for each in placement.divided(costs)])
+        run = World(
             [list(ranks) for ranks in placement.holders],
             *(WORKERS, seconds),
             latency=steady,
@@ -94,7 +94,7 @@ def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
         )
         alone = [cost * seconds[b // BLOCKS] for b, cost in enumerate(of_blocks)]
         least = max(ideal(seconds), *alone)
-        took = [its.run() for _ in range(4)][1:]  # the ledger then knows the paces
+        took = [run.run() for _ in range(4)][1:]  # the ledger then knows the paces
         assert sum(took) <= bound * 3 * least, (seed, took, least)
 
 
@@ -103,8 +103,8 @@ def test_equal_costs_change_nothing():
     factors = [rng.uniform(1, 4) for _ in range(WORKERS)]
     found = []
     for costs in ((), [1.0] * WORKERS * BLOCKS):
-        its = world([BLOCK * f for f in factors], costs=costs)
-        found.append([(its.run(), dict(its.orders)) for _ in range(3)])
+        run = world([BLOCK * f for f in factors], costs=costs)
+        found.append([(run.run(), dict(run.orders)) for _ in range(3)])
     assert found[0] == found[1]
 
 
@@ -112,17 +112,17 @@ def test_a_rank_that_has_not_called_must_hold():
     """Others compute its blocks. The rank asks before it begins once, and then need not
     again.
     """
-    its = world([BLOCK] * WORKERS)
+    run = world([BLOCK] * WORKERS)
     late = 2 * BLOCKS * BLOCK
-    step = its.run(calls=[0.0] * (WORKERS - 1) + [late])
-    assert its.orders["hold"] == 1 and its.orders["recall"] == its.orders["drop"] == 0
-    assert its.computed == WORKERS * BLOCKS
+    step = run.run(calls=[0.0] * (WORKERS - 1) + [late])
+    assert run.orders["hold"] == 1 and run.orders["recall"] == run.orders["drop"] == 0
+    assert run.computed == WORKERS * BLOCKS
     assert step < BLOCK * (BLOCKS + 5)  # the last replicas of three share 12 blocks
-    assert its.asks[WORKERS - 1]
-    its.run()
-    assert its.orders == {"grant": 1, "recall": 0, "drop": 0, "hold": 0}
-    its.run()
-    assert its.orders == dict.fromkeys(its.orders, 0)
+    assert run.asks[WORKERS - 1]
+    run.run()
+    assert run.orders == {"grant": 1, "recall": 0, "drop": 0, "hold": 0}
+    run.run()
+    assert run.orders == dict.fromkeys(run.orders, 0)
 
 
 def test_a_rank_begins_before_the_order_to_hold_arrives():
@@ -169,81 +169,81 @@ def test_the_only_holder_of_a_free_block_is_not_given_up():
 def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
     """Its rank is given up as soon as others would finish the block earlier."""
     seconds = [BLOCK] * (WORKERS - 1) + [10 * BLOCK]
-    its = world(seconds, replicas=11, empties=False)
+    run = world(seconds, replicas=11, empties=False)
     for _ in range(3):
-        step = its.run()
-        assert its.orders["drop"] == 1
+        step = run.run()
+        assert run.orders["drop"] == 1
         assert step <= 1.12 * ideal(seconds)
 
 
 def test_others_take_over_the_blocks_of_a_stopped_rank_until_it_comes_back():
-    its = world([BLOCK] * WORKERS)
-    step = its.run(faults=[(0.05, "stop", 3)])
-    assert its.orders["drop"] == 1
+    run = world([BLOCK] * WORKERS)
+    step = run.run(faults=[(0.05, "stop", 3)])
+    assert run.orders["drop"] == 1
     # its five blocks or so again, by the rest, and the patience
     assert step <= BLOCK * (BLOCKS + 2) * 1.3
-    its.wake(3)
-    its.run()  # was absent at the start
-    its.run()
-    assert its.orders["drop"] == 0
+    run.wake(3)
+    run.run()  # was absent at the start
+    run.run()
+    assert run.orders["drop"] == 0
 
 
 def test_blocks_of_a_rank_that_dies_during_a_fetch_are_computed_again():
-    its = world([BLOCK] * WORKERS)
+    run = world([BLOCK] * WORKERS)
     whole = BLOCK * BLOCKS + 2.5 * steady()  # with steps of the first member only
-    step = its.run(faults=[(whole, "die", 11)])
+    step = run.run(faults=[(whole, "die", 11)])
     assert step > BLOCK * BLOCKS + BLOCK
-    assert its.computed == WORKERS * BLOCKS + BLOCKS
+    assert run.computed == WORKERS * BLOCKS + BLOCKS
 
 
 def test_closed_while_only_stopped_members_hold_blocks():
-    its = world([BLOCK] * WORKERS)
+    run = world([BLOCK] * WORKERS)
     stopped = {2, 3, 4, 5, 6}
     closes = 0.4
     faults = [(0.05, "stop", m) for m in stopped] + [(closes, "close", None)]
     # if a part of the batch suffices, also a rank with blocks that no other can compute
     # is given up
     faults += [(closes / 2, "give_up", m) for m in stopped]
-    step = its.run(faults=faults)
-    assert its.ledger.missing == sum(set(h) <= stopped for h in its.holders) > 0
+    step = run.run(faults=faults)
+    assert run.ledger.missing == sum(set(h) <= stopped for h in run.holders) > 0
     assert closes <= step < closes + 0.03  # the patience
     # all blocks of the others, including unused ones
-    assert its.computed <= WORKERS * BLOCKS - its.ledger.missing + 5 * len(stopped)
+    assert run.computed <= WORKERS * BLOCKS - run.ledger.missing + 5 * len(stopped)
 
 
 def test_closed_while_all_compute():
     """Members finish the blocks that they have begun, and begin no more."""
-    its = world([BLOCK] * WORKERS)
-    step = its.run(faults=[(5.5 * BLOCK, "close", None)])
-    assert its.ledger.missing == WORKERS * (BLOCKS - 6)
-    assert its.computed == WORKERS * 6
+    run = world([BLOCK] * WORKERS)
+    step = run.run(faults=[(5.5 * BLOCK, "close", None)])
+    assert run.ledger.missing == WORKERS * (BLOCKS - 6)
+    assert run.computed == WORKERS * 6
     assert step < 6.5 * BLOCK
-    assert its.run() < BLOCK * (BLOCKS + 1) and not its.ledger.missing
+    assert run.run() < BLOCK * (BLOCKS + 1) and not run.ledger.missing
 
 
 def test_closed_while_one_takes_much_longer():
     """The parent waits for it no longer than a usual block takes, and its blocks are
     missing.
     """
-    its = world([BLOCK] * (WORKERS - 1) + [50 * BLOCK], replicas=0)
-    step = its.run(faults=[(15 * BLOCK, "close", None)])
-    assert its.ledger.missing == BLOCKS
+    run = world([BLOCK] * (WORKERS - 1) + [50 * BLOCK], replicas=0)
+    step = run.run(faults=[(15 * BLOCK, "close", None)])
+    assert run.ledger.missing == BLOCKS
     assert step < 17.5 * BLOCK
-    assert its.orders["drop"] == 1
+    assert run.orders["drop"] == 1
 
 
 def test_a_block_that_no_member_holds():
-    its = World([[0], [1, 0], [1]], 2, [BLOCK] * 2, latency=steady)
+    run = World([[0], [1, 0], [1]], 2, [BLOCK] * 2, latency=steady)
     with pytest.raises(AssertionError, match="nothing more can happen"):
-        its.run(faults=[(0.005, "die", 1), (0.006, "found_dead", 1)])
-    assert its.ledger.orphans == [2]
+        run.run(faults=[(0.005, "die", 1), (0.006, "found_dead", 1)])
+    assert run.ledger.orphans == [2]
 
 
 def test_a_block_that_takes_long_everywhere_is_done_at_last():
     """An idle member takes it over, but not again and again."""
-    its = World([[0, 1, 2]], 3, [1.0] * 3, latency=steady, patience=1e-3)
-    assert its.run() < 3
-    assert 1 < its.computed + its.orders["recall"] < 30
+    run = World([[0, 1, 2]], 3, [1.0] * 3, latency=steady, patience=1e-3)
+    assert run.run() < 3
+    assert 1 < run.computed + run.orders["recall"] < 30
 
 
 def test_a_block_does_not_go_back_and_forth_between_two_that_are_late():
@@ -275,10 +275,10 @@ def test_a_block_does_not_go_back_and_forth_between_two_that_are_late():
 
 def test_few_orders_where_some_blocks_take_much_longer():
     rng = random.Random(0)
-    its = world(randomly_slow(rng, BLOCK))
+    run = world(randomly_slow(rng, BLOCK))
     for _ in range(10):
-        its.run()
-        assert sum(its.orders.values()) < 3 * WORKERS * BLOCKS
+        run.run()
+        assert sum(run.orders.values()) < 3 * WORKERS * BLOCKS
 
 
 @settings(deadline=None, max_examples=300)
@@ -294,7 +294,7 @@ def test_random_schedules(seed, members, replicas):
     def takes(member, time):
         return fastest * rng.choice([1, 1, 1, 2, 10])
 
-    its = World(
+    run = World(
         [list(dict.fromkeys(h)) for h in holders],
         members,
         takes,
@@ -313,10 +313,10 @@ def test_random_schedules(seed, members, replicas):
             rng.choice([0, 0, rng.random() * 20 * fastest]) for _ in range(members)
         ]
         claims = [rng.random() < 0.8 for _ in range(members)]
-        its.run(calls=calls, claims=claims, faults=faults)
-        for member in [*its.stopped]:
+        run.run(calls=calls, claims=claims, faults=faults)
+        for member in [*run.stopped]:
             if rng.random() < 0.5:
-                its.wake(member)
+                run.wake(member)
 
 
 def randomly_slow(rng, fastest):
@@ -342,17 +342,17 @@ def test_a_replay_divides_the_work_as_before(seed, members):
             patience=rng.choice([1e-3, 2e-2]),
         )
 
-    fastest, its = its_world()
+    fastest, run = its_world()
     faults = [
         (rng.random() * 10 * fastest, rng.choice(["stop", "die"]), m)
         for m in range(1, members)
         if rng.random() < 0.3
     ]
-    its.run(faults=faults)
-    division = its.ledger.division
+    run.run(faults=faults)
+    division = run.ledger.division
     assert sorted(itertools.chain(*division)) == [*range(len(holders))]
     assert division == [
-        its.fetched[m][1] if blocks else [] for m, blocks in enumerate(division)
+        run.fetched[m][1] if blocks else [] for m, blocks in enumerate(division)
     ]
 
     fastest, again = its_world()

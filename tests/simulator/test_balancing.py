@@ -30,7 +30,9 @@ def seconds(layout, rows, **how):
 def test_steady_speeds_are_balanced_after_one_step(layout):
     """After that, a step takes the total work over the total speed."""
     fair = 8.0 / (1 / SLOWNESS).sum()
-    usual, balanced = (seconds(layout, [SLOWNESS], balanced=it) for it in (False, True))
+    usual, balanced = (
+        seconds(layout, [SLOWNESS], balanced=each) for each in (False, True)
+    )
     np.testing.assert_allclose(
         usual, 8.0
     )  # a quarter of the work, at a quarter of the speed

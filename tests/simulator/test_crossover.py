@@ -41,7 +41,10 @@ def test_sections_pay_above_the_crossover_and_not_below(ranks, s, gigabits, late
 def test_latency_moves_the_crossover_up():
     star = Layout.balanced(13, 12, 1)
     latencies = (1e-5, 1e-4, 1e-3, 1e-2)
-    found = [sections_pay_from(star, Network.of(10, latency=it)) for it in latencies]
+    found = [
+        sections_pay_from(star, Network.of(10, latency=latency))
+        for latency in latencies
+    ]
     assert found == sorted(found)
     assert found[0] < found[-1]
 

@@ -229,8 +229,9 @@ def test_results_come_in_the_order_of_jobs():
 
 
 def test_multiplexed_by_hand():
-    """The example of the paper: 4 workers, tasks of 3/32. Worker 0 is late in two rounds, so it lacks both
-    chunks of job 0 and one of job 1, and repeats them in rounds 2 and 3."""
+    """The example of the paper: 4 workers, tasks of 3/32. Worker 0 is late in two
+    rounds. So it lacks both chunks of job 0 and one of job 1, and repeats them in
+    rounds 2 and 3."""
     scheme = Multiplexed(4, stragglers=2, burst=2, window=3)
     assert (scheme.task, scheme.load, scheme.delay) == (3 / 32, 3 / 8, 3)
     table = np.zeros((5, 4))
@@ -261,8 +262,8 @@ def test_loads_that_the_authors_published(scheme, load):
 
 
 def test_load_of_multiplexed_by_counting_chunks():
-    """All chunks are the batch: n (W - 1) of one task each, and n in each of the B codes, of which a task
-    takes λ + 1."""
+    """All chunks are the batch: n (W - 1) of one task each, and n in each of the B
+    codes. A task takes λ + 1 of those."""
     for n, burst, more in itertools.product(range(1, 6), range(1, 4), range(1, 4)):
         window = burst + more
         for stragglers in range(n + 1):

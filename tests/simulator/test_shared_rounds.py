@@ -74,7 +74,7 @@ def test_each_block_is_computed_once(
     played = Round(job, called, delay)
     assert np.isfinite(played.play())
     computed = [
-        (block, m) for m, it in enumerate(played.members) for block in it.blocks
+        (block, m) for m, member in enumerate(played.members) for block in member.blocks
     ]
     assert sorted(block for block, _ in computed) == list(range(workers * blocks))
     holders = shape.placement.holders
@@ -90,8 +90,8 @@ def test_no_rank_is_late(replicas):
 
 
 def test_by_hand():
-    """Workers 1 and 2 take 1 s for a block and worker 3 takes 3 s, as in docs/sharing.md: it
-    computes one of its three, and each of the others one more."""
+    """Workers 1 and 2 take 1 s for a block and worker 3 takes 3 s, as in
+    docs/sharing.md. It computes one of its three, and each of the others one more."""
     model = stragglers.FixedSlow(ranks=(3,), factor=3)
     assert steps(layout(4, 2, 3), model, work=9.0) == pytest.approx(4.0)
     # no other rank has the data

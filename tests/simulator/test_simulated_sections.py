@@ -55,17 +55,17 @@ def test_traffic_sent_equals_traffic_received(shape, payload, seed, computes):
     there, has = rng.random(n) < 0.8, rng.random(n) < 0.9
     there[rng.integers(n)] = True
     joins = ~there & (rng.random(n) < 0.5)
-    it = job.traffic(there, has, joins)
-    assert it.terms_sent.sum() == pytest.approx(it.terms_received.sum())
-    assert it.sections_sent.sum() == pytest.approx(it.sections_received.sum())
-    assert all((column >= -1e-6 * payload).all() for column in it[:4])
+    traffic = job.traffic(there, has, joins)
+    assert traffic.terms_sent.sum() == pytest.approx(traffic.terms_received.sum())
+    assert traffic.sections_sent.sum() == pytest.approx(traffic.sections_received.sum())
+    assert all((column >= -1e-6 * payload).all() for column in traffic[:4])
     # every rank fetches all sections but its own, and absent ranks send nothing
     fetching = there.sum() + joins.sum()
-    assert it.sections_received.sum() == pytest.approx(fetching * payload)
-    assert not any(it[way][1:][joins].any() for way in (0, 1, 2))
+    assert traffic.sections_received.sum() == pytest.approx(fetching * payload)
+    assert not any(traffic[way][1:][joins].any() for way in (0, 1, 2))
     away = np.append(False, ~there & ~joins)
-    assert not any(column[away].any() for column in it[:4])
-    assert not it.used[1:][~(there & has)].any()
+    assert not any(column[away].any() for column in traffic[:4])
+    assert not traffic.used[1:][~(there & has)].any()
 
 
 @pytest.mark.parametrize("computes", [False, True])
@@ -77,17 +77,17 @@ def test_ports_carry_the_predicted_traffic(s, computes):
     layout.loads[0] = computes
     payload = 60 * 1024.0 * 100 * (n + 1)
     everybody = np.ones(n, bool)
-    it = Sections(layout, CABLE, payload).traffic(everybody, everybody, ~everybody)
-    own = payload - it.sections_received
+    traffic = Sections(layout, CABLE, payload).traffic(everybody, everybody, ~everybody)
+    own = payload - traffic.sections_received
     terms = n / (s + 1) + computes
-    np.testing.assert_allclose(it.sections_sent, n * own)
-    np.testing.assert_allclose(it.terms_received[1:], (terms - 1) * own[1:])
-    np.testing.assert_allclose(it.terms_sent[1:], payload / (s + 1) - own[1:])
-    assert it.terms_sent[0] == computes * (payload - own[0])
+    np.testing.assert_allclose(traffic.sections_sent, n * own)
+    np.testing.assert_allclose(traffic.terms_received[1:], (terms - 1) * own[1:])
+    np.testing.assert_allclose(traffic.terms_sent[1:], payload / (s + 1) - own[1:])
+    assert traffic.terms_sent[0] == computes * (payload - own[0])
     # no port could be less busy by more than a piece for each rank
-    busiest = max(_sent(it).max(), _received(it).max())
+    busiest = max(_sent(traffic).max(), _received(traffic).max())
     assert busiest >= (terms + n) * payload / (n + 1) - own.max()
-    for ports in (_sent(it), _received(it)):
+    for ports in (_sent(traffic), _received(traffic)):
         assert (
             ports.mean() <= busiest <= (terms + n) * payload / (n + 1) + (32 << 10) * n
         )
@@ -112,7 +112,7 @@ def as_in_the_engine(layout, late=()):
     if copies > 1:
         classes = np.arange(1, n + 1).reshape(-1, copies)
         for turn in range(copies):
-            alike = [[int(it) for it in row if it in there] for row in classes]
+            alike = [[int(entry) for entry in row if entry in there] for row in classes]
             choices.append([some[turn % len(some)] for some in alike] + root)
     else:
         needs = int(layout.needs[0])
@@ -343,7 +343,7 @@ def test_shared_work_ends_with_a_sum_in_sections():
         seconds(Layout.of(plan), network, 20e6, work=1.2) for network in (off, CABLE)
     )
     assert in_sections < 0.3 * by_the_root
-    short = [seconds(Layout.of(plan), it, 1e3, work=1.2) for it in (off, CABLE)]
+    short = [seconds(Layout.of(plan), each, 1e3, work=1.2) for each in (off, CABLE)]
     assert short[0] == short[1]
 
 
@@ -388,11 +388,11 @@ def test_the_ring_moves_as_much():
     latencies.
     """
     quick = dataclasses.replace(CABLE, latency=0.0, **FREE)
-    ring, sections = (seconds(it, quick, 50e6) for it in (Ring(4), star(3)))
+    ring, sections = (seconds(scheme, quick, 50e6) for scheme in (Ring(4), star(3)))
     # whose ports are never idle
     assert sections == pytest.approx(ring / 0.9, rel=0.02)
     far = dataclasses.replace(CABLE, latency=0.05)
-    ring, sections = (seconds(it, far, 1e6) for it in (Ring(13), star(12)))
+    ring, sections = (seconds(scheme, far, 1e6) for scheme in (Ring(13), star(12)))
     assert sections < 0.5 * ring
 
 

@@ -113,7 +113,7 @@ def test_a_trace_with_a_byte_order_mark(tmp_path):
 def test_wrong_trace(tmp_path):
     """Errors name the path, and no warning appears."""
     path = tmp_path / "trace.csv"
-    for text, said in (
+    for text, words in (
         ("1,-2\n", "must be numbers >= 0, got -2.0 for round 1 in column 2"),
         ("1,2\n1,nan\n", "must be numbers >= 0, got nan for round 2 in column 2"),
         ("", "must be numbers >= 0"),
@@ -121,7 +121,7 @@ def test_wrong_trace(tmp_path):
         ("1 2\n", "has no table of numbers"),
     ):
         path.write_text(text)
-        with pytest.raises(ValueError, match=f"trace.csv {said}"):
+        with pytest.raises(ValueError, match=f"trace.csv {words}"):
             next(stragglers.Trace(path).rounds(2))
     path = tmp_path / "trace.npy"
     for data in (b"", b"\x93NUMPY", b"PK\x03\x04", b"text"):

@@ -67,11 +67,11 @@ def command(
         ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
         chosen = launcher.found(mpirun)
         launcher.check_fits(chosen)
-        said = asking.answered(chosen, ranks, _PROGRAM, **where)
+        answer = asking.answered(chosen, ranks, _PROGRAM, **where)
         try:
-            seen = Measurement.from_fields(said)
+            seen = Measurement.from_fields(answer)
         except ValueError:
-            raise asking.unreadable(ranks, said) from None
+            raise asking.unreadable(ranks, answer) from None
     if seen is None:
         return
     if save is not None:

@@ -37,13 +37,13 @@ class Cluster:
     @property
     def words(self) -> str:
         """Return the job in one line, so that a user notices wrong options."""
-        it = self.network
-        links = f"{8e-9 * it.bandwidth:.3g} Gb/s"
-        if it.sending != it.bandwidth:
-            links += f" and to send {8e-9 * it.sending:.3g} Gb/s"
+        network = self.network
+        links = f"{8e-9 * network.bandwidth:.3g} Gb/s"
+        if network.sending != network.bandwidth:
+            links += f" and to send {8e-9 * network.sending:.3g} Gb/s"
         return (
             f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
-            f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(it.latency)}; stragglers: "
+            f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(network.latency)}; stragglers: "
             + self.model
         )
 
@@ -59,10 +59,10 @@ class Command(click.Command):
             self.params.insert(0, option)
 
     def invoke(self, ctx: click.Context) -> Any:
-        told = {
+        given = {
             str(option.name): ctx.params.pop(str(option.name)) for option in _OPTIONS
         }
-        ctx.params["cluster"] = _cluster(**told)
+        ctx.params["cluster"] = _cluster(**given)
         return super().invoke(ctx)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -100,13 +100,13 @@ def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
 
 def _python(ranking: Ranking) -> str:
     """Return the line of code that makes the group."""
-    it = ranking.best.candidate
-    if not it.tree:
+    candidate = ranking.best.candidate
+    if not candidate.tree:
         return "jaxcoded.baselines.ring_allreduce(gradients, comm)"
     options = ""
-    if it.piece != PIECE:
-        options = f", options=jaxcoded.Options(piece_bytes={it.piece})"
-    return f"jaxcoded.CodedGroup(comm, jaxcoded.{it.name}{options})"
+    if candidate.piece != PIECE:
+        options = f", options=jaxcoded.Options(piece_bytes={candidate.piece})"
+    return f"jaxcoded.CodedGroup(comm, jaxcoded.{candidate.name}{options})"
 
 
 def _as_text(ranking: Ranking, top: int) -> None:
@@ -128,13 +128,13 @@ def _as_text(ranking: Ranking, top: int) -> None:
 
 
 def _row(estimate: Estimate, best: Estimate) -> tuple[str, ...]:
-    it = estimate.candidate
+    candidate = estimate.candidate
     low, high = estimate.usual
     return (
         "→" if estimate is best else "",
-        it.name,
-        estimate.code if it.tree else "–",
-        f"{it.piece >> 10} KiB" if it.tree else "–",
+        candidate.name,
+        estimate.code if candidate.tree else "–",
+        f"{candidate.piece >> 10} KiB" if candidate.tree else "–",
         _seconds(estimate.step),
         _seconds(estimate.error),
         _span(low, high),
@@ -170,14 +170,14 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
     """Return the fields of the JSON output, in seconds and bytes; infinite numbers are
     null.
     """
-    it = estimate.candidate
+    candidate = estimate.candidate
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}
     return {
-        "strategy": repr(it.strategy) if it.tree else None,
-        "balanced": it.balanced,
+        "strategy": repr(candidate.strategy) if candidate.tree else None,
+        "balanced": candidate.balanced,
         "code": estimate.code,
-        "piece": it.piece if it.tree else None,
+        "piece": candidate.piece if candidate.tree else None,
         "in_sections": estimate.in_sections,
         **{key: output.finite(value) for key, value in times.items()},
         "load": estimate.load,

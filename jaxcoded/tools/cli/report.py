@@ -258,7 +258,7 @@ def _replay_in_words(measured: float, replayed: float, off: float) -> str:
 def _say_plans(found: _Found) -> None:
     took = analysis.work(found.files)
     for source, known in (("step time", "only the step time"), ("others", "nothing")):
-        ranks = [rank for rank, it in enumerate(took.source) if it == source]
+        ranks = [rank for rank, origin in enumerate(took.source) if origin == source]
         if ranks:
             output.say(
                 f"of {_format.ranks(ranks)} {known} is known: their own files, or those of "

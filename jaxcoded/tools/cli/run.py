@@ -149,24 +149,24 @@ def command(
         ended = {"status": status, "said": first, "ranks": heard.fields()}
         print(json.dumps(ended), file=sys.stderr)
         return status
-    said = heard.words()
-    if not first and said:
+    texts = heard.words()
+    if not first and texts:
         first = "the job succeeded (status 0), though not all of its ranks"
-    said.insert(0, first)
-    for line in filter(None, said):
+    texts.insert(0, first)
+    for line in filter(None, texts):
         print(f"jaxcoded run: {line}", file=sys.stderr)
     return status
 
 
-def _variable(said: str) -> tuple[str, str]:
+def _variable(text: str) -> tuple[str, str]:
     """Return the name and the value of a variable, from ``NAME=VALUE``, or ``NAME``
     with its current value.
     """
-    name, given, value = said.partition("=")
+    name, given, value = text.partition("=")
     if not name:
-        raise ValueError(f"-x {said}: must be NAME or NAME=VALUE")
+        raise ValueError(f"-x {text}: must be NAME or NAME=VALUE")
     if not given and name not in os.environ:
-        raise ValueError(f"-x {said}: there is no such variable: say {said}=VALUE")
+        raise ValueError(f"-x {text}: there is no such variable: say {text}=VALUE")
     return name, value if given else os.environ[name]
 
 

@@ -85,11 +85,13 @@ class Candidate:
 
     def layout(self, ranks: int) -> Layout | Ring:
         """Return the layout for the simulator."""
-        it = self.strategy
-        if not isinstance(it, Coded | Uncoded):
+        strategy = self.strategy
+        if not isinstance(strategy, Coded | Uncoded):
             return Layout.of(self.plan(ranks)) if self.shared else Ring(ranks)
-        layout = Layout.balanced(ranks, self.fanout, it.stragglers, it.slices)
-        if not it.root_computes:
+        layout = Layout.balanced(
+            ranks, self.fanout, strategy.stragglers, strategy.slices
+        )
+        if not strategy.root_computes:
             return layout
         # the root takes as much as the busiest of the others
         loads = layout.loads / (1 + layout.loads.max())
@@ -225,13 +227,13 @@ def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
     Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above its square with more.
     With slices that holds if ``s + m`` does not divide ``n``; otherwise the code consists of small blocks.
     """
-    it = candidate.strategy
-    if not isinstance(it, Coded):
+    strategy = candidate.strategy
+    if not isinstance(strategy, Coded):
         return False
     product = 1.0
-    lost = it.stragglers + it.slices
+    lost = strategy.stragglers + strategy.slices
     for most in _most_drawn(layout):
-        if it.slices == 1 or most % lost:
+        if strategy.slices == 1 or most % lost:
             product *= max(1.0, most / 2) ** min(max(min(lost, most) - 1, 0), 2)
     return product > amplification
 

@@ -61,13 +61,13 @@ class Measurement:
         }
 
     @classmethod
-    def from_fields(cls, said: dict[str, Any]) -> Self:
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
         """Return the measurement of `to_fields`; raise a ValueError for anything else."""
         try:
-            if said["format"] != _FORMAT:
-                raise ValueError(f"its format is {said['format']!r}, not {_FORMAT!r}")
-            factors = Measured(said["factors"])
-            hosts = tuple(said["hosts"])
+            if fields["format"] != _FORMAT:
+                raise ValueError(f"its format is {fields['format']!r}, not {_FORMAT!r}")
+            factors = Measured(fields["factors"])
+            hosts = tuple(fields["hosts"])
             if not all(isinstance(host, str) for host in hosts):
                 raise ValueError("hosts must be texts")
             if not (np.isfinite(factors.factors) & (factors.factors > 0)).all():
@@ -75,10 +75,10 @@ class Measurement:
             if len(hosts) != factors.factors.shape[1]:
                 raise ValueError("it has not as many ranks as hosts")
             return cls(
-                Network(**said["network"]),
-                _require.positive("work", said["work"]),
+                Network(**fields["network"]),
+                _require.positive("work", fields["work"]),
                 factors,
-                tuple(_link(link, len(hosts)) for link in said["links"]),
+                tuple(_link(link, len(hosts)) for link in fields["links"]),
                 hosts,
             )
         except (TypeError, KeyError) as error:
@@ -101,9 +101,9 @@ class Measurement:
             ) from None
 
 
-def _link(said: dict[str, Any], ranks: int) -> Link:
+def _link(fields: dict[str, Any], ranks: int) -> Link:
     """Return a link; raise a ValueError, TypeError or KeyError for anything else."""
-    link = Link(**said)
+    link = Link(**fields)
     for name in ("rank", "partner"):
         _require.integer(name, getattr(link, name), 0, ranks - 1)
     for name in ("latency", "bandwidth"):

@@ -168,30 +168,32 @@ class Ranking:
     @property
     def verdict(self) -> str:
         """Return what to do and why, and why faster candidates are left out."""
-        it = self.best.candidate
-        said = self._sentence + self._too_rough + ("" if it.shared else self._why_not)
-        said += self._balanced
-        if not (it.shared or it.stragglers) and math.isfinite(self.best.step):
-            said += ". So all ranks wait for each: one that is stuck or dead stops all"
-        return said
+        best = self.best.candidate
+        words = (
+            self._sentence + self._too_rough + ("" if best.shared else self._why_not)
+        )
+        words += self._balanced
+        if not (best.shared or best.stragglers) and math.isfinite(self.best.step):
+            words += ". So all ranks wait for each: one that is stuck or dead stops all"
+        return words
 
     @property
     def _too_rough(self) -> str:
-        it = self.left_out
-        if it is None:
+        left_out = self.left_out
+        if left_out is None:
             return ""
         gain = (
-            f"{it.gain:.3g} times as fast"
-            if math.isfinite(it.gain)
+            f"{left_out.gain:.3g} times as fast"
+            if math.isfinite(left_out.gain)
             else "with which steps would end"
         )
-        there = f"; {it.ranks} ranks could have it" if it.ranks else ""
+        there = f"; {left_out.ranks} ranks could have it" if left_out.ranks else ""
         why = (
             f"kappa is above {self.amplification:g}"
-            if it.drawn
+            if left_out.drawn
             else f"such codes are not looked for where a parent has more than {MOST_DRAWN} children"
         )
-        return f". Left out, as {why}: {it.candidate.name}, {gain}{there}"
+        return f". Left out, as {why}: {left_out.candidate.name}, {gain}{there}"
 
     @property
     def _sentence(self) -> str:
@@ -242,13 +244,13 @@ class Ranking:
             )
             if other is not None
         ]
-        said = f"A rank holds {best.held:.3g} of the batch"
+        words = f"A rank holds {best.held:.3g} of the batch"
         replicas = best.candidate.replicas
         more = [e.step for e in self.estimates if e.candidate.replicas > replicas]
         if more:
             gain = max(0.0, 1 - min(more) / best.step)
-            said += f"; more replicas would gain {gain:.1%}"
-        return f"share the work: {'; '.join(gains)}. {said}"
+            words += f"; more replicas would gain {gain:.1%}"
+        return f"share the work: {'; '.join(gains)}. {words}"
 
 
 def _behind(other: Estimate, best: Estimate) -> str:
@@ -372,11 +374,11 @@ class _Search:
 
     def run(self) -> list[Estimate]:
         entering: list[Candidate] = []
-        for it in candidates(self.ranks, self.seed):
-            fits = not it.coded or may_be_drawn(
-                self._layout(it), it, self.amplification
+        for candidate in candidates(self.ranks, self.seed):
+            fits = not candidate.coded or may_be_drawn(
+                self._layout(candidate), candidate, self.amplification
             )
-            (entering if fits else self.amplified).append(it)
+            (entering if fits else self.amplified).append(candidate)
         first = self._rung(entering, _SHARES[0], least=4, most=64)
         # rare or rising delays may not show yet, so every s stays
         entering = _each(first, lambda c: (c.stragglers, c.slices))
@@ -429,16 +431,16 @@ class _Search:
         star = candidate.fanout >= self.ranks - 1
         for more in range(1, 2 * candidate.fanout + 1):
             ranks = self.ranks + more
-            it = candidate
+            larger = candidate
             if star:
-                strategy: Any = it.strategy
-                it = Candidate(dataclasses.replace(strategy, fanout=ranks - 1))
-            layout = it.layout(ranks)
+                strategy: Any = larger.strategy
+                larger = Candidate(dataclasses.replace(strategy, fanout=ranks - 1))
+            layout = larger.layout(ranks)
             assert isinstance(layout, Layout)
-            if not may_be_drawn(layout, it, self.amplification):
+            if not may_be_drawn(layout, larger, self.amplification):
                 continue
             try:
-                if it.plan(ranks).amplification <= self.amplification:
+                if larger.plan(ranks).amplification <= self.amplification:
                     return ranks
             except ValueError:
                 continue
@@ -453,27 +455,27 @@ class _Search:
         most: int,
     ) -> list[Estimate]:
         out = []
-        for it, seconds in self._simulated(final, _SHARES[3], least, most):
-            layout, plan = it.layout(self.ranks), plans.get(it.base)
+        for candidate, seconds in self._simulated(final, _SHARES[3], least, most):
+            layout, plan = candidate.layout(self.ranks), plans.get(candidate.base)
             length = (
                 layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
             )
             kinds = (
                 dict.fromkeys(coding.code.name for coding in plan.codings if coding)
                 if plan
-                else ["shared" if it.shared else "uncoded"]
+                else ["shared" if candidate.shared else "uncoded"]
             )
             out.append(
                 Estimate(
-                    it,
+                    candidate,
                     seconds,
                     float(layout.loads.max()),
                     self.payload * float(length),
                     ", ".join(kinds),
                     plan.amplification if plan else 1.0,
-                    it.held(layout),
+                    candidate.held(layout),
                     isinstance(layout, Layout)
-                    and forms_sections(layout, self._network(it), self.payload),
+                    and forms_sections(layout, self._network(candidate), self.payload),
                 )
             )
         return sorted(out, key=lambda estimate: estimate.step)

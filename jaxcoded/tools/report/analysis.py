@@ -175,9 +175,9 @@ def work(files: Sequence[Telemetry]) -> Work:
     source = ["others"] * count
     step_time = np.full(count, np.nan)
     for file in files:
-        told = _told(file)
-        step_time = np.where(np.isnan(step_time), told, step_time)
-        step_time[file.rank] = told[file.rank]
+        reported = _told(file)
+        step_time = np.where(np.isnan(step_time), reported, step_time)
+        step_time[file.rank] = reported[file.rank]
     inner = np.bincount(seen.parents[seen.parents >= 0], minlength=count) > 0
     for file in files:
         took = _aligned(file.rounds, spans(file), rounds)
@@ -332,16 +332,16 @@ def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
 
 def _named(plan: Plan) -> str:
     """Return the plan's strategy, with its tree and its speeds in short."""
-    it = plan.strategy
-    if isinstance(it, CodeTree) and plan.size > 1:
+    strategy = plan.strategy
+    if isinstance(strategy, CodeTree) and plan.size > 1:
         fanout = max(map(len, plan.tree.children))
-        it = Coded(
-            stragglers=it.stragglers,
+        strategy = Coded(
+            stragglers=strategy.stragglers,
             fanout=fanout,
-            slices=it.slices,
-            root_computes=it.root_computes,
+            slices=strategy.slices,
+            root_computes=strategy.root_computes,
         )
-    return repr(it) + ", loads by speed" * bool(plan.speeds)
+    return repr(strategy) + ", loads by speed" * bool(plan.speeds)
 
 
 def _begun(seen: Telemetry) -> np.ndarray:

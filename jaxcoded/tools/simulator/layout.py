@@ -156,7 +156,7 @@ class Layout:
         counts = np.bincount(parents[1:], minlength=size)
         m = np.minimum(slices, np.maximum(counts, 1))
         s = np.minimum(stragglers, np.maximum(counts - m, 0))
-        it = cls(
+        layout = cls(
             parents=parents,
             loads=np.zeros(size),
             needs=np.maximum(counts - s, 0),
@@ -167,21 +167,21 @@ class Layout:
         coded, own = np.zeros(size), np.ones(size)
         own[0] = 0.0
         capacity = own.copy()
-        for layer in reversed(it.layers[:-1]):
+        for layer in reversed(layout.layers[:-1]):
             inner = np.arange(layer.start, layer.stop)[counts[layer] > 0]
-            below = it.of_children(capacity, inner, np.inf)
+            below = layout.of_children(capacity, inner, np.inf)
             coded[inner] = largest_coded_sets(below, counts[inner], (s + m)[inner])
-            it._repeat(inner, below, coded[inner], s, m)
+            layout._repeat(inner, below, coded[inner], s, m)
             capacity[inner] += coded[inner]
         assigned = np.zeros(size)
         assigned[0] = capacity[0]
-        for layer in it.layers[1:]:
+        for layer in layout.layers[1:]:
             above = parents[layer]
             share = np.minimum(capacity[layer] / coded[above], 1.0)
             assigned[layer] = assigned[above] * coded[above] / capacity[above] * share
-            it.messages[layer] = it.messages[above] / m[above]
-        it.loads[:] = assigned * own / capacity / capacity[0]
-        return it
+            layout.messages[layer] = layout.messages[above] / m[above]
+        layout.loads[:] = assigned * own / capacity / capacity[0]
+        return layout
 
     def _repeat(
         self,

@@ -74,7 +74,7 @@ def _read(pipe: IO[bytes], display: File) -> None:
 
 def _displays(files: Iterable[int]) -> dict[int, File]:
     """Return one display for each file: standard output and standard error may be the same."""
-    names = {it: (os.fstat(it).st_dev, os.fstat(it).st_ino) for it in files}
+    names = {file: (os.fstat(file).st_dev, os.fstat(file).st_ino) for file in files}
     shown: dict[tuple[int, int], File] = {}
     for number, name in names.items():
         if name not in shown:
