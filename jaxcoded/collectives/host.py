@@ -122,16 +122,15 @@ def summed(
                     "memory"
                 )
         mask = None if erasures is None else checked_erasures(erasures, group.size)
-    vectors = [] if vector is None else [np.asarray(vector)]
-    results = [each.copy() for each in vectors]
-    wires = [kind.wire for kind in round.vectors[len(vectors) :]]
-    for wire in wires:  # one, or none for an empty array
-        vectors.append(array.astype(wire, copy=False))
-        results.append(result if wire == result.dtype else vectors[-1])
+    counts = [] if vector is None else [np.array(vector)]  # summed in place
+    vectors, results = [*counts], [*counts]
+    for kind in round.vectors[len(counts) :]:  # one, or none for an empty array
+        vectors.append(array.astype(kind.wire, copy=False))
+        results.append(result if kind.wire == result.dtype else vectors[-1])
     HostRounds.of(group._session.transport).host_round(
         round, vectors, results, skip, mask
     )
-    for _, received in zip(wires, reversed(results)):
+    for received in results[len(counts) :]:
         if received is not result:
             result[...] = received.reshape(result.shape)
     return result

@@ -265,6 +265,7 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         skip: bool = False,
         erasures: np.ndarray | None = None,
     ) -> None:
+        own = [_vector(v) for v in vectors]
         outcome, text = self._ask(
             "run",
             round.fingerprint % 2**64,
@@ -273,8 +274,8 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
             round.down,
             bool(skip),
             [] if erasures is None else np.asarray(erasures, bool).tolist(),
-            [_vector(v) for v in vectors],
-            [_vector(v) for v in results],
+            own,
+            [a if v is w else _vector(w) for a, v, w in zip(own, vectors, results)],
             round.examples or (0.0, 0.0),
         )
         if outcome != _DONE:
