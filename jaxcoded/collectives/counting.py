@@ -53,10 +53,10 @@ def counted(weights: Any, group: CodedGroup, name: str) -> Count:
         counts = weights.counts if isinstance(weights, Weights) else None
         if counts is None:
             return count(weights, group, name)
-        of = group.plan, group.rank, group.approximate
-        if of not in counts:
-            counts[of] = count(weights, group, name)
-        return counts[of]
+        of = group.plan.fingerprint, group.rank, group.approximate
+        if (known := counts.get(of)) is None:
+            known = counts[of] = count(weights, group, name)
+        return known
 
 
 def count(
