@@ -2,11 +2,10 @@
 and options.
 """
 
-import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +43,21 @@ class Choice(NamedTuple):
 
 
 _MOST_KEPT = 16
+
+
+class _Failing(NamedTuple):
+    """The context of `Session.failing`: a generator would take a short round's time."""
+
+    session: "Session"
+    call: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, Exception) and not _jax_compat.runs_again():
+            failure = f" after {_require.kind(error)} in {self.call}"
+            self.session.transport.note_failure(failure)
 
 
 class Session:
@@ -206,21 +220,14 @@ class Session:
                 "and others an error: hand on what the root has first, as params = jaxcoded.tree_bcast(params, group)"
             )
 
-    @contextlib.contextmanager
-    def failing(self, call: str) -> Iterator[None]:
+    def failing(self, call: str) -> "_Failing":
         """Record an error in this rank's arguments, which keeps it from a round.
 
         Other ranks may be in that round already. They get the error when this rank
         begins its next one; if all ranks had errors, all continue. A computation that
         JAX repeats to locate NaN has had its round.
         """
-        try:
-            yield
-        except Exception as error:
-            if _jax_compat.runs_again():
-                raise
-            self.transport.note_failure(f" after {_require.kind(error)} in {call}")
-            raise
+        return _Failing(self, call)
 
     def replanned(self, strategy: Strategy) -> Self:
         """Return a session with another strategy from the next round on, and close this
