@@ -28,9 +28,13 @@ PATIENCE = 10  # seconds to wait for the compilation of another process
 COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's last event
 
 # XLA's flags, the fastest first. XLA ends a process with an unknown flag.
+NOT_OPTIMIZED = "--xla_backend_optimization_level=0"
+SIMPLER = f"{NOT_OPTIMIZED} --xla_cpu_use_fusion_emitters=false"
 HASTE = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
-    "--xla_backend_optimization_level=0",
+    # LLVM gets a program as one module, and not as many
+    f"{SIMPLER} --xla_cpu_parallel_codegen_split_count=1",
+    SIMPLER,
+    NOT_OPTIMIZED,
 )
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"  # as in scripts/mpirun
 
