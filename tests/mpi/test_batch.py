@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import more
 from marks import SIZE, engine_only, once
 from reference import assert_same_bits
 from together import finish
@@ -51,13 +52,23 @@ def mean_loss(params, data):
     return jnp.mean(errors(params, data) ** 2)
 
 
+# compiled once, and not step by step for each batch of each strategy
+expected_of_batch = jax.jit(jax.value_and_grad(mean_loss))
+
+
 def of_batch(indices):
     return jax.tree.map(lambda leaf: leaf[indices], DATA)
 
 
 @engine_only
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("loss", [losses, mean_loss])
+@pytest.mark.parametrize(
+    ("loss", "strategy"),
+    [
+        *((mean_loss, it) for it in STRATEGIES),
+        # `test_schemes` has losses of examples with every code
+        *((losses, it) if it == "shared" else more(losses, it) for it in STRATEGIES),
+    ],
+)
 def test_a_scalar_loss_is_as_good_as_losses_of_examples(
     comm, transport, strategy, loss
 ):
@@ -80,9 +91,7 @@ def test_a_scalar_loss_is_as_good_as_losses_of_examples(
             for number, batch in enumerate(batches):
                 out = finish(step(PARAMS, batch))
                 first = first or traces
-                expected = jax.value_and_grad(mean_loss)(
-                    PARAMS, of_batch(batches.indices(number))
-                )
+                expected = expected_of_batch(PARAMS, of_batch(batches.indices(number)))
                 jax.tree.map(
                     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9),
                     out,

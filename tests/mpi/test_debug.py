@@ -167,9 +167,19 @@ def expanded(params, batch):
     return of_square**2 / 2 - of_product * y + y**2 / 2
 
 
-@pytest.mark.parametrize("loss", [squares, expanded])
-@pytest.mark.parametrize("mean", [False, True])
-@pytest.mark.parametrize("wire", [None, "bfloat16"])
+@pytest.mark.parametrize(
+    ("loss", "mean", "wire"),
+    [  # each pair of two of them once
+        (squares, False, None),
+        (squares, True, "bfloat16"),
+        (expanded, False, "bfloat16"),
+        (expanded, True, None),
+        more(squares, True, None),
+        more(squares, False, "bfloat16"),
+        more(expanded, True, "bfloat16"),
+        more(expanded, False, None),
+    ],
+)
 def test_a_perfect_fit_passes(comm, loss, mean, wire):
     """At the end gradient and loss consist of rounding alone, on any scale."""
     data = None
@@ -308,16 +318,24 @@ def regression(group, targets, offset=0.0):
     return losses, params, part.of((x[part.indices], y[part.indices]))
 
 
+SMALL = [
+    (1e-3, True, {}),
+    (1e-3, True, {"wire_dtype": "bfloat16"}),
+    (1e-3, True, {"residual": True}),
+    (1.0, False, {"offset": 1e3}),
+]
+
+
 @pytest.mark.parametrize(
-    ("targets", "mean", "options"),
+    ("code", "targets", "mean", "options"),
     [
-        (1e-3, True, {}),
-        (1e-3, True, {"wire_dtype": "bfloat16"}),
-        (1e-3, True, {"residual": True}),
-        (1.0, False, {"offset": 1e3}),
+        *(("cyclic_repetition", *it) for it in SMALL),
+        *(("random_generator", *SMALL[0]), ("adaptive", *SMALL[0])),
+        # what is compared does not depend on the code
+        *(more("random_generator", *it) for it in SMALL[1:]),
+        *(more("adaptive", *it) for it in SMALL[1:]),
     ],
 )
-@pytest.mark.parametrize("code", ["cyclic_repetition", "random_generator", "adaptive"])
 def test_small_gradients_are_compared(comm, code, targets, mean, options):
     """Small gradients are compared although the loss and the number of examples are
     large.
