@@ -8,6 +8,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import more
 from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded
@@ -374,7 +375,8 @@ def test_figures_of_thirteen_hosts(s, late, payload, real):
     assert seconds(layout, off, payload) > 4 * taken
 
 
-@pytest.mark.parametrize("payload", [2e6, 20e6])
+# the shorter sum is closer to where a tree is faster
+@pytest.mark.parametrize("payload", [2e6, more(20e6)])
 def test_the_planner_takes_a_star_for_long_sums(payload):
     ranking = search.best_plans(13, payload, 0.1, CABLE, replicas=0)
     assert ranking.best_tree.candidate.fanout == 12
