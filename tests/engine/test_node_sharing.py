@@ -1048,3 +1048,36 @@ def test_shared_work_with_messages_that_are_cut_anywhere(seed):
         ends = {ends[round] for ends in run.ends}
         assert len(ends) == 1, ends
         assert ends.pop().outcome in (DONE, FAILED)
+
+
+@pytest.mark.parametrize("root_computes", [False, True])
+@pytest.mark.parametrize("sections", [1, 10**6])
+def test_all_workers_stop_before_their_first_block(sections, root_computes):
+    """At the deadline the approximate sum is of nothing that they have."""
+    strategy = Shared(replicas=0, blocks=1, root_computes=root_computes)
+    limits = {
+        "piece_bytes": 16,
+        "announced_bytes": 16,
+        "sections_from": sections,
+        "on_deadline": simulation._engine.OnDeadline.approximate,
+        "deadline_seconds": 1.0,
+    }
+    world = World(
+        make_plan(4, strategy),
+        [Partial((("float32", 40),), 0)],
+        random.Random(0),
+        shared={1},
+        hosts=[0, 1, 2, 3],
+        limits=limits,
+    )
+    for rank in (1, 2, 3):
+        world.submit(rank)
+        while world.queues[rank, 0]:
+            world.deliver((rank, 0))
+    world.submit(0)
+    world.frozen = {1, 2, 3}
+    for _ in range(60):
+        while world.sweep() == simulation.NEWS:
+            pass
+        world.clock += 0.05
+    assert world.ends[0][1].outcome == simulation.DONE, world.nodes[0].status()

@@ -447,7 +447,7 @@ class Node {
   void drop_formed();
   bool bring_terms(Forming& it, std::vector<const std::byte*>& inputs);
   void cannot_form(std::size_t index, Rank term);
-  void unless_copy_lacks_memory(std::size_t index, Rank term, const std::function<void()>& act);
+  void unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act);
   void lose_term(Rank rank);
   bool term_arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
   void tell_formed(Rank to, std::size_t index);

@@ -76,7 +76,7 @@ void Node::on_delegate(Rank from, const Message& message) {
     copied_ = {next_, head.ready, plan.sections[head.ready].version, plan.members};
   }
   if (mine && !has_begun(plan.sections[head.ready])) {
-    unless_copy_lacks_memory(head.ready, from, [&] { begin_forming(plan, head.ready); });
+    unless_copy_lacks_memory(head.ready, [&] { begin_forming(plan, head.ready); });
   }
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }
@@ -232,7 +232,7 @@ bool Node::form() {
   while (it.next < it.section.last && bytes < limits_.announced_bytes) {
     std::vector<const std::byte*> inputs;
     bool brought = false;
-    unless_copy_lacks_memory(it.index, it.terms.front().rank, [&] { brought = bring_terms(it, inputs); });
+    unless_copy_lacks_memory(it.index, [&] { brought = bring_terms(it, inputs); });
     if (!brought) return true;
     if (inputs.size() < it.terms.size()) break;
     const Piece piece = formed_.layout[it.next];
@@ -344,12 +344,12 @@ void Node::cannot_form(std::size_t index, Rank term) {
 }
 
 // What all have decided does not fail for want of memory to hand it on.
-void Node::unless_copy_lacks_memory(std::size_t index, Rank term, const std::function<void()>& act) {
+void Node::unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act) {
   try {
     act();
   } catch (const std::bad_alloc&) {
     if (sections_.purpose != Purpose::copy) throw;
-    cannot_form(index, term);
+    cannot_form(index, upstream_.parent());
   }
 }
 

@@ -1,7 +1,6 @@
 #include "snapshots.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -62,13 +61,14 @@ void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_byte
   layout_ = std::move(layout);
   here_ = std::move(here);
   fetched_ = wanted_ = 0;
+  turns_ = 0;
 }
 
 bool Recovery::stuck(double now, double patience) {
-  if (now - heard_at_ <= std::ldexp(patience, turns_)) return false;
-  if (asked_.size() == above_.size()) {
+  if (now - heard_at_ <= patience) return false;
+  if (asked_.size() == above_.size() && turns_ < most_turns) {
     asked_ = without_;
-    if (turns_ < most_turns) ++turns_;
+    ++turns_;
   }
   return true;
 }

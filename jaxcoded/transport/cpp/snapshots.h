@@ -66,8 +66,7 @@ class Recovery {
   // A rank has one. What its message says of it must have been described by a `Snapshot`.
   void begin(Rank from, const Message& message, std::uint64_t piece_bytes);
   // Whether nothing has come for so many seconds. Then others are asked, and in the end all those
-  // again that may have one; after twice the seconds each time, as the questions of those who have
-  // stopped pile up.
+  // again that may have one; a few times, until one answers, as questions to stopped ranks pile up.
   bool stuck(double now, double patience);
   // Fetch pieces of so many bytes at most, and so many at a time of a rank where it takes time.
   //   gone: it is there no more, and `next` is to be asked.
@@ -88,7 +87,7 @@ class Recovery {
   std::set<Rank> without_ = {};
   bool missing_ = false;
   static constexpr int most_turns = 20;
-  int turns_ = 0;  // in which all were asked
+  int turns_ = 0;  // in which all were asked, and none has answered with one
 
   // The one that is fetched.
   Round round_ = 0;

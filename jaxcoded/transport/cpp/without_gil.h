@@ -4,8 +4,6 @@
 #include <Python.h>
 #include <unistd.h>
 
-#include <cxxabi.h>
-
 namespace jaxcoded {
 
 // Lets other threads of Python's run until the end of its scope, where the thread waits for its turn
@@ -21,7 +19,7 @@ class WithoutGil {
   ~WithoutGil() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (const abi::__forced_unwind&) {
+    } catch (...) {  // without a name: what unwinds is no object that a reference could be bound to
       while (true) pause();
     }
   }
