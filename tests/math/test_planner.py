@@ -686,4 +686,4 @@ def test_as_a_command():
         check=True,
         timeout=120,
     )
-    assert "on its own" in " ".join(done.stdout.split())
+    assert "for the gradient of the whole batch" in " ".join(done.stdout.split())
