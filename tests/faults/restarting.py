@@ -33,7 +33,7 @@ step, w = 0, np.zeros(WIDTH)
 if kept.exists():
     checkpoint = np.load(kept)
     step, w = int(checkpoint["step"]), checkpoint["w"]
-began = step
+began, loaded = step, w
 while step < STEPS:
     if step == KILLED and group.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -47,8 +47,9 @@ while step < STEPS:
         group = group.recovered()
         if group.size < board.size:
             raise RuntimeError(f"{group.size} of {board.size} ranks are left")
-alone = np.zeros(WIDTH)
+alone = [np.zeros(WIDTH)]
 for _ in range(STEPS):
-    alone = alone - 1e-2 * gradient(alone, x, np.ones(EXAMPLES))
-board.report(began=began, size=group.size, error=abs(w - alone).max())
+    alone.append(alone[-1] - 1e-2 * gradient(alone[-1], x, np.ones(EXAMPLES)))
+errors = abs(loaded - alone[began]).max(), abs(w - alone[STEPS]).max()
+board.report(began=began, size=group.size, errors=errors)
 group.close()
