@@ -19,21 +19,22 @@ STEPS, EVERY, KILLED, WIDTH = 20, 5, 12, 40
 directory, victim = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 whole = sys.argv[3:] == ["whole"]
 board = Board(directory)
+kept = directory / "checkpoint.npz"
+step, w = 0, np.zeros(WIDTH)
+if kept.exists():
+    checkpoint = np.load(kept)
+    step, w = int(checkpoint["step"]), checkpoint["w"]
+began, loaded = step, w
+# after that: the others do not wait for a late rank, which would find what they write
 group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded())
 x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))
 part = group.batch(EXAMPLES)
-kept = directory / "checkpoint.npz"
 
 
 def gradient(w, x, weights):
     return 2 * (weights * (x @ w - 1)) @ x / EXAMPLES
 
 
-step, w = 0, np.zeros(WIDTH)
-if kept.exists():
-    checkpoint = np.load(kept)
-    step, w = int(checkpoint["step"]), checkpoint["w"]
-began, loaded = step, w
 while step < STEPS:
     if step == KILLED and group.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
