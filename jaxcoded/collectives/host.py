@@ -20,7 +20,7 @@ from jaxcoded.collectives.allreduce import sum_round
 from jaxcoded.collectives.arguments import checked_erasures
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.transport.capabilities import HostRounds
+from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.round import Round
@@ -127,9 +127,8 @@ def summed(
     for kind in round.vectors[len(counts) :]:  # one, or none for an empty array
         vectors.append(array.astype(kind.wire, copy=False))
         results.append(result if kind.wire == result.dtype else vectors[-1])
-    HostRounds.of(group._session.transport).host_round(
-        round, vectors, results, skip, mask
-    )
+    transport = Engine.of(group._session.transport, "rounds on numpy arrays need")
+    transport.host_round(round, vectors, results, skip, mask)
     for received in results[len(counts) :]:
         if received is not result:
             result[...] = received.reshape(result.shape)

@@ -13,7 +13,7 @@ from jaxcoded.errors import CodedError
 from jaxcoded.group.session import Session
 from jaxcoded.plan.costs import relative
 from jaxcoded.transport import primitive
-from jaxcoded.transport.capabilities import SharedWork
+from jaxcoded.transport.engine import Engine
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Blocks:
     ) -> None:
         placement = session.plan.placement
         self._session, self._transport = session, session.transport
-        self._work = SharedWork.of(self._transport)
+        self._work = Engine.of(self._transport, "shared work needs")
         self._words = f"the blocks of a batch of {batch_size}"
         self._starts = placement.examples(batch_size)
         self._divided: list[np.ndarray] | None = None

@@ -25,8 +25,8 @@ from jaxcoded.group.telemetry import RoundSeen, Telemetry, report
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.plan.costs import checked
 from jaxcoded.transport import primitive, registry, tokens
-from jaxcoded.transport.capabilities import Reports
 from jaxcoded.transport.check import DEBUG
+from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.result import Result
 
@@ -506,7 +506,7 @@ class CodedGroup:
             plan.to_json(),
             np.array(plan.parents),
             np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
-            Reports.of(self._session.transport).telemetry(),
+            Engine.of(self._session.transport, "telemetry needs").telemetry(),
         )
 
     def statistics(self) -> dict[str, int]:
@@ -519,7 +519,7 @@ class CodedGroup:
         """
         check_open(self)
         transport = self._session.transport
-        return transport.statistics() if isinstance(transport, Reports) else {}
+        return transport.statistics() if isinstance(transport, Engine) else {}
 
     def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
         """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
@@ -532,7 +532,8 @@ class CodedGroup:
         """
         check_open(self)
         self._callback = callback
-        report(Reports.of(self._session.transport).reports(), callback)
+        transport = Engine.of(self._session.transport, "telemetry needs")
+        report(transport.reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
         """Return the group with its data assigned again, in proportion to these speeds.

@@ -17,13 +17,14 @@ from jaxcoded._files import contents
 from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import on_all
 from jaxcoded.transport.base import Transport
-from jaxcoded.transport.capabilities import Dealt, SharedWork
 from jaxcoded.transport.deadline import Deadline
+from jaxcoded.transport.engine import Dealt, Engine
 from jaxcoded.transport.following import follow
 
 logger = logging.getLogger("jaxcoded")
 
 FORMAT = "jaxcoded.record/1"
+_NEEDED = "shared work needs"
 Path = str | os.PathLike[str]
 
 
@@ -85,10 +86,10 @@ class Record:
     def follow(self, transport: Transport) -> None:
         """Connect the rounds of this transport with the files."""
         if self._replay is not None:
-            SharedWork.of(transport).replay(self._rounds)
+            Engine.of(transport, _NEEDED).replay(self._rounds)
         if self._writer is not None:
             self._thread = follow(
-                self._writer.while_whole(SharedWork.of(transport).record()),
+                self._writer.while_whole(Engine.of(transport, _NEEDED).record()),
                 self._writer.add,
                 "jaxcoded record",
             )

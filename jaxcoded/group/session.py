@@ -19,7 +19,7 @@ from jaxcoded.group.record import Record
 from jaxcoded.plan import Plan, Strategy, make_plan
 from jaxcoded.transport import build, engine, registry
 from jaxcoded.transport.agreement import check_communicator, gathered
-from jaxcoded.transport.capabilities import LosesRanks
+from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.options import Options
 
 # The options that must be the same on all ranks.
@@ -178,13 +178,17 @@ class Session:
         """Return a session that replaces another, once all agree that they have it."""
         session = cls(comm, "engine", options, request, planner, ahead=ahead)
         if ahead is not None:
-            LosesRanks.of(session.transport).expect_state()
+            session.engine.expect_state()
         return session
 
     @property
     def index(self) -> int:
         """Return the index by which compiled code finds the transport."""
         return self.transport.index
+
+    @property
+    def engine(self) -> Engine:
+        return Engine.of(self.transport, "ranks that die or join need")
 
     @property
     def rank(self) -> int:
@@ -197,7 +201,7 @@ class Session:
     @property
     def alike(self) -> bool:
         """See `CodedGroup.alike`."""
-        return self.ahead is None or LosesRanks.of(self.transport).alike()
+        return self.ahead is None or self.engine.alike()
 
     def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """Return the cached value of this key, if it is among the latest ones; otherwise make it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoded.errors import Desynchronized
 from jaxcoded.transport.base import Transport
-from jaxcoded.transport.capabilities import Snapshots
+from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.leaves import held, is_key, named, numbers, restored, stored
 from jaxcoded.transport.packing import Packing
 
@@ -21,7 +21,7 @@ _DIGEST = 32  # bytes
 def keep(transport: Transport, state: Any) -> None:
     """Keep a snapshot of a rank's state, see `CodedGroup.snapshot`."""
     copy = np.concatenate([_digest_of_plan(transport), to_bytes(state)])
-    if isinstance(transport, Snapshots):  # other transports have no late ranks
+    if isinstance(transport, Engine):  # other transports have no late ranks
         transport.keep_state(copy)
 
 
@@ -29,7 +29,7 @@ def newest(transport: Transport, like: Any, timeout: float) -> Any:
     """Return the newest state of the nearest rank above, to continue from; see
     `CodedGroup.resync`.
     """
-    above = Snapshots.of(transport)
+    above = Engine.of(transport, "resync needs")
     round_, data = above.fetch_state(timeout)
     if not round_:
         raise Desynchronized(

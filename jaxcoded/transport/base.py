@@ -42,9 +42,7 @@ class Carrier(abc.ABC):
 
 
 class Transport(Carrier):
-    """A transport carries the rounds of one group. Abilities of only some transports
-    are `jaxcoded.transport.capabilities.Capability`.
-    """
+    """A transport carries the rounds of one group."""
 
     name: ClassVar[str]
 

@@ -5,12 +5,13 @@ module opens it for a group, and makes its calls JAX primitives.
 """
 
 import atexit
+import contextlib
 import copy
 import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -22,14 +23,6 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport import devices, ending, engine_call, extension, registry
 from jaxcoded.transport.agreement import Unreadable, gathered, on_all, told
 from jaxcoded.transport.base import Transport
-from jaxcoded.transport.capabilities import (
-    Dealt,
-    HostRounds,
-    LosesRanks,
-    Reports,
-    SharedWork,
-    Snapshots,
-)
 from jaxcoded.transport.check import DEBUG, Check
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.following import follow
@@ -46,12 +39,20 @@ except ImportError as error:
 
 logger = logging.getLogger("jaxcoded")
 
+# A round with shared work: its number, the call's description, and the blocks that each
+# rank has computed, in order.
+Dealt = tuple[int, str, list[list[int]]]
+
 _DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
 _DTYPES = {
     np.dtype(name): 1 + i
     for i, name in enumerate(["float16", "bfloat16", "float32", "float64"])
 }
 _BYTES = 0
+_STATISTICS = (
+    *("history_bytes", "memory_bytes", "fetched_bytes"),
+    *("formed_bytes", "compared_rounds"),
+)
 # How much longer a rank waits for its children than these wait for theirs.
 _GIVE_UP_SECONDS = 0.5
 # Seconds after which the log names a child that calls nothing, without a deadline.
@@ -118,7 +119,7 @@ def _release(version: str) -> str:
     return " ".join(version.partition("\n")[0].partition(",")[0].split())
 
 
-class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
+class Engine(Transport):
     """The transport of one group. Collective. ``options`` are complete."""
 
     name = "engine"
@@ -257,69 +258,6 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         self._ask("abandon", ending.in_words(error))
         _abandoned.append(self)
 
-    def host_round(
-        self,
-        round: Round,
-        vectors: Sequence[np.ndarray],
-        results: Sequence[np.ndarray],
-        skip: bool = False,
-        erasures: np.ndarray | None = None,
-    ) -> None:
-        own = [_vector(v) for v in vectors]
-        outcome, text = self._ask(
-            "run",
-            round.fingerprint % 2**64,
-            round.signature,
-            round.up,
-            round.down,
-            bool(skip),
-            [] if erasures is None else np.asarray(erasures, bool).tolist(),
-            own,
-            [a if v is w else _vector(w) for a, v, w in zip(own, vectors, results)],
-            round.examples or (0.0, 0.0),
-        )
-        if outcome != _DONE:
-            raise _error(outcome, text)
-
-    def take_block(
-        self, words: str, *, first: bool, costs: Sequence[float] = ()
-    ) -> int | None:
-        number = fingerprint(words) % 2**64 if first else 0
-        said = (words, first, list(costs)) if first else ("", first, [])
-        return self._ask("take", number, *said)
-
-    def end_of_blocks(self) -> None:
-        outcome, text = self._ask("end_of_blocks")
-        if outcome != _DONE:
-            raise _error(outcome, text)
-
-    def record(self) -> Callable[[], Dealt | None]:
-        reports, members = self._ask("record"), self._members
-
-        def following() -> Dealt | None:
-            if (dealt := _engine.next_dealt(reports)) is None:
-                return None
-            number, call, division = dealt
-            of = dict(zip(members, division))
-            return number, call, [of.get(rank, []) for rank in range(self.plan.size)]
-
-        return following
-
-    def replay(self, rounds: Sequence[Dealt]) -> None:
-        members = self._members
-        self._ask(
-            "replay",
-            [
-                (number, call, [of[rank] for rank in members])
-                for number, call, of in rounds
-            ],
-        )
-
-    @property
-    def _members(self) -> list[int]:
-        """Return the ranks of the family that shares its work, in the ledger's order."""
-        return [self.rank, *self.plan.coded_children(self.rank)]
-
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
         out = np.empty_like(array)
         self.host_round(Round(self.index, words, up=False), [array], [out])
@@ -339,11 +277,160 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
         registry.add(other)
         return other
 
+    @classmethod
+    def of(cls, transport: Transport, needed: str) -> Self:
+        """Return the transport if it is an engine; otherwise raise a
+        NotImplementedError. ``needed``: which calls need one, as text.
+        """
+        if isinstance(transport, cls):
+            return transport
+        raise NotImplementedError(f'{needed} a group with transport="engine"')
+
+    def host_round(
+        self,
+        round: Round,
+        vectors: Sequence[np.ndarray],
+        results: Sequence[np.ndarray],
+        skip: bool = False,
+        erasures: np.ndarray | None = None,
+    ) -> None:
+        """Do a round on NumPy arrays, without XLA; write the ``results``."""
+        own = [_vector(v) for v in vectors]
+        outcome = self._ask(
+            "run",
+            round.fingerprint % 2**64,
+            round.signature,
+            round.up,
+            round.down,
+            bool(skip),
+            [] if erasures is None else np.asarray(erasures, bool).tolist(),
+            own,
+            [a if v is w else _vector(w) for a, v, w in zip(own, vectors, results)],
+            round.examples or (0.0, 0.0),
+        )
+        _check(*outcome)
+
+    # Shared work.
+
+    def take_block(
+        self, words: str, *, first: bool, costs: Sequence[float] = ()
+    ) -> int | None:
+        """Return the next block of a round whose vectors are summed in the next round;
+        ``None`` once all are computed: then call `end_of_blocks`. All ranks must agree
+        on ``words``. ``costs``: the cost of each block, > 0, about 1; none: all equal.
+        """
+        number = fingerprint(words) % 2**64 if first else 0
+        said = (words, first, list(costs)) if first else ("", first, [])
+        return self._ask("take", number, *said)
+
+    def end_of_blocks(self) -> None:
+        _check(*self._ask("end_of_blocks"))
+
+    def leave_blocks(self) -> None:
+        """Take no more blocks: others compute those of this rank."""
+        self._ask("leave_share")
+
+    def record(self) -> Callable[[], Dealt | None]:
+        """Return, on the root, a function that waits for the next round with shared
+        work, and returns which rank computed which blocks; ``None`` after the last.
+        """
+        reports, members = self._ask("record"), self._members
+
+        def following() -> Dealt | None:
+            if (dealt := _engine.next_dealt(reports)) is None:
+                return None
+            number, call, division = dealt
+            of = dict(zip(members, division))
+            return number, call, [of.get(rank, []) for rank in range(self.plan.size)]
+
+        return following
+
+    def replay(self, rounds: Sequence[Dealt]) -> None:
+        """On the root, divide work from now on as in these rounds; others are errors."""
+        members = self._members
+        divided = [(n, call, [of[rank] for rank in members]) for n, call, of in rounds]
+        self._ask("replay", divided)
+
+    @property
+    def _members(self) -> list[int]:
+        """Return the ranks of the family that shares its work, in the ledger's order."""
+        return [self.rank, *self.plan.coded_children(self.rank)]
+
+    # Telemetry.
+
+    def telemetry(self) -> dict[str, list[Any]]:
+        """Return the records of the latest rounds, by name."""
+        return self._ask("telemetry")
+
     def reports(self) -> Callable[[], tuple[Any, ...] | None]:
+        """Return a function that waits for the next round and returns its fields;
+        ``None`` after the last.
+        """
         reports = self._ask("reports")
         return lambda: _engine.next_report(reports)
 
+    def statistics(self) -> dict[str, Any]:
+        return {name: self._ask(name) for name in _STATISTICS}
+
+    def status(self) -> str:
+        """Return the state of this rank, to find the cause of a hang."""
+        return self._ask("status")
+
+    # Snapshots.
+
+    def keep_state(self, state: np.ndarray) -> None:
+        """Keep a copy of these bytes as this rank's snapshot."""
+        self._ask("keep_state", state.ctypes.data, state.nbytes)
+
+    def fetch_state(self, seconds: float) -> tuple[int, bytes]:
+        """Return the round of the newest snapshot of the nearest ancestor, 0 if none,
+        and its bytes.
+        """
+        round_ = self._ask("fetch_state", seconds)
+        return round_, self._ask("state") if round_ else b""
+
+    def resume(self) -> None:
+        """Continue at the round of the fetched snapshot."""
+        self._ask("resume")
+
+    # Ranks that die or join.
+
+    def departed(self) -> dict[int, str]:
+        """Return the ranks below this one that make no more calls, each with the error
+        that ended its program, or an empty text.
+        """
+        return dict(self._ask("departed"))
+
+    def drained(self, seconds: float) -> bool:
+        """Return whether this rank's rounds are over within ``seconds``."""
+        return self._ask("drained", seconds)
+
+    def rounds_of_all(self) -> int:
+        """Return how many rounds of this rank are over, before any that failed on it
+        alone, without the root.
+        """
+        return self._ask("rounds_of_all")
+
+    def decided(self) -> int:
+        """Return the latest round that is over, as far as this rank knows."""
+        return self._ask("decided")
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """In this block ask the ranks above which rounds are decided, even if this rank
+        calls nothing and its parent is silent.
+        """
+        self._ask("watch", True)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(errors.GroupClosed):  # it may be closed by now
+                self._ask("watch", False)
+
     def agreed(self, mine: bool) -> bool:
+        """Return whether ``mine`` holds on all ranks and all of them live; the same on
+        all. Collective.
+        """
         # MPI numbers agreements in a communicator together with the communicators made
         # from it. So this uses the engine's communicator, from which none is made.
         try:
@@ -353,9 +440,13 @@ class Engine(Transport, HostRounds, SharedWork, Reports, Snapshots, LosesRanks):
                 raise
             return False
 
-    def status(self) -> str:
-        """Return the state of this rank, to find the cause of a hang."""
-        return self._ask("status")
+    def expect_state(self) -> None:
+        """Make sums an error on this rank until a broadcast has come."""
+        self._ask("expect_state")
+
+    def alike(self) -> bool:
+        """Return whether no state is expected, or it has come."""
+        return self._ask("alike")
 
     def _ask(self, name: str, *args: Any) -> Any:
         try:
@@ -512,6 +603,12 @@ def _vector(array: np.ndarray) -> tuple[int, int, int]:
     code = _DTYPES.get(array.dtype, _BYTES)
     address = array.__array_interface__["data"][0]  # faster than `array.ctypes`
     return code, array.size if code else array.nbytes, address
+
+
+def _check(outcome: int, text: str) -> None:
+    """Raise the error of a round that has failed."""
+    if outcome != _DONE:
+        raise _error(outcome, text)
 
 
 def _error(outcome: int, text: str) -> Exception:

@@ -19,7 +19,6 @@ from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.session import Session
 from jaxcoded.plan import Plan, Strategy
 from jaxcoded.transport.agreement import plain
-from jaxcoded.transport.capabilities import LosesRanks
 from jaxcoded.transport.options import Options
 
 _GOES_ON = "; this group continues unchanged"
@@ -57,7 +56,7 @@ class Extending(Change):
         self._ranks, self._rounds, self._strategy = ranks, rounds, strategy
         self._options = old.wanted if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
-        self._agreed = LosesRanks.of(old.transport).agreed
+        self._agreed = old.engine.agreed
         self._old_ranks = OldRanks(old.comm, old.hosts, old.plan.root, self._agreed)
         self._invitation: Invitation | None = None
         self._copying: Future[MPI.Intracomm | None] | None = None

@@ -14,7 +14,7 @@ from jaxcoded.group.session import Session
 from jaxcoded.plan import Strategy
 from jaxcoded.plan.strategy import check_strategy
 from jaxcoded.transport import engine, primitive
-from jaxcoded.transport.capabilities import LosesRanks
+from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.options import Options
 
 
@@ -99,7 +99,7 @@ class Membership:
 
     def _is_to_change(
         self,
-        transport: LosesRanks,
+        transport: Engine,
         rounds: int,
         timeout: float,
         put_out: bool = False,
@@ -127,12 +127,12 @@ class Membership:
         return extending.session(rounds)
 
     @contextlib.contextmanager
-    def _changing(self, call: str) -> Iterator[LosesRanks]:
+    def _changing(self, call: str) -> Iterator[Engine]:
         """In this block only this thread changes the ranks of the group. A ValueError
         if they cannot change, and a CodedError if another thread does so.
         """
         transport = self.session.transport
-        if not (isinstance(transport, LosesRanks) and engine.fault_tolerant()):
+        if not (isinstance(transport, Engine) and engine.fault_tolerant()):
             raise ValueError(
                 f"{call} needs the engine, and an MPI that survives the death of a rank: start the job "
                 "with jaxcoded run --ft, which needs Open MPI 5"
