@@ -55,10 +55,7 @@ def seen(plan=PLAN, **changes):
         "link_bytes": [6000, 6000, 4000],
         "link_seconds": [6e-6, 6e-6, 4e-6],
     }
-    loads = np.array([float(plan.load_of(rank)) for rank in range(plan.size)])
-    return Telemetry.of(
-        0, plan.to_json(), np.array(plan.parents), loads, columns | changes
-    )
+    return Telemetry.of(0, plan, columns | changes)
 
 
 def missing(first, **changes):

@@ -42,13 +42,8 @@ def seen(**changes):
         "link_bytes": [4_000_000, 1000],
         "link_seconds": [0.002, 0.0],
     }
-    return Telemetry.of(
-        0,
-        jaxcoded.make_plan(4, jaxcoded.Coded()).to_json(),
-        np.array([-1, 0, 0, 0]),
-        np.array([0, 0.5, 0.5, 0.5]),
-        columns | changes,
-    )
+    plan = jaxcoded.make_plan(4, jaxcoded.Coded())
+    return Telemetry.of(0, plan, columns | changes)
 
 
 def test_lateness():

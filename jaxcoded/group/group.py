@@ -500,14 +500,8 @@ class CodedGroup:
                 the slowest.
         """
         check_open(self)
-        plan = self.plan
-        return Telemetry.of(
-            self.rank,
-            plan.to_json(),
-            np.array(plan.parents),
-            np.array([float(plan.load_of(rank)) for rank in range(plan.size)]),
-            Engine.of(self._session.transport, "telemetry needs").telemetry(),
-        )
+        transport = Engine.of(self._session.transport, "telemetry needs")
+        return Telemetry.of(self.rank, self.plan, transport.telemetry())
 
     def statistics(self) -> dict[str, int]:
         """Return the engine's counts on this rank since the group was made; empty with the mpi4jax transport.

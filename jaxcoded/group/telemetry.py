@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
 
 import numpy as np
 
@@ -106,46 +106,39 @@ class Telemetry:
         ([1], [False], [1.0])
     """
 
+    # dtypes and axes; K: kinds of blocks
     rank: int
     plan: str
-    parents: np.ndarray
-    loads: np.ndarray
-    rounds: np.ndarray
-    work: np.ndarray
-    started: np.ndarray
-    decided: np.ndarray
-    ended: np.ndarray
-    decided_by: np.ndarray
-    failed: np.ndarray
-    payload: np.ndarray
-    skipped: np.ndarray
-    approximate: np.ndarray
-    shared: np.ndarray
-    loop: np.ndarray
-    busy: np.ndarray
-    blocks: np.ndarray
-    computed: np.ndarray
-    children: np.ndarray
-    arrived: np.ndarray
-    used: np.ndarray
-    peers: np.ndarray
-    link_bytes: np.ndarray
-    link_seconds: np.ndarray
-    step_times: np.ndarray
-    silent: np.ndarray
+    parents: Annotated[np.ndarray, np.int64, "N"]
+    loads: Annotated[np.ndarray, np.float64, "N"]
+    rounds: Annotated[np.ndarray, np.int64, "R"]
+    work: Annotated[np.ndarray, np.float64, "R"]
+    started: Annotated[np.ndarray, np.float64, "R"]
+    decided: Annotated[np.ndarray, np.float64, "R"]
+    ended: Annotated[np.ndarray, np.float64, "R"]
+    decided_by: Annotated[np.ndarray, np.int64, "R"]
+    failed: Annotated[np.ndarray, np.bool_, "R"]
+    payload: Annotated[np.ndarray, np.int64, "R"]
+    skipped: Annotated[np.ndarray, np.bool_, "R"]
+    approximate: Annotated[np.ndarray, np.bool_, "R"]
+    shared: Annotated[np.ndarray, np.bool_, "R"]
+    loop: Annotated[np.ndarray, np.bool_, "R"]
+    busy: Annotated[np.ndarray, np.float64, "R"]
+    blocks: Annotated[np.ndarray, np.int64, "R"]
+    computed: Annotated[np.ndarray, np.int64, "RNK"]
+    children: Annotated[np.ndarray, np.int64, "C"]
+    arrived: Annotated[np.ndarray, np.float64, "RC"]
+    used: Annotated[np.ndarray, np.bool_, "RC"]
+    peers: Annotated[np.ndarray, np.int64, "L"]
+    link_bytes: Annotated[np.ndarray, np.int64, "L"]
+    link_seconds: Annotated[np.ndarray, np.float64, "L"]
+    step_times: Annotated[np.ndarray, np.float64, "N"]
+    silent: Annotated[np.ndarray, np.float64, "N"]
 
     @classmethod
-    def of(
-        cls,
-        rank: int,
-        plan: str,
-        parents: np.ndarray,
-        loads: np.ndarray,
-        columns: dict[str, list[Any]],
-    ) -> Self:
+    def of(cls, rank: int, plan: Plan, columns: dict[str, list[Any]]) -> Self:
         """Return the telemetry from the engine's records."""
-
-        rounds, ranks = len(columns["outcome"]), len(parents)
+        rounds, ranks = len(columns["outcome"]), plan.size
         lengths = {
             "R": rounds,
             "C": len(columns["children"]),
@@ -166,14 +159,14 @@ class Telemetry:
         }
         arrays: dict[str, Any] = {
             name: np.array(seen[name], dtype).reshape([lengths[it] for it in axes])
-            for name, (dtype, axes) in telemetry_file.ARRAYS.items()
+            for name, (dtype, axes) in _ARRAYS.items()
             if lengths.keys() >= set(axes)
         }
         return cls(
             rank=rank,
-            plan=plan,
-            parents=np.array(parents, np.int64),
-            loads=np.array(loads, np.float64),
+            plan=plan.to_json(),
+            parents=np.array(plan.parents, np.int64),
+            loads=np.array([float(plan.load_of(each)) for each in range(ranks)]),
             computed=computed,
             step_times=step_times,
             silent=silent,
@@ -380,7 +373,14 @@ class Telemetry:
             ValueError: the file is something else, or inconsistent.
             OSError: it cannot be read.
         """
-        return cls(**telemetry_file.read(path))
+        return cls(**telemetry_file.read(path, _ARRAYS))
+
+
+_ARRAYS: dict[str, tuple[type, str]] = {
+    field.name: field.type.__metadata__
+    for field in dataclasses.fields(Telemetry)
+    if hasattr(field.type, "__metadata__")
+}
 
 
 def report(

@@ -3,6 +3,7 @@
 import io
 import os
 import zipfile
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,51 +11,25 @@ import numpy as np
 from jaxcoded._files import array, contents
 from jaxcoded.plan import Plan
 
-# The dtype and the axes of each array: rounds R, children C, ranks N, ranks L from
-# which this one has received data, kinds K of blocks. See `Telemetry`.
-ARRAYS: dict[str, tuple[type, str]] = {
-    "parents": (np.int64, "N"),
-    "loads": (np.float64, "N"),
-    "rounds": (np.int64, "R"),
-    "work": (np.float64, "R"),
-    "started": (np.float64, "R"),
-    "decided": (np.float64, "R"),
-    "ended": (np.float64, "R"),
-    "decided_by": (np.int64, "R"),
-    "failed": (np.bool_, "R"),
-    "payload": (np.int64, "R"),
-    "skipped": (np.bool_, "R"),
-    "approximate": (np.bool_, "R"),
-    "shared": (np.bool_, "R"),
-    "loop": (np.bool_, "R"),
-    "busy": (np.float64, "R"),
-    "blocks": (np.int64, "R"),
-    "computed": (np.int64, "RNK"),
-    "children": (np.int64, "C"),
-    "arrived": (np.float64, "RC"),
-    "used": (np.bool_, "RC"),
-    "peers": (np.int64, "L"),
-    "link_bytes": (np.int64, "L"),
-    "link_seconds": (np.float64, "L"),
-    "step_times": (np.float64, "N"),
-    "silent": (np.float64, "N"),
-}
 _LONGEST = 1e15  # seconds
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read(
+    path: str | os.PathLike[str], arrays: Mapping[str, tuple[type, str]]
+) -> dict[str, Any]:
     """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote; a
-    ValueError if it is something else, or inconsistent.
+    ValueError if it is something else, or inconsistent. ``arrays``: the dtype and the
+    axes of each array.
 
     This unpickles nothing, and takes no more memory than the length of the file."""
     values = _arrays(contents(path))
-    if values.keys() != {"rank", "plan", *ARRAYS}:
+    if values.keys() != {"rank", "plan", *arrays}:
         raise ValueError(
             f"{path} was not written by Telemetry.save, or is damaged or of another "
             "version of jaxcoded"
         )
     try:
-        return _checked(values)
+        return _checked(values, arrays)
     except ValueError as error:
         raise ValueError(f"{path} is no telemetry of a rank: {error}") from None
 
@@ -76,13 +51,15 @@ def _arrays(data: bytes) -> dict[str, np.ndarray]:
         return {}
 
 
-def _checked(values: dict[str, np.ndarray]) -> dict[str, Any]:
+def _checked(
+    values: dict[str, np.ndarray], arrays: Mapping[str, tuple[type, str]]
+) -> dict[str, Any]:
     rank, plan = values["rank"], values["plan"]
     if rank.shape or rank.dtype.kind != "i" or plan.shape or plan.dtype.kind != "U":
         raise ValueError("rank must be an integer, and plan a text")
     made = Plan.from_json(str(plan))
     axes: dict[str, int] = {"N": made.size, "K": 3}
-    for name, (dtype, letters) in ARRAYS.items():
+    for name, (dtype, letters) in arrays.items():
         its = values[name]
         known = its.dtype == dtype and its.ndim == len(letters)
         lengths = dict(zip(letters, its.shape))
