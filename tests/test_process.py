@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxcoded.group.process import Process, _started
+from jaxcoded.group.process import BEGAN, Process, stat
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
@@ -21,7 +21,7 @@ def child():
 
 
 def of(child):
-    return Process.own()._replace(pid=child.pid, started=_started(child.pid))
+    return Process.own()._replace(pid=child.pid, started=int(stat(child.pid)[BEGAN]))
 
 
 def test_a_stopped_process_is_killed(child):

@@ -9,6 +9,8 @@ from typing import NamedTuple, Self
 
 from mpi4py import MPI
 
+STATE, PARENT, BEGAN = 0, 1, 19  # fields of `stat`
+
 
 class Process(NamedTuple):
     """A process, distinguished from later ones with the same number."""
@@ -25,7 +27,7 @@ class Process(NamedTuple):
         try:
             boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             numbers = f"{boot} {os.readlink('/proc/self/ns/pid')}"
-            started = _started(pid)
+            started = int(stat(pid)[BEGAN])
         except OSError:
             numbers, started = "", -1
         return cls(MPI.Get_processor_name(), numbers, pid, started)
@@ -42,7 +44,7 @@ class Process(NamedTuple):
             # while this is open, the kernel does not confuse it with a later process
             handle = os.pidfd_open(self.pid)
             try:
-                if _started(self.pid) != self.started:
+                if int(stat(self.pid)[BEGAN]) != self.started:
                     return errno.ESRCH
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
@@ -69,6 +71,9 @@ class Process(NamedTuple):
         return f"process {self.pid} on {self.host}"
 
 
-def _started(pid: int) -> int:
-    stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[19])  # see proc(5)
+def stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, see proc(5); an OSError if it
+    is gone.
+    """
+    text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    return text.rpartition(")")[2].split()

@@ -117,7 +117,7 @@ def test_a_job_of_slurm(tasks, names):
 
     def scontrol(command, text=False, errors="strict", **_):
         words = names.decode(errors=errors) if text else names
-        return types.SimpleNamespace(stdout=words)
+        return types.SimpleNamespace(returncode=0, stdout=words)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "run", scontrol)

@@ -10,14 +10,12 @@ from mpi4py import MPI
 from jaxcoded import _parse
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.joining import LONGEST
-from jaxcoded.group.process import Process
+from jaxcoded.group.process import BEGAN, PARENT, STATE, Process, stat
 
 MARK = "JAXCODED_JOINS"  # environment variable of such a process: TOKEN:SECONDS
 # the words before the command of a rank, one per line (`jaxcoded.tools.launch.rank`)
 _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two looks
-# fields of /proc/PID/stat, after the name
-_STATE, _PARENT, _BEGAN = 0, 1, 19
 _has_tried = False  # whether it has tried to join
 
 
@@ -126,25 +124,19 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
     # the token may come from another rank; no process has one that is invalid UTF-8
     begins = f"{MARK}={token}:".encode(errors="replace")
     for place in pathlib.Path("/proc").glob("[0-9]*"):
+        pid = int(place.name)
         try:
             variables = (place / "environ").read_bytes().split(b"\0")
+            if any(it.startswith(begins) for it in variables):
+                fields = stat(pid)
+                yield Process("", "", pid, int(fields[BEGAN])), int(fields[PARENT])
         except OSError:  # another user's, or it is gone
             continue
-        if any(it.startswith(begins) for it in variables) and (stat := _stat(place)):
-            process = Process("", "", int(place.name), int(stat[_BEGAN]))
-            yield process, int(stat[_PARENT])
 
 
 def _lives(process: Process) -> bool:
-    stat = _stat(pathlib.Path(f"/proc/{process.pid}"))
-    return (
-        bool(stat) and stat[_STATE] not in "ZX" and int(stat[_BEGAN]) == process.started
-    )
-
-
-def _stat(place: pathlib.Path) -> list[str]:
-    """Return the fields of proc(5); nothing if the process is gone."""
     try:
-        return (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = stat(process.pid)
     except OSError:
-        return []
+        return False
+    return fields[STATE] not in "ZX" and int(fields[BEGAN]) == process.started

@@ -15,7 +15,6 @@ from jaxcoded.tools.doctor.findings import BAD, GOOD, NOTE, Finding
 from jaxcoded.tools.launch import launcher
 
 _GIBIBYTE = 1 << 30
-_SECONDS = 60.0  # most seconds of a command
 _SHARED = pathlib.Path("/dev/shm")
 _ENOUGH_SHARED = _GIBIBYTE // 4
 _CONTROL = pathlib.Path("/sys/fs/cgroup")
@@ -137,19 +136,10 @@ def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
 def _said(*command: str) -> str:
     """Return a command's output; empty if it fails."""
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=True,
-        )
+        done = launcher.asked(*command)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
+    return "" if done.returncode else done.stdout + done.stderr
 
 
 def _threads(ranks: int) -> Finding:

