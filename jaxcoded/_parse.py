@@ -40,9 +40,7 @@ def parsed(
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     if name not in names:
-        close = _close(name, (*besides, *names))
-        meant = f": did you mean {' or '.join(map(repr, close))}?" if close else ""
-        raise ValueError(f"{wanted}; got {text!r}{meant}")
+        raise ValueError(f"{wanted}; got {text!r}{_meant(name, (*besides, *names))}")
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         raise ValueError(
             f"{what}={text!r}: arguments need their names, as in {name}(name=value)"
@@ -73,11 +71,10 @@ def check_arguments(
     name = text.partition("(")[0].strip()
     parameters = inspect.signature(function).parameters
     if unknown := sorted(set(given) - parameters.keys()):
-        close = _close(unknown[0], parameters)
-        meant = f": did you mean {' or '.join(map(repr, close))}?" if close else ";"
+        meant = _meant(unknown[0], parameters)
         raise ValueError(
-            f"{what}={text!r}: {name} has no argument {unknown[0]!r}{meant} "
-            f"{'It' if close else 'it'} has {', '.join(parameters) or 'none'}"
+            f"{what}={text!r}: {name} has no argument {unknown[0]!r}{meant or ';'} "
+            f"{'It' if meant else 'it'} has {', '.join(parameters) or 'none'}"
         )
     for each, its in parameters.items():
         if its.default is its.empty and each not in {*given, *besides}:
@@ -86,10 +83,11 @@ def check_arguments(
             )
 
 
-def _close(name: str, names: Collection[str]) -> list[str]:
-    """Return similar names."""
+def _meant(name: str, names: Collection[str]) -> str:
+    """Return a question for similar names; empty if there are none."""
     begun = [each for each in names if len(name) > 2 and each.startswith(name)]
-    return begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
+    close = begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
+    return f": did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def check_text(what: str, text: Any) -> None:

@@ -22,14 +22,6 @@ class GroupClosed(CodedError):
     """A collective was called on a group after `CodedGroup.close`."""
 
 
-def use_after_close(index: int) -> GroupClosed:
-    """The error for a call on the group with this index."""
-    return GroupClosed(
-        f"use after close: group {index} was closed; make a new CodedGroup, and "
-        "compile with it what used the old one"
-    )
-
-
 class GroupMismatch(CodedError):
     """Ranks called different things in the same round, or made a group with different
     arguments. With the engine it is raised in that round, or in the next one if that

@@ -14,14 +14,9 @@ _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 def note(pytree: Any, group: int) -> None:
     """Note that these leaves are reduced over the group with this index."""
     for leaf in jax.tree.leaves(pytree):
-        _known[id(leaf)] = (
-            weakref.ref(leaf, functools.partial(_forget, id(leaf))),
-            group,
-        )
-
-
-def _forget(key: int, _: Any) -> None:
-    _known.pop(key, None)
+        # its argument, the dead reference, is the default of `pop`
+        forget = functools.partial(_known.pop, id(leaf))
+        _known[id(leaf)] = weakref.ref(leaf, forget), group
 
 
 def check(pytree: Any, group: int) -> None:

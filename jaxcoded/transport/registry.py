@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from jaxcoded.errors import use_after_close
+from jaxcoded.errors import GroupClosed
 
 if TYPE_CHECKING:
     from jaxcoded.transport.base import Carrier
@@ -24,9 +24,9 @@ def add(carrier: Carrier) -> None:
     _open[carrier.index] = carrier
 
 
-def remove(index: int) -> Carrier | None:
-    """Remove a group, which is closed from now on; ``None`` if it was closed before."""
-    return _open.pop(index, None)
+def remove(index: int) -> None:
+    """Remove a group, which is closed from now on."""
+    _open.pop(index, None)
 
 
 def is_open(index: int) -> bool:
@@ -38,7 +38,10 @@ def find(index: int) -> Carrier:
     try:
         return _open[index]
     except KeyError:
-        raise use_after_close(index) from None
+        raise GroupClosed(
+            f"use after close: group {index} was closed; make a new CodedGroup, and "
+            "compile with it what used the old one"
+        ) from None
 
 
 def carriers() -> list[Carrier]:

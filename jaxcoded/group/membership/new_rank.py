@@ -35,7 +35,7 @@ class NewRank:
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
         self._line = Channel(tolerant(parent), TAG_NEW, (Invites,), who=lambda _: _WHO)
-        self._seconds = seconds
+        self.seconds = seconds
 
     def invited(self) -> tuple[MPI.Intracomm, Invitation]:
         """Connect with the old ranks; return the communicator of all, and the
@@ -49,22 +49,17 @@ class NewRank:
         if why:
             raise CodedError(f"this process cannot join: {why}")
         engine.join()
-        until = time.monotonic() + self._seconds + LATER
+        until = time.monotonic() + self.seconds + LATER
         try:
             said = self._heard(lambda: self._line.heard(0), until)
             _own_process.command = said.command
-            until = time.monotonic() + opening_seconds(self._seconds)
+            until = time.monotonic() + opening_seconds(self.seconds)
             world = tolerant(MPI.COMM_WORLD)
             arguments = self._parent, until, lambda: None
             return joining.joined(world, 0, *arguments, first=False), said.invitation
         except BaseException as error:
             self.ready(error)
             raise
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds for which the group's ranks wait for this one."""
-        return self._seconds
 
     def ready(self, failure: BaseException | None) -> None:
         """Tell the starter that this rank has made the group, or why not."""
@@ -88,7 +83,7 @@ class NewRank:
                 raise Gone
             return None
 
-        until = time.monotonic() + 2 * opening_seconds(self._seconds) + LATER
+        until = time.monotonic() + 2 * opening_seconds(self.seconds) + LATER
         self._heard(told, until)
 
     @staticmethod
