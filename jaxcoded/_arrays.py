@@ -1,5 +1,3 @@
-"""View arrays of other libraries as NumPy arrays."""
-
 from typing import Any
 
 import numpy as np

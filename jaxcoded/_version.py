@@ -1,5 +1,3 @@
-"""The version of the installed package."""
-
 import importlib.metadata
 
 try:

@@ -1,5 +1,3 @@
-"""The coded sum of a function of examples, computed by every rank that holds them."""
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The sum of a function over the examples of the global batch, differentiable by JAX."""
-
 import functools
 from collections.abc import Callable
 from typing import Any

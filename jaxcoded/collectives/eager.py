@@ -1,5 +1,3 @@
-"""Compile and cache calls outside `jit`."""
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -1,7 +1,3 @@
-"""The sum of a function over the examples of a batch, in one round, by the group's
-strategy.
-"""
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

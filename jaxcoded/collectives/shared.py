@@ -1,5 +1,3 @@
-"""The sum of a function over blocks of the batch, which the engine assigns to ranks."""
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any

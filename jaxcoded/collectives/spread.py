@@ -1,5 +1,3 @@
-"""Spread values that are equal on all ranks to each rank's contribution to a sum."""
-
 from collections.abc import Sequence
 from typing import Any
 

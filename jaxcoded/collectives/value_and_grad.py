@@ -1,5 +1,3 @@
-"""The gradient of a loss over the global batch, coded and reduced."""
-
 import functools
 from collections.abc import Callable
 from typing import Any

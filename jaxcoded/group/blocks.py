@@ -1,5 +1,3 @@
-"""Blocks of the batch for programs that compute them one after the other."""
-
 import dataclasses
 import zlib
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""A group: a plan on a communicator."""
-
 import copy
 import functools
 import warnings

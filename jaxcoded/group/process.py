@@ -1,5 +1,3 @@
-"""The process of a rank, which others can kill."""
-
 import errno
 import os
 import pathlib

@@ -1,7 +1,3 @@
-"""The ledger of a run in a file: which rank computed which blocks of each round, in
-which order.
-"""
-
 import itertools
 import json
 import logging

@@ -1,7 +1,3 @@
-"""The session of a group: its communicator, and its ranks' agreement on plan, transport
-and options.
-"""
-
 import copy
 import dataclasses
 import time

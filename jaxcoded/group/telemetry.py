@@ -1,7 +1,3 @@
-"""The telemetry of a rank: which ranks were in time in each round, and how long each
-step took.
-"""
-
 import dataclasses
 import logging
 import os

@@ -1,5 +1,3 @@
-"""The coding weights of a rank, with the batch and plan to which they belong."""
-
 import dataclasses
 import functools
 import operator

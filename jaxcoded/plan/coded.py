@@ -1,7 +1,3 @@
-"""Coded trees: ranks hold the batch redundantly, so that parents need not wait for all
-children.
-"""
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from fractions import Fraction

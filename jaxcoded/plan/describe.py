@@ -1,5 +1,3 @@
-"""Describe a plan of coded trees as text."""
-
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any

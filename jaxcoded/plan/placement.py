@@ -1,5 +1,3 @@
-"""Which ranks hold the data of which blocks of the batch."""
-
 import dataclasses
 import functools
 

@@ -1,5 +1,3 @@
-"""A plan: a tree, one gradient code per parent, and the work of every rank."""
-
 import dataclasses
 import functools
 import hashlib

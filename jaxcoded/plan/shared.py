@@ -1,5 +1,3 @@
-"""Shared work: ranks that are done compute blocks of late ranks."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""Strategies: how the work of a step is divided over ranks."""
-
 from __future__ import annotations
 
 import abc

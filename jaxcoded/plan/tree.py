@@ -1,5 +1,3 @@
-"""Rooted trees over the ranks of a job."""
-
 import dataclasses
 import functools
 from collections.abc import Sequence

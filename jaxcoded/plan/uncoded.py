@@ -1,5 +1,3 @@
-"""No code: every rank computes its part, and the sum waits for all."""
-
 import dataclasses
 from fractions import Fraction
 

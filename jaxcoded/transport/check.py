@@ -1,5 +1,3 @@
-"""The comparison of children's messages, and the action if they differ."""
-
 import dataclasses
 import os
 from typing import Any

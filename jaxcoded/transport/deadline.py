@@ -1,5 +1,3 @@
-"""The time that a parent waits for its children, and the action after it."""
-
 import dataclasses
 import math
 import re

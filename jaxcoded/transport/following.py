@@ -1,5 +1,3 @@
-"""Report the engine's events to Python in separate threads."""
-
 import atexit
 import threading
 import time

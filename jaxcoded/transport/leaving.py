@@ -1,5 +1,3 @@
-"""A rank leaves in order before its machine is reclaimed, such as a spot instance."""
-
 import contextlib
 import logging
 import os

@@ -1,5 +1,3 @@
-"""How a group makes its rounds. The sums do not depend on these options."""
-
 import dataclasses
 import functools
 import os

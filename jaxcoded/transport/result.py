@@ -1,5 +1,3 @@
-"""A result with the additional values that a call requested."""
-
 from typing import Any, NamedTuple
 
 import jax

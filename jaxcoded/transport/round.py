@@ -1,5 +1,3 @@
-"""The description of a round, as known when a program is compiled, and its operands."""
-
 import dataclasses
 import functools
 import hashlib

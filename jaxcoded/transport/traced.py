@@ -1,5 +1,3 @@
-"""Rounds that are traced Python: programs of JAX, such as mpi4jax's operations."""
-
 import abc
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,3 @@
-"""The change of a group to a new one with other ranks, while it is being made."""
-
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,5 +1,3 @@
-"""Extend a group by ranks that join, on the existing ranks."""
-
 import dataclasses
 import functools
 import time

@@ -1,5 +1,3 @@
-"""The ranks of a group, and the groups that replace it."""
-
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence

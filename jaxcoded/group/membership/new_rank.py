@@ -1,5 +1,3 @@
-"""A process that was started to join a group."""
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,5 +1,3 @@
-"""The old ranks of a group that others join."""
-
 import dataclasses
 import secrets
 import time

@@ -1,5 +1,3 @@
-"""A call that may never return."""
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -1,5 +1,3 @@
-"""Make a group without its dead ranks, on the live ones."""
-
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -1,5 +1,3 @@
-"""Agreement of the living ranks on which ranks are left of a group, with a fault-tolerant MPI (ULFM)."""
-
 import dataclasses
 import errno
 import functools

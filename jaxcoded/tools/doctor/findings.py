@@ -1,5 +1,3 @@
-"""Findings of doctor: the subject, the finding, and the remedy."""
-
 import dataclasses
 from collections.abc import Sequence
 

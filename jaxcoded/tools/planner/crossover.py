@@ -1,5 +1,3 @@
-"""Find the shortest sum that sections make faster."""
-
 import dataclasses
 
 from jaxcoded.tools.simulator import Layout, Network, simulate

@@ -1,5 +1,3 @@
-"""Gradient coding with the rule of waiting of sequential gradient coding."""
-
 import dataclasses
 from collections.abc import Iterable
 

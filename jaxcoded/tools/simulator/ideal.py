@@ -1,5 +1,3 @@
-"""Compute the least time of steps, however the work is divided."""
-
 import itertools
 
 import numpy as np

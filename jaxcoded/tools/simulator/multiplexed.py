@@ -1,5 +1,3 @@
-"""M-SGC: part of each job repeated if late, part of it coded, over several rounds."""
-
 import dataclasses
 from collections.abc import Iterable
 

@@ -1,5 +1,3 @@
-"""The costs of links and memory."""
-
 import dataclasses
 import math
 

@@ -1,5 +1,3 @@
-"""The ring all-reduce, for comparison."""
-
 import dataclasses
 
 import numpy as np

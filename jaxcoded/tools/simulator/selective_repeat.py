@@ -1,5 +1,3 @@
-"""SR-SGC: gradient coding that repeats what too many workers left undone."""
-
 import dataclasses
 import math
 from collections.abc import Iterable

@@ -1,5 +1,3 @@
-"""Show what one rank has written, as a terminal would."""
-
 import codecs
 import re
 

@@ -1,5 +1,3 @@
-"""Show progress on a terminal."""
-
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
