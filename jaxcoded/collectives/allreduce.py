@@ -237,7 +237,7 @@ def summed(
             x, group, count, name=name, divisor=divisor, **asked
         )
     out, token = run(round, operands)
-    total, residual = results(out, round, packing, None)
+    total, residual = results(out, round, packing)
     if not isinstance(like, Encoded):
         total = floats.restored(total, like)
     return Result(
@@ -359,7 +359,7 @@ def sum_round(
 
 
 def results(
-    out: Sequence[jax.Array], round: Round, packing: Packing, divisor: Any
+    out: Sequence[jax.Array], round: Round, packing: Packing
 ) -> tuple[Any, jax.Array | None]:
     """Return the sum as a pytree, and its residual if requested. The count of examples
     comes first, if any: the engine has checked it, and without the engine a wrong count
@@ -373,7 +373,7 @@ def results(
         total = jax.tree.map(
             lambda leaf: jnp.where(right, leaf, jnp.asarray(jnp.nan, leaf.dtype)), total
         )
-    return total if divisor is None else divided(total, divisor), found
+    return total, found
 
 
 def _probe(

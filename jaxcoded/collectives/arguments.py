@@ -12,6 +12,7 @@ from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import tokens
 from jaxcoded.transport.leaves import array, named
+from jaxcoded.transport.primitive import placed
 from jaxcoded.transport.round import Operands
 
 
@@ -36,17 +37,14 @@ def checked_operands(
                 f"{name} is one for all devices, but differs between those of this shard_map "
                 "as far as JAX knows: hand it in with the in_specs P()"
             )
-    devices = group._session.transport.devices(token)
-    operands = Operands(
-        place=None if devices is None else devices.place(),
-        token=None if token is None else tokens.checked(token),
+    if erasures is not None:
+        erasures = jnp.asarray(checked_erasures(erasures, group.size))
+    return placed(
+        group._session.transport,
+        None if token is None else tokens.checked(token),
         skip=None if skip is None else _checked_skip(skip, group),
-        erasures=None
-        if erasures is None
-        else jnp.asarray(checked_erasures(erasures, group.size)),
+        erasures=erasures,
     )
-    leading = operands.leading(takes_tokens=group._session.transport.takes_tokens)
-    return operands, {"devices": devices, "leading": leading}
 
 
 def divided_by(divisor: Any) -> str:

@@ -31,20 +31,10 @@ def summed(
     token: jax.Array | None,
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """Return the coded sum of ``compute`` over the batch, in one round.
+    """Return the coded sum of ``compute`` over the batch, see `over_batch.summed`.
 
-    Args:
-        compute: a function of examples, their weights, and whether this rank is behind,
-            which returns its sum and auxiliary data.
-        batch: pytree of this rank's examples.
-        weights: the weights of these examples.
-        group: the group that sums.
-        key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
-        name, erasures, token, asked: see `prepared`.
-
-    Returns:
-        The sum, the same on every rank; the auxiliary data; the counted numbers, and
-        their `Count`.
+    ``compute`` is a function of examples, their weights, and whether this rank is
+    behind, which returns its sum and auxiliary data.
     """
     plan, transport = group.plan, group._session.transport
     with group._session.failing(name):
@@ -92,7 +82,7 @@ def summed(
             **asked,
         )
     out, token = run(round, operands)
-    return Result(*results(out, round, packing, None), token), aux, out[0], counts
+    return Result(*results(out, round, packing), token), aux, out[0], counts
 
 
 def _encoded(

@@ -15,14 +15,14 @@ from jaxcoded.collectives.allreduce import prepared, results
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport import tokens
-from jaxcoded.transport.kernels import Encoded
+from jaxcoded.transport.kernels import Encoded, divided
 from jaxcoded.transport.leaves import named, summand
 from jaxcoded.transport.packing import Packing
+from jaxcoded.transport.primitive import placed, run
 from jaxcoded.transport.primitive import results as results_of
-from jaxcoded.transport.primitive import run
 from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
-from jaxcoded.transport.round import Operands, Round
+from jaxcoded.transport.round import Round
 
 
 @functools.partial(
@@ -225,20 +225,18 @@ def coded_allreduce_done(
     ):
         out: Sequence[jax.Array] = flight
         if transport.most_started:
-            devices = transport.devices(token)
-            place = None if devices is None else devices.place()
-            operands = Operands((flight[0], *before), place=place, token=token)
-            leading = operands.leading(takes_tokens=True)
-            out, token = run(
-                dataclasses.replace(end, devices=devices, leading=leading), operands
-            )
-        total, residual = results(out, end, packing, handle.divisor)
+            operands, fields = placed(transport, token)
+            operands = operands._replace(vectors=(flight[0], *before))
+            out, token = run(dataclasses.replace(end, **fields), operands)
+        total, residual = results(out, end, packing)
         sums.append(total)
         residuals += [] if residual is None else [residual]
     total = sums[0]
     if handle.structure is not None:
         leaves = [leaf for bucket in reversed(sums) for leaf in bucket]
         total = jax.tree.unflatten(handle.structure, leaves)
+    if handle.divisor is not None:
+        total = divided(total, handle.divisor)
     residual = jnp.stack(residuals).max(axis=0) if residuals else None
     return Result(total, residual, token).plain()
 

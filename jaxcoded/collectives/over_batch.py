@@ -26,7 +26,8 @@ def summed(
     moving: Sequence[Any] = (),
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """Return the sum of ``compute`` over the batch.
+    """Return the sum of ``compute`` over the batch, in one round, by the group's
+    strategy.
 
     Args:
         compute: see `coded.summed` and `shared.summed`.

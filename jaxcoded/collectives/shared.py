@@ -33,26 +33,15 @@ def summed(
     wire_dtype: Any,
     words: str = "",
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """Return the sum of ``compute`` over all blocks of the batch, in one round.
+    """Return the sum of ``compute`` over the blocks of the batch, see
+    `over_batch.summed`. The auxiliary data are stacked over the blocks that this rank
+    holds, zeros for those that it has not computed.
 
     The engine says which blocks this rank computes. The rank adds them to vectors that
     others fetch while it waits for its next block. So the vectors are the leaves
-    themselves, without copies.
-
-    Args:
-        compute: a function of a block's examples, ``(size, …)``, and their weights,
-            float32 ``(size,)``, 0 for padding. It returns the sum and auxiliary data.
-        batch: pytree of the examples that this rank holds, block by block.
-        weights: the weights of these examples.
-        group: the group, with shared work.
-        key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
-        name, residual, wire_dtype, token, words: see `prepared`.
-        erasures: none, as the strategy refuses them.
-
-    Returns:
-        The sum, the same on every rank; the auxiliary data, stacked over the blocks
-        that this rank holds, zeros for those that it has not computed; the counted
-        numbers, and their `Count`.
+    themselves, without copies. ``compute`` is a function of a block's examples, ``(size,
+    …)``, and their weights, float32 ``(size,)``, 0 for padding. The strategy refuses
+    ``erasures``.
     """
     del erasures
     placement = group.plan.placement

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ShapedArray, ad, batching, mlir
 from jaxcoded.transport import ending
-from jaxcoded.transport.base import Transport
+from jaxcoded.transport.base import Carrier, Transport
 from jaxcoded.transport.order import ORDER
 from jaxcoded.transport.registry import find
 from jaxcoded.transport.round import Operands, Round
@@ -110,6 +110,19 @@ def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | 
     return out, operands.token
 
 
+def placed(
+    transport: Carrier, token: jax.Array | None, **given: Any
+) -> tuple[Operands, dict[str, Any]]:
+    """Return the operands in front of the vectors, and the fields of the `Round` that
+    say which they are and from which devices.
+    """
+    devices = transport.devices(token)
+    place = None if devices is None else devices.place()
+    operands = Operands(place=place, token=token, **given)
+    leading = operands.leading(takes_tokens=transport.takes_tokens)
+    return operands, {"devices": devices, "leading": leading}
+
+
 def lag(
     transport: Transport, token: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -125,13 +138,8 @@ def read(
     """Trace a read of local data of this type, in a call of a kind that is
     `Rules.alone`; return it and the next token.
     """
-    devices = transport.devices(token)
-    place = None if devices is None else devices.place()
-    operands = Operands(place=place, token=token)
-    leading = operands.leading(takes_tokens=True)
-    its = Round(
-        transport.index, kind=kind, leading=leading, devices=devices, results=(what,)
-    )
+    operands, fields = placed(transport, token)
+    its = Round(transport.index, kind=kind, results=(what,), **fields)
     (out,), token = run(its, operands)
     return out, token
 
