@@ -16,17 +16,7 @@ def unit(largest: float) -> tuple[float, str]:
 
 
 def seconds(value: float, endless: str = "unknown") -> str:
-    """Return seconds in three digits, with their unit.
-
-    Args:
-        value: seconds.
-        endless: the text for infinite values.
-
-    Example:
-        >>> from jaxcoded import _format
-        >>> _format.seconds(0.01234), _format.seconds(float("inf"), "never")
-        ('12.3 ms', 'never')
-    """
+    """Return seconds in three digits, with their unit; ``endless`` if infinite."""
     if not math.isfinite(value):
         return endless
     if abs(value) < 1e-9:
@@ -36,13 +26,7 @@ def seconds(value: float, endless: str = "unknown") -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes in three digits, with their unit.
-
-    Example:
-        >>> from jaxcoded import _format
-        >>> _format.size(25e6)
-        '25 MB'
-    """
+    """Return bytes in three digits, with their unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -64,26 +48,13 @@ def ranks(numbers: Iterable[int]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines with the columns of all rows aligned.
-
-    Example:
-        >>> from jaxcoded import _format
-        >>> _format.table([["rank", "load"], ["12", "0.5"]])
-        ['rank  load', '12    0.5']
-    """
+    """Return lines with the columns of all rows aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def fraction(value: Fraction) -> str:
-    """Return the fraction if it is short, otherwise four digits.
-
-    Example:
-        >>> from fractions import Fraction
-        >>> from jaxcoded import _format
-        >>> _format.fraction(Fraction(4, 15)), _format.fraction(Fraction(1001, 3001))
-        ('4/15', '0.3336')
-    """
+    """Return the fraction if it is short, otherwise four digits."""
     text = str(value)
     return text if len(text) <= 7 else f"{float(value):.4f}"
 

@@ -35,13 +35,6 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
         batch_size: examples of a batch.
         rounding: the share of the count that rounding explains, which marks must
             exceed. They are so small that they add little to it.
-
-    Example:
-        >>> import jaxcoded
-        >>> plan = jaxcoded.make_plan(4, jaxcoded.Coded(fanout=3, stragglers=0))
-        >>> added = [float(of_rank(plan, rank, 100, 1e-5)[0]) for rank in (1, 2, 3)]
-        >>> all(added), abs(sum(added)) < 1e-15
-        (True, True)
     """
     weighed = atoms.coefficients(plan, rank)[:, :, 0]
     marks = np.random.default_rng(0).uniform(-1, 1, len(weighed))

@@ -49,12 +49,6 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
     """Return the examples of each place. The most expensive example is assigned first, each to the place with the
     least cost so far that has room (longest processing time first; Graham 1969). ``rooms``: the number of examples that
     each place takes, in total at least all. A place's share of the cost is in proportion.
-
-    Example:
-        >>> import numpy as np
-        >>> from jaxcoded.plan.costs import longest_first
-        >>> longest_first(np.array([1.0, 3.0, 1.0, 1.0]), [4, 4])
-        [array([1]), array([0, 2, 3])]
     """
     places: list[list[int]] = [[] for _ in rooms]
     # with equal costs the place with fewer examples, so that free examples are divided,

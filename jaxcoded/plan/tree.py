@@ -18,12 +18,6 @@ class Tree:
     Raises:
         ValueError: not exactly one root, a parent out of range, or a cycle. The message
             names the rank.
-
-    Example:
-        >>> from jaxcoded.plan.tree import Tree
-        >>> tree = Tree((-1, 0, 0, 1))
-        >>> tree.root, tree.children, tree.depth
-        (0, ((1, 2), (3,), (), ()), 2)
     """
 
     parents: tuple[int, ...]
@@ -121,11 +115,6 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
     Below ``needed`` children (``s + m``) a parent cannot keep its stragglers. If
     ``size`` allows no tree with ``needed … fanout`` children everywhere, only the last
     parent gets fewer.
-
-    Example:
-        >>> from jaxcoded.plan.tree import balanced_parents
-        >>> balanced_parents(8, 3, 2)
-        (-1, 0, 0, 0, 1, 1, 2, 2)
     """
     below = size - 1
     inner = -(-below // fanout)  # the fewest parents that can take all
@@ -146,11 +135,6 @@ def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
     first rank of each host, apart from the root, is the root's child, and the host's
     other ranks are its children. So a host's traffic does not grow with its ranks. With
     one rank on each host it is a star.
-
-    Example:
-        >>> from jaxcoded.plan.tree import parents_by_host
-        >>> parents_by_host(["a", "a", "a", "b", "b"])
-        (-1, 0, 1, 0, 3)
     """
     first: dict[str, int] = {}
     below = [

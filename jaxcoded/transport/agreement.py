@@ -51,13 +51,6 @@ def differences(answers: Sequence[str]) -> list[str]:
     """Return the first item of each answer in which they differ; "nothing" if one has
     none. Items are separated by commas outside of brackets, and end before an "of".
     (The engine does the same, see ``cpp/difference.h``.)
-
-    Example:
-        >>> from jaxcoded.transport.agreement import differences
-        >>> differences(["sum of f8[2, 3], halved", "sum of f8[2, 4], halved"])
-        ['f8[2, 3]', 'f8[2, 4]']
-        >>> differences(["sum of a, b, c", "sum of a, c"])
-        ['b', 'nothing']
     """
     items = [_items(answer) for answer in answers]
     shortest = min(map(len, items))
@@ -101,11 +94,6 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
 def in_words(said: Sequence[str], what: str) -> str:
     """Return the difference of the ranks' descriptions, ``what`` it means, and each
     rank's description.
-
-    Example:
-        >>> from jaxcoded.transport.agreement import in_words
-        >>> in_words(["round 1", "round 2", "round 1"], "ranks differ")
-        'round 1 at ranks 0, 2, round 2 at rank 1: ranks differ; ranks 0, 2: round 1; rank 1: round 2'
     """
     answers = list(dict.fromkeys(said))
     who = []

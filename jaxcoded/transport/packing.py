@@ -187,16 +187,6 @@ def pack(
     `Kind` with at least one element, in the leaves' dtypes. Return the vectors, and the
     `Packing` that `unpack` needs. ``floats_only``: accept the leaves of
     `leaves.summand`, otherwise those of `leaves.sendable`.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> from jaxcoded.transport.packing import pack, unpack
-        >>> vectors, packing = pack({"a": jnp.ones((2, 2)), "b": jnp.zeros(3)})
-        >>> [v.shape for v in vectors], jnp.shape(unpack(vectors, packing)["a"])
-        ([(7,)], (2, 2))
-        >>> vectors, _ = pack({"a": jnp.ones(3), "b": jnp.array(5.0)}, multiple=2)
-        >>> [v.tolist() for v in vectors]
-        [[1.0, 1.0, 1.0], [5.0, 0.0]]
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
     taken = summand if floats_only else sendable
