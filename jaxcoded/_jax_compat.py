@@ -293,9 +293,7 @@ def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return a value that is equal on all devices as one that may differ along these
-    axes.
-    """
+    """Return a value that is equal on all devices as one that may differ along axes."""
     return _pcast(x, axes, to="varying") if axes else x
 
 

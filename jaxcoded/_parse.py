@@ -65,9 +65,7 @@ def check_arguments(
     given: Collection[str],
     besides: Collection[str] = (),
 ) -> None:
-    """Raise a ValueError unless a function takes the arguments in a text, in addition
-    to those of the caller.
-    """
+    """Raise a ValueError unless a function takes the arguments in a text."""
     name = text.partition("(")[0].strip()
     parameters = inspect.signature(function).parameters
     if unknown := sorted(set(given) - parameters.keys()):
@@ -155,9 +153,7 @@ def fields(
 
 
 def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
-    """Return ``value``, a JSON list with exactly these items and types; a ValueError if
-    it differs.
-    """
+    """Return a JSON list; a ValueError unless it has exactly these items and types."""
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(f"{what} is a list of {', '.join(kinds)}, got {shown(value)}")
     fields(what, dict(zip(kinds, value)), kinds)
@@ -165,9 +161,7 @@ def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[
 
 
 def count(what: str, text: str) -> float:
-    """Return the number in a text such as ``"25M"``, ``"7B"`` (billions) or ``"1e6"``;
-    a ValueError if it has none.
-    """
+    """Return the number in a text such as ``"25M"`` or ``"7B"``; else a ValueError."""
     units = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     return _quantity(what, text, "a count such as 25M, 7B or 1e6", units, least=1.0)
 
@@ -187,9 +181,7 @@ def number_of_bytes(what: str, text: str) -> float:
 
 
 def number_of_seconds(what: str, text: str) -> float:
-    """Return the seconds in a text such as ``"1.2"``, ``"1.2 s"`` or ``"500ms"``; a
-    ValueError if it has none.
-    """
+    """Return the seconds in a text such as ``"500ms"``; a ValueError if it has none."""
     units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
     wanted = "a number of seconds such as 1.2, 1.2s or 500ms"
     return _quantity(what, text, wanted, units)

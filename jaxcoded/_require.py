@@ -47,8 +47,7 @@ def function(name: str, value: Any) -> None:
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return ``value`` as an int; a ValueError with the name unless it is an integer in
-    ``least … most``."""
+    """Return an integer in ``least … most``; else raise a ValueError with the name."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -87,16 +86,14 @@ def is_positive(value: Any) -> bool:
 
 
 def positive(name: str, value: Any) -> float:
-    """Return ``value`` as a float; a ValueError with the name unless it is a finite
-    number > 0."""
+    """Return a finite number > 0 as a float; else raise a ValueError with the name."""
     if not is_positive(value):
         raise ValueError(f"{name} must be a number > 0, got {shown(value)}")
     return float(value)
 
 
 def not_negative(name: str, value: Any) -> float:
-    """Return ``value`` as a float; a ValueError with the name unless it is a number ≥
-    0."""
+    """Return a number ≥ 0 as a float; otherwise raise a ValueError with the name."""
     if not (is_number(value) and value >= 0):
         raise ValueError(f"{name} must be a number >= 0, got {shown(value)}")
     return float(value)

@@ -104,9 +104,7 @@ class Block:
         return A
 
     def _damped(self, missing: np.ndarray, damping: float) -> np.ndarray:
-        """Return the ``A`` ``(m, r)``, zero at missing rows, with the least ``‖A·M −
-        T‖² + δ²‖A‖²``.
-        """
+        """Return the ``A``, zero at missing rows, of least ``‖A·M − T‖² + δ²‖A‖²``."""
         A = np.zeros((len(self.target), len(self.M)))
         equations, target = self.M[~missing].T, self.target.T
         if damping:
@@ -119,9 +117,7 @@ class Block:
 
 
 def left_null_space(M: np.ndarray) -> np.ndarray:
-    """Return ``N`` ``(rows − rank, rows)`` with orthonormal rows and ``N·M = 0``, for a
-    nonzero matrix.
-    """
+    """Return ``N`` with orthonormal rows and ``N·M = 0``, for a nonzero matrix."""
     left, _, _, rank = _decomposed(M)
     return left[:, rank:].T
 
@@ -160,9 +156,7 @@ def _without_copies(M: np.ndarray) -> np.ndarray:
 
 
 def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first of each class of equal rows of a matrix, and the class of each
-    row.
-    """
+    """Return the first of each class of equal rows, and the class of each row."""
     width = rows.itemsize * rows.shape[1]
     _, first, classes = np.unique(
         np.ascontiguousarray(rows).view(f"V{width}")[:, 0],
@@ -173,9 +167,7 @@ def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the rows and columns that a bool matrix connects, as pairs of sorted
-    indices.
-    """
+    """Return the rows and columns that a bool matrix connects, as sorted indices."""
     found = []
     new_rows = support.any(axis=1)
     left = new_rows.copy()

@@ -94,9 +94,7 @@ def _circulant(n: int, degree: int) -> np.ndarray:
 
 
 def _switched(edges: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
-    """Switch random pairs of edges, ``ab, cd`` to ``ad, cb``, unless that makes a loop
-    or a double edge.
-    """
+    """Switch random edges, ``ab, cd`` to ``ad, cb``, without loops and double edges."""
     edges = rng.permuted(rng.permutation(edges), axis=1)
     half = len(edges) // 2
     new = edges.copy()

@@ -211,8 +211,7 @@ class GradientCode:
 
     @functools.cached_property
     def shares(self) -> tuple[Fraction, ...]:
-        """The part of all examples that each child holds, from the sizes of its
-        partitions."""
+        """The part of all examples that each child holds, by partition sizes."""
         return tuple(
             sum((self.sizes[j] for j in np.flatnonzero(row)), Fraction(0))
             for row in self.support
@@ -369,9 +368,7 @@ class GradientCode:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The class of each row of ``B``; rows of one class are equal, so that one of
-        them suffices.
-        """
+        """The class of each row of ``B``: one of several equal rows suffices."""
         return tuple(self._copies[1].tolist())
 
     @functools.cached_property
@@ -398,9 +395,7 @@ class GradientCode:
 
     @functools.cached_property
     def _units(self) -> np.ndarray:
-        """The size of each message, a power of 2: the scale of messages must not affect
-        which sets are singular.
-        """
+        """The size of each message, a power of 2: scale must make no set singular."""
         _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
         return np.ldexp(1.0, exponents - 1)
 
@@ -461,9 +456,7 @@ class GradientCode:
         return (*map(Promise._make, self.promises), whole)
 
     def _beyond(self, parts: np.ndarray) -> np.ndarray:
-        """Return the parts of each child after its first ``parts``, int ``(..., n)``,
-        as bool ``(..., rows)``.
-        """
+        """Return each child's parts after the first ``parts``, bool ``(..., rows)``."""
         out = np.arange(self.parts) >= parts[..., None]
         return out.reshape(*parts.shape[:-1], len(self.B))
 
@@ -530,9 +523,7 @@ class GradientCode:
         return self._rows_of(mask)
 
     def _rows_of(self, missing: np.ndarray) -> np.ndarray:
-        """Return all parts of the missing children, bool ``(..., n)``, as bool ``(...,
-        rows)``.
-        """
+        """Return all parts of children, bool ``(..., n)``, as bool ``(..., rows)``."""
         return np.repeat(missing, self.parts, axis=-1)
 
     def _hardest(self) -> np.ndarray:

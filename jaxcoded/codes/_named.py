@@ -95,6 +95,5 @@ def needed(text: str, stragglers: int, slices: int) -> int:
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name in the text of a code, and its arguments; a ValueError if it has
-    none."""
+    """Return a code's name and arguments from its text; a ValueError if it has none."""
     return _parse.parsed("code", text, NAMES, besides=("auto",))

@@ -85,9 +85,7 @@ def random_generator(
 
 
 def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
-    """Return bool ``(n, k)``: each child in turn takes the next ``loads[i]``
-    partitions, cyclically.
-    """
+    """Return bool ``(n, k)``: children take their ``loads`` in turn, cyclically."""
     if (
         loads.shape != (n,)
         or not np.issubdtype(loads.dtype, np.integer)

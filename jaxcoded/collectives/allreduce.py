@@ -435,9 +435,7 @@ def _message(
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
-    """Refuse a sum that rounding would make useless, and warn if a narrow dtype leaves
-    almost no digits.
-    """
+    """Refuse sums that rounding makes useless; warn if few digits are left."""
     rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:

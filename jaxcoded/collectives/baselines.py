@@ -92,8 +92,7 @@ def _sum(x: Any, kind: "type[_Baseline]", comm: MPI.Intracomm, *more: int) -> An
 
 
 class _Communicator:
-    """A communicator that is equal to another one of the same handle, so that ``jit``
-    caches hit."""
+    """A communicator that equals others of its handle, so that ``jit`` caches hit."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         check_communicator(comm)
@@ -110,8 +109,7 @@ class _Communicator:
 
 @functools.cache
 def _index(kind: "type[_Baseline]", communicator: _Communicator, *more: int) -> int:
-    """Return the index of a baseline on a communicator, registered like a group's
-    transport."""
+    """Return the index of a baseline, registered like a group's transport."""
     baseline = kind(communicator.comm, *more)
     registry.add(baseline)
     return baseline.index

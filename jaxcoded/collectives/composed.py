@@ -66,9 +66,7 @@ class Sum:
     def derivative(
         self, kind: str, of: Any, alike: Sequence[int], more: Sequence[Any]
     ) -> "Sum":
-        """Return the sum of another function, which takes these arguments and ``more``,
-        tangents or cotangents.
-        """
+        """Return the sum of another function, which takes ``more`` arguments."""
         alike = *alike, *(max(1, *self.alike) + 1 for _ in more)
         name = f"{kind} of {self.name}"
         return dataclasses.replace(self, name=name, of=of, alike=alike, derived=True)

@@ -162,9 +162,7 @@ def _key_on_host(number: int) -> int:
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
-    """Return the count of shared work before any block is computed: both numbers of
-    `count`.
-    """
+    """Return both numbers of `count` for shared work, before any block is computed."""
     share = rounding(group.plan, np.float32)
     number = float(weights.batch_size)
     return Count(

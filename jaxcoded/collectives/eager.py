@@ -38,9 +38,7 @@ class Eager:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two traces, or parts of them, make the same program; ``False`` if
-    that is unknown.
-    """
+    """Return whether two traces, or parts of them, surely make the same program."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -101,8 +99,6 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
 
 
 def _computed(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an operation without its derivative rules, which a
-    running program does not use.
-    """
+    """Return an operation's parameters without derivative rules, which do not run."""
     rules = {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "bwd_thunk"}
     return {name: value for name, value in params.items() if name not in rules}

@@ -44,9 +44,7 @@ def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
 
 
 def restored(total: Any, like: Any) -> Any:
-    """Return the sum of pytrees like this one, from the sum of the results of `of`.
-    Bools are counted.
-    """
+    """Return the sum of pytrees like this one, from that of `of`. Bools are counted."""
     types = jax.tree.leaves(like)
     structure: Any = jax.tree.structure(like)
     leaves = structure.flatten_up_to(total)

@@ -24,9 +24,7 @@ def of_part(
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of the examples, with complex numbers as
-    `floats`, and the auxiliary data.
-    """
+    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, as `floats`, and auxiliary data."""
     split = _jax_compat.varying(weights)
 
     def weighted_loss(params: Any) -> tuple[jax.Array, Any]:

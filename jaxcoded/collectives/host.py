@@ -167,9 +167,7 @@ def _sum_of(
     examples: tuple[float, float] | None,
     counts: np.dtype | None,
 ) -> Round:
-    """Return the round that sums arrays like this one, and counts in numbers of this
-    dtype.
-    """
+    """Return the round of such arrays, which counts in numbers of this dtype."""
     its = group()
     assert its is not None  # the caller holds the group
     check_real(dtype, "the array")

@@ -132,9 +132,7 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
 
 
 def _few(leaf: jax.Array) -> jax.Array:
-    """Return numbers of one corner, so that an array on several devices need not be
-    gathered.
-    """
+    """Return numbers of one corner: arrays on several devices are not gathered."""
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     last = min(leaf.ndim, 2)

@@ -71,9 +71,7 @@ class Batch:
 
 
 def check_length(data: Any, length: int) -> None:
-    """Raise a TypeError or ValueError that names the leaf unless all leaves have this
-    many examples.
-    """
+    """Raise an error that names the leaf unless all have this many examples."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         name = named("data", path)
         described = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -121,17 +119,14 @@ def number_of_examples(data: Any) -> int:
 
 
 def read(data: Any, indices: np.ndarray) -> Any:
-    """Return these examples of a data set; ``None`` if only its number of examples is
-    known.
-    """
+    """Return examples of a data set; ``None`` if only their number is known."""
     if isinstance(data, numbers.Integral):
         return None
     return jax.tree.map(lambda leaf: leaf[indices], data)
 
 
 def check_batch(batch: Any) -> None:
-    """Raise a TypeError, with the call that makes one, unless this is a `Batch` with
-    examples."""
+    """Raise a TypeError, with the remedy, unless this is a `Batch` with examples."""
     if not isinstance(batch, Batch):
         raise TypeError(
             f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "

@@ -768,8 +768,7 @@ class CodedGroup:
 
 
 def check_open(group: object) -> None:
-    """Raise a TypeError unless ``group`` is a group, and `GroupClosed` if it was
-    closed."""
+    """Raise a TypeError unless this is a group, `GroupClosed` if it was closed."""
     if not isinstance(group, CodedGroup):
         raise TypeError(
             f"group must be a jaxcoded.CodedGroup, got {_require.kind(group)}"

@@ -35,9 +35,7 @@ class Process(NamedTuple):
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:
-        """Kill exactly this process, even if it is stopped. Return 0, or the number of
-        an error.
-        """
+        """Kill just this process, even a stopped one. Return 0, or an error number."""
         try:
             # while this is open, the kernel does not confuse it with a later process
             handle = os.pidfd_open(self.pid)
@@ -52,9 +50,7 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Return whether this call is the first on this host about this process by a
-        live one.
-        """
+        """Return whether no other live process of this host has called this for it."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             # an abstract name, which a single process can hold

@@ -44,9 +44,7 @@ class Record:
         self._thread: threading.Thread | None = None
 
     def check(self, plan: Plan, deadline: Deadline) -> None:
-        """Raise a TypeError or ValueError, with the value and the remedy, unless a
-        group of this plan supports the request.
-        """
+        """Raise an error with the remedy unless a group of this plan supports it."""
         for name, path in self.request.items():
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be the path of a file, got {path!r}")

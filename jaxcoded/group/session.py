@@ -145,9 +145,7 @@ class Session:
 
     @classmethod
     def opened(cls, comm: MPI.Intracomm, *arguments: Any, **options: Any) -> Self:
-        """Return a session on a duplicate of ``comm`` that all ranks have; otherwise as
-        the class.
-        """
+        """Return a session on a duplicate of ``comm`` that all ranks have."""
         check_communicator(comm)
         own = opening.communicator_of_its_own(comm)
         try:
@@ -230,9 +228,7 @@ class Session:
         return _Failing(self, call)
 
     def replanned(self, strategy: Strategy) -> Self:
-        """Return a session with another strategy from the next round on, and close this
-        one.
-        """
+        """Return a session with another strategy from now on, and close this one."""
         other = copy.copy(self)
         other.plan = dataclasses.replace(self.plan, strategy=strategy)
         other.words = f", replanned ({other.plan.fingerprint[:8]})"
@@ -291,9 +287,7 @@ class Session:
         )
 
     def withdraw(self, error: BaseException | None = None) -> None:
-        """Leave the session: some ranks lack it, or (``error``) this rank must not have
-        it.
-        """
+        """Leave the session: some ranks lack it, or this one must (``error``)."""
         registry.remove(self.index)
         if error is None:
             self.transport.close(0.0)

@@ -26,9 +26,7 @@ def keep(transport: Transport, state: Any) -> None:
 
 
 def newest(transport: Transport, like: Any, timeout: float) -> Any:
-    """Return the newest state of the nearest rank above, to continue from; see
-    `CodedGroup.resync`.
-    """
+    """Return the nearest rank's newest state to continue from, see `resync`."""
     above = Engine.of(transport, "resync needs")
     round_, data = above.fetch_state(timeout)
     if not round_:

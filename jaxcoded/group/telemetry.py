@@ -272,9 +272,7 @@ class Telemetry:
 
     @property
     def divided(self) -> np.ndarray:
-        """Return the rounds whose division of work is known on this rank: bool
-        ``(R,)``.
-        """
+        """Return the rounds with a known division of work: bool ``(R,)``."""
         return np.asarray(self.computed.any(axis=(1, 2)))
 
     def _divided_work(self) -> list[str]:
@@ -383,9 +381,7 @@ def report(
     following: Callable[[], tuple[Any, ...] | None],
     callback: Callable[[RoundSeen], Any],
 ) -> None:
-    """Call ``callback`` in a separate thread with each of the rounds that ``following``
-    waits for, until they end.
-    """
+    """Call ``callback`` in a thread with each round that ``following`` waits for."""
 
     def seen(values: tuple[Any, ...]) -> None:
         record = RoundSeen(*values)

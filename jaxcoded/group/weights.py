@@ -81,9 +81,7 @@ class Weights:
         return vars(self).setdefault("_counts", {}) if fixed else None
 
     def check(self, plan: Plan, rank: int) -> None:
-        """Raise a ValueError unless the weights belong to this rank and plan, in full
-        precision.
-        """
+        """Raise a ValueError unless they are of this rank and plan, not narrowed."""
         remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(

@@ -17,8 +17,7 @@ from jaxcoded.plan.dealing import Run, dealt
 
 @functools.lru_cache(maxsize=64)
 def sizes(plan: Plan) -> np.ndarray:
-    """Return the sizes of the atoms as parts of the batch, float64 ``(atoms,)``: they
-    add up to 1."""
+    """Return the atoms' sizes, float64 ``(atoms,)``, which add up to 1."""
     return np.array([float(b - a) for a, b in itertools.pairwise(_bounds(plan))])
 
 

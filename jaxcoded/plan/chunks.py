@@ -54,9 +54,7 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
 
 
 def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return positions of examples with equal coefficients, and their stage: the first
-    part that contains them.
-    """
+    """Return positions with equal coefficients, and their stage: their first part."""
     _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )

@@ -129,9 +129,7 @@ class CodeTree(Strategy, named=False):
         return str(self.code[tree.layers[rank]])
 
     def parameters(self, tree: Tree, rank: int) -> tuple[int, int]:
-        """Return ``s`` and ``m`` of a parent's code: the requested ones, or those that
-        its number of children allows.
-        """
+        """Return ``s`` and ``m`` of a parent, as far as its children allow."""
         children = len(tree.children[rank])
         slices = min(self.slices, children)
         code = self.code_of(tree, rank)
@@ -145,9 +143,7 @@ class CodeTree(Strategy, named=False):
         )
 
     def _needed(self, slices: int) -> int:
-        """Return the number of children that a parent needs, by the least demanding
-        code.
-        """
+        """Return how many children a parent needs, by the least demanding code."""
         texts: list[Any] = (
             [self.code] if isinstance(self.code, str) else list(self.code)
         )
@@ -209,9 +205,7 @@ class CodeTree(Strategy, named=False):
         return super().for_others(speeds)
 
     def _checked_speeds(self) -> tuple[Fraction, ...] | None:
-        """Return speeds relative to the fastest, not counting a rank that computes
-        nothing.
-        """
+        """Return speeds relative to the fastest rank that computes."""
         speeds: Any = self.speeds
         if speeds is None:
             return None

@@ -80,8 +80,6 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
 
 
 def relative(costs: Sequence[float]) -> list[float]:
-    """Return the costs of blocks as multiples of the mean, at least 1/1000: an empty
-    block also takes a moment.
-    """
+    """Return blocks' costs as multiples of the mean, ≥ 1/1000: none takes no time."""
     mean = sum(costs) / len(costs)
     return [max(float(cost / mean), _LEAST) if mean else 1.0 for cost in costs]

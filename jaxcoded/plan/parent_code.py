@@ -29,9 +29,7 @@ class Coding:
 
     @property
     def copies(self) -> int:
-        """The number of children that send each message, one of which suffices; 1
-        without copies.
-        """
+        """The number of children that send each message, one of which suffices."""
         code = self.code
         alike = np.bincount(code.classes)
         # an approximate code waits for any n − s, with or without copies
@@ -132,9 +130,7 @@ def coding_of(
 def _ranked(
     capacities: Sequence[Fraction], shares: Sequence[Fraction]
 ) -> tuple[int, ...]:
-    """Return the child of each row: the more a row holds, the larger the child's
-    capacity.
-    """
+    """Return the child of each row: larger children get rows that hold more."""
     n = len(shares)
     children = sorted(range(n), key=lambda child: -capacities[child])
     rows = sorted(range(n), key=lambda row: -shares[row])

@@ -67,9 +67,7 @@ class Placement:
         return np.array(starts, np.int64)  # the products may not fit into an int64
 
     def divided(self, costs: np.ndarray) -> list[np.ndarray]:
-        """Return the examples of each block, int64, for known costs; see
-        `jaxcoded.plan.costs.divided`.
-        """
+        """Return the examples of each block, int64, for known costs."""
         return divided(costs, [[len(costs)] * self.blocks] * len(self.ranks))
 
 

@@ -89,9 +89,7 @@ class Plan:
         return self.tree.root
 
     def coded_children(self, rank: int) -> tuple[int, ...]:
-        """Return the children of a rank in the order of the rows of its code; empty for
-        a leaf.
-        """
+        """Return a rank's children in the order of its code's rows; a leaf has none."""
         coding = self.codings[rank]
         rows = () if coding is None else coding.rows
         return tuple(self.tree.children[rank][row] for row in rows)
@@ -163,8 +161,7 @@ class Plan:
 
     @functools.cached_property
     def parts_above(self) -> tuple[int, ...]:
-        """The number ``P`` of vectors in each rank's message: the product of the parts
-        of its ancestors' codes."""
+        """The number ``P`` of vectors in each rank's message, by the codes above."""
         return self._product_above(lambda code: code.parts)
 
     @functools.cached_property
@@ -181,8 +178,7 @@ class Plan:
 
     @property
     def padding_multiple(self) -> int:
-        """Gradients are padded to a multiple of this many elements, so that every
-        layer's slices divide them."""
+        """Gradients are padded to a multiple of this, which all slices divide."""
         return math.lcm(*self.slices_above)
 
     def result_length(self, rank: int, length: int) -> int:
@@ -278,9 +274,7 @@ class Plan:
         )
 
     def tolerance(self, rank: int) -> int:
-        """Return the number of arbitrary children of ``rank`` that may be missing; 0
-        for a leaf.
-        """
+        """Return how many arbitrary children of a rank may be missing; a leaf: 0."""
         coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 
@@ -296,9 +290,7 @@ class Plan:
         return max(self.load_of(rank) for rank in range(self.size))
 
     def load_of(self, rank: int) -> Fraction:
-        """Return the part of the batch that a rank computes, before rounding to
-        examples.
-        """
+        """Return the part of the batch that a rank computes, before rounding."""
         own = self.assigned[rank] * self.own_share(rank)
         return own / self.capacities[self.root]
 
@@ -333,9 +325,7 @@ class Plan:
         return float(max(self._product_above(lambda code: code.amplification)))
 
     def _product_above(self, number: Callable[[GradientCode], Any]) -> tuple[Any, ...]:
-        """Return, for each rank, the product of a number over the codes of its
-        ancestors.
-        """
+        """Return the product of a number over the codes of each rank's ancestors."""
         product = [1] * self.size
         for rank in self.tree.order:
             coding = self.codings[rank]

@@ -63,9 +63,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def parents_of(self, size: int, hosts: Sequence[str] | None) -> tuple[int, ...]:
-        """Return the parent of each of ``size`` ranks, ``-1`` at the root; ``hosts``:
-        the host of each, if known.
-        """
+        """Return the parent of each of ``size`` ranks, ``-1`` at the root."""
 
     @abc.abstractmethod
     def check(self, tree: Tree) -> None:
@@ -115,9 +113,7 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def bounds(self, plan: Plan) -> tuple[Fraction, ...]:
-        """Return the positions at which a batch of length 1 is cut into
-        `jaxcoded.plan.atoms`.
-        """
+        """Return the positions that cut a batch of length 1 into its atoms."""
 
     @abc.abstractmethod
     def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
@@ -137,24 +133,18 @@ class Strategy(abc.ABC):
             )
 
     def refuse(self, *given: str) -> None:
-        """Raise a ValueError if one of these arguments of a collective, ``erasures`` or
-        ``residual``, has no meaning.
-        """
+        """Raise a ValueError if one of these arguments of a call has no meaning."""
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:
-        """Return why the examples of a rank cannot be split over its devices; empty if
-        they can.
-        """
+        """Return why devices cannot split a rank's examples; empty if they can."""
 
     @abc.abstractmethod
     def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
         """Return why a group cannot have a `Check` with this ``wait``; empty if it can."""
 
     def gaps(self, plan: Plan) -> str:
-        """Return the mistakes that a group with a ``check`` cannot detect; empty if
-        none.
-        """
+        """Return which mistakes a ``check`` cannot detect here; empty if none."""
         del plan
         return ""
 
@@ -165,9 +155,7 @@ class Strategy(abc.ABC):
         """Return the strategy for ranks of these speeds; a ValueError if it takes none."""
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
-        """Return the strategy for other ranks, with these speeds if given; a ValueError
-        if it fits only its own ranks.
-        """
+        """Return the strategy for other ranks; a ValueError if it fits its own only."""
         return self.with_speeds(speeds) if speeds or self.speeds else self
 
     # Texts.

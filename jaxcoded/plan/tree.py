@@ -83,8 +83,7 @@ class Tree:
 
 
 def regular_size(fanout: int, depth: int) -> int:
-    """Return the ranks of an (n, L)-regular tree, the root included: ``1 + n + … +
-    n^L``."""
+    """Return the ranks of an (n, L)-regular tree: ``1 + n + … + n^L``."""
     return sum(fanout**layer for layer in range(depth + 1))
 
 

@@ -21,9 +21,7 @@ _WHY = "has a rank died, or do they not all run the same jaxcoded?"
 
 
 class Unreadable(CodedError):
-    """A rank's answer cannot be read, or has not come: after a rank's death MPI may
-    return nothing without an error.
-    """
+    """An answer cannot be read or is missing: a rank may have died without an error."""
 
 
 def check_communicator(comm: object) -> None:
@@ -92,9 +90,7 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
 
 
 def in_words(said: Sequence[str], what: str) -> str:
-    """Return the difference of the ranks' descriptions, ``what`` it means, and each
-    rank's description.
-    """
+    """Return how descriptions differ, ``what`` that means, and each description."""
     answers = list(dict.fromkeys(said))
     who = []
     for answer in answers:
@@ -174,9 +170,7 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
-    """Return the root's value on all ranks, with the format and errors of `gathered`.
-    Collective.
-    """
+    """Return the root's value on all ranks, as `gathered` does. Collective."""
     mine = _bytes(value if comm.rank == root else None)
     length = np.array([len(mine)], np.int64)
     wait(comm.Ibcast(length, root))
@@ -207,8 +201,7 @@ def _said(rank: int, data: np.ndarray) -> Any:
 
 
 def wait(request: MPI.Request) -> None:
-    """Wait without spinning: a rank that waits here may share its core with the one it
-    waits for."""
+    """Wait without spinning: the awaited rank may need this core."""
     pause = 0.0
     while not request.Test():
         time.sleep(pause)

@@ -59,9 +59,7 @@ def check(comm: MPI.Intracomm) -> str:
 
 
 def check_engine(comm: MPI.Intracomm) -> None:
-    """Raise a GroupMismatch on every rank unless the engines of all ranks are built
-    from the same sources. Collective.
-    """
+    """Raise a GroupMismatch unless all engines have the same sources. Collective."""
     what = (
         "the engines of the ranks were built from different sources, and may not understand each "
         "other: install the same jaxcoded for all of them"

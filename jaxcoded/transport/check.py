@@ -85,8 +85,7 @@ def asked(check: Any) -> Any:
 
 
 def validate(check: Any) -> None:
-    """Raise a ValueError unless this is a `Check`, or False, as `asked` found it; it
-    may be a text of the environment."""
+    """Raise a ValueError unless this is a `Check` or False, as `asked` found it."""
     if check is not False and not isinstance(check, Check):
         raise ValueError(
             f"check must be a jaxcoded.Check such as jaxcoded.DEBUG, False or None ({VARIABLE} 1 or 0), got "

@@ -28,9 +28,7 @@ class Deadline:
 
     @classmethod
     def parsed(cls, deadline: Any, action: Any) -> Self:
-        """Take a number of seconds, a text such as ``"3x"``, or ``None``; a ValueError
-        for anything else, or an unknown action.
-        """
+        """Take seconds, a text such as ``"3x"``, or ``None``; else a ValueError."""
         if not isinstance(action, str) or action not in ACTIONS:
             raise ValueError(
                 f"on_deadline must be one of {', '.join(ACTIONS)}, got "

@@ -96,9 +96,7 @@ def of_program() -> Devices | None:
 
 
 def check(context: Any, together: Devices | None, platform: str) -> None:
-    """Raise a ValueError if a collective is lowered into a program on several devices
-    that do not call together.
-    """
+    """Raise a ValueError in a program on devices that do not call together."""
     devices = _jax_compat.devices(context)
     if devices > 1 and together is None:
         raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")

@@ -33,9 +33,7 @@ def status() -> int:
 
 
 def engine_ends_the_job() -> None:
-    """Let the engine end the job instead of mpi4py, which would do so before
-    `MPI_Finalize`.
-    """
+    """Let the engine end the job, as mpi4py would before `MPI_Finalize`."""
     if _status and _tell_mpi4py is not None:
         _tell_mpi4py(0)
 
@@ -51,9 +49,7 @@ def failure() -> str:
 
 
 def told() -> set[str]:
-    """Return what Python has printed about the error that ends this process, and about
-    its causes.
-    """
+    """Return the texts of the error that ends this process, and of its causes."""
     error: BaseException | None = getattr(sys, "last_value", None)
     texts = set()
     while error is not None:

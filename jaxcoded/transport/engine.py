@@ -93,16 +93,12 @@ def missing() -> str:
 
 
 def sources() -> str:
-    """Return a digest of the C++ sources from which the engine was built; not if it is
-    `missing`.
-    """
+    """Return a digest of the engine's C++ sources; not if it is `missing`."""
     return _engine.sources[:12]
 
 
 def fault_tolerant() -> bool:
-    """Return whether MPI survives and reports the death of a rank (ULFM); not if the
-    engine is `missing`.
-    """
+    """Return whether MPI survives a rank's death (ULFM); not if it is `missing`."""
     return not _why_missing and _engine.fault_tolerant()
 
 
@@ -189,9 +185,7 @@ class Engine(Transport):
         registry.add(self)
 
     def enter(self) -> None:
-        """Begin, after all ranks have opened this: from now on they report their ends
-        to each other.
-        """
+        """Begin, once all ranks have opened this: they report ends from now on."""
         root = self.plan.root
         if self._own.size > 1:
             _own_process.has_group()
@@ -363,9 +357,7 @@ class Engine(Transport):
         return self._ask("telemetry")
 
     def reports(self) -> Callable[[], tuple[Any, ...] | None]:
-        """Return a function that waits for the next round and returns its fields;
-        ``None`` after the last.
-        """
+        """Return a function that waits for a round; ``None`` after the last."""
         reports = self._ask("reports")
         return lambda: _engine.next_report(reports)
 
@@ -383,9 +375,7 @@ class Engine(Transport):
         self._ask("keep_state", state.ctypes.data, state.nbytes)
 
     def fetch_state(self, seconds: float) -> tuple[int, bytes]:
-        """Return the round of the newest snapshot of the nearest ancestor, 0 if none,
-        and its bytes.
-        """
+        """Return the round of the nearest ancestor's snapshot, or 0, and its bytes."""
         round_ = self._ask("fetch_state", seconds)
         return round_, self._ask("state") if round_ else b""
 
@@ -396,9 +386,7 @@ class Engine(Transport):
     # Ranks that die or join.
 
     def departed(self) -> dict[int, str]:
-        """Return the ranks below this one that make no more calls, each with the error
-        that ended its program, or an empty text.
-        """
+        """Return the ranks below that call no more, with their programs' errors."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
@@ -428,9 +416,7 @@ class Engine(Transport):
                 self._ask("watch", False)
 
     def agreed(self, mine: bool) -> bool:
-        """Return whether ``mine`` holds on all ranks and all of them live; the same on
-        all. Collective.
-        """
+        """Return whether ``mine`` holds on all ranks and all live. Collective."""
         # MPI numbers agreements in a communicator together with the communicators made
         # from it. So this uses the engine's communicator, from which none is made.
         try:
@@ -472,9 +458,7 @@ _idle_lock = threading.Lock()
 
 
 def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
-    """Return a communicator of the ranks of ``comm`` for the engine alone, and its
-    serial number. Collective.
-    """
+    """Return a communicator for the engine alone, and its number. Collective."""
     # removed while the ranks agree, as another thread may be searching, too
     with _idle_lock:
         mine = {

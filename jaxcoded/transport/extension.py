@@ -18,9 +18,7 @@ _NAME = f"{transport.__name__}._engine"
 
 
 def load() -> None:
-    """Load ``jaxcoded.transport._engine``; an ImportError if it is not built, or built
-    for another MPI or Python.
-    """
+    """Load ``_engine``; an ImportError if none is built for this MPI and Python."""
     if _NAME in sys.modules:
         return
     if importlib.util.find_spec(_NAME):

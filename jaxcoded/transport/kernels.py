@@ -48,16 +48,12 @@ class Encoded:
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """Return the dtype in which sums of ``dtype`` are formed: itself, but at least
-    float32.
-    """
+    """Return the dtype in which sums are formed: the same, but at least float32."""
     return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def divided(pytree: Any, number: Any) -> Any:
-    """Return every leaf of a pytree divided by a number in the leaf's accumulator
-    dtype.
-    """
+    """Return each leaf divided by a number, in the leaf's accumulator dtype."""
 
     def divide(leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -24,8 +24,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def send(vector: jax.Array, rank: int, comm: MPI.Intracomm) -> None:
-    """Send an array of any float, integer or bool dtype; blocks until its buffer may be
-    reused."""
+    """Send an array of numbers or bools; blocks until its buffer may be reused."""
     for message in cut(_to_wire(vector)):
         mpi4jax.send(message, dest=rank, comm=comm)
 
@@ -45,8 +44,7 @@ def receive(
 def exchange(
     vector: jax.Array, source: int, target: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """Send an array to ``target`` and receive one of the same shape and dtype from
-    ``source`` at the same time."""
+    """Send an array to ``target``, and receive one like it from ``source``, at once."""
     received = [
         mpi4jax.sendrecv(
             message, jnp.empty_like(message), source=source, dest=target, comm=comm
@@ -57,9 +55,7 @@ def exchange(
 
 
 def cut(array: Any) -> list[Any]:
-    """Cut an array, or ``jax.ShapeDtypeStruct``, into runs of at most `MAX_ELEMENTS`
-    elements.
-    """
+    """Cut an array, or its type, into runs of at most `MAX_ELEMENTS` elements."""
     if array.size <= MAX_ELEMENTS:
         return [array]
     starts = range(0, array.size, MAX_ELEMENTS)
@@ -122,9 +118,7 @@ def tree_reduce(
 def tree_broadcast(
     vector: jax.Array, children: Sequence[int], parent: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """Do a rank's way down: receive from the parent (on the root, use ``vector``), send
-    to the children.
-    """
+    """Do a rank's way down: receive from the parent, if any, and send to children."""
     if parent >= 0:
         vector = receive(vector, parent, comm)
     for child in children:

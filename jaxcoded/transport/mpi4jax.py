@@ -100,9 +100,7 @@ class Mpi4jax(Traced, Transport):
         vectors: Sequence[jax.Array],
         erased: jax.Array | None,
     ) -> jax.Array | np.ndarray:
-        """Agree with the other ranks on this round; return the coefficients of this
-        rank's children, ``(m, n)``.
-        """
+        """Agree on this round; return the coefficients of the children, ``(m, n)``."""
         index, plan, rank = self.index, self.plan, self.rank
         coefficients = plan.coefficients(rank)
         masks = [] if erased is None else [erased]

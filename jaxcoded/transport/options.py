@@ -86,7 +86,5 @@ class Options:
 
     @functools.cached_property
     def waits(self) -> Deadline:
-        """Return the time that a parent waits for its children, and the action after
-        it.
-        """
+        """Return how long a parent waits for its children, and what it does then."""
         return Deadline.parsed(self.deadline, self.on_deadline)

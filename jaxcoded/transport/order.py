@@ -29,9 +29,7 @@ _jax_compat.keep_results_of(_Effect)
 
 
 class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
-    """The effect, with a name: JAX refuses ordered effects on several devices first,
-    and names them.
-    """
+    """The effect, with a name: JAX refuses it on several devices, and names it."""
 
     __hash__ = _Effect.__hash__
 

@@ -137,9 +137,7 @@ class Packing:
 
     @functools.cached_property
     def vectors(self) -> dict[Kind, int]:
-        """Return the kinds that need a vector, in the order of their first leaf, with
-        its length.
-        """
+        """Return the kinds that need a vector, by their first leaves, with lengths."""
         lengths: dict[Kind, int] = {}
         for count, kind in zip(self.counts, self.kinds):
             lengths[kind] = lengths.get(kind, 0) + (
@@ -206,9 +204,7 @@ def pack(
 
 
 def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
-    """Restore the pytree from `pack`. Vectors may be longer than needed: padding at
-    their end is dropped.
-    """
+    """Restore the pytree from `pack`. Padding at the end of vectors is dropped."""
     sources = dict(zip(packing.vectors, vectors, strict=True))
     counts = packing.counts
     leaves: list[Any] = [
@@ -283,9 +279,7 @@ def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
 
 
 def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
-    """Return a dtype in which float32 can be sent, or none; a ValueError if it is not
-    bfloat16, float16 or ``None``.
-    """
+    """Return a dtype in which float32 can be sent, or None; else raise a ValueError."""
     if wire_dtype is None:
         return None
     try:

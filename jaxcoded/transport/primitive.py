@@ -135,9 +135,7 @@ def lag(
 def read(
     kind: str, transport: Transport, token: jax.Array | None, what: ShapedArray
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Trace a read of local data of this type, in a call of a kind that is
-    `Rules.alone`; return it and the next token.
-    """
+    """Trace a read of local data (`Rules.alone`); return it and the next token."""
     operands, fields = placed(transport, token)
     its = Round(transport.index, kind=kind, results=(what,), **fields)
     (out,), token = run(its, operands)

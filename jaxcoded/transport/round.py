@@ -89,9 +89,7 @@ class Operands(NamedTuple):
     erasures: jax.Array | None = None  # bool ``(size,)``, ranks to leave out
 
     def leading(self, *, takes_tokens: bool) -> tuple[str, ...]:
-        """Return the names of the operands in front of the vectors, in the engine's
-        order.
-        """
+        """Return the operands in front of the vectors, in the engine's order."""
         return tuple(
             name
             for name in self._fields[1:]

@@ -27,14 +27,10 @@ PAUSE = 2e-3  # seconds between two polls
 
 
 class Message:
-    """A message from a rank to another. A subclass is a frozen dataclass of JSON values
-    and of such dataclasses.
-    """
+    """A message to a rank. Subclasses are frozen dataclasses of JSON values."""
 
     def check(self, ranks: int) -> None:
-        """Raise a ValueError that names the field unless this is valid in a
-        communicator of ``ranks`` ranks.
-        """
+        """Raise a ValueError, naming the field, unless it is valid among the ranks."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value = field.name, getattr(self, field.name)
             if field.type is int:
@@ -150,8 +146,7 @@ class Channel(Generic[M]):
 
 
 def read(kind: type[T], said: Any) -> T:
-    """Return a dataclass from its fields in a JSON object; a ValueError if fields or
-    their types differ."""
+    """Return a dataclass from its fields in JSON; a ValueError if they differ."""
     hints = typing.get_type_hints(kind)
     its = _parse.fields(kind.__name__, said, dict.fromkeys(hints, object))
     values = {
@@ -191,9 +186,7 @@ def _is_over(request: MPI.Request) -> bool:
 
 
 def _why_in_vain(error: MPI.Exception) -> Gone:
-    """Return `Dead` or `Gone` for an error that ends a channel, and raise any other
-    error.
-    """
+    """Return `Dead` or `Gone` for an error that ends a channel; raise any other."""
     kind = error.Get_error_class()
     if kind == MPI.ERR_PROC_FAILED:
         return Dead(str(error))

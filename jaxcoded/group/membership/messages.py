@@ -132,9 +132,7 @@ class Tells(Message):
 
 @dataclass(frozen=True)
 class Invites(Message):
-    """An invitation for a new rank to connect. ``command``: the command that starts
-    more new ranks.
-    """
+    """An invitation to connect. ``command`` starts more new ranks."""
 
     invitation: Invitation
     command: list[str]

@@ -215,9 +215,7 @@ class OldRanks:
             raise
 
     def ready(self, ranks: int, until: float) -> str:
-        """Return on the starter why not all new ranks have made the group; empty if
-        they have, and on other ranks.
-        """
+        """Return why new ranks lack the group; empty if they have it, or unknown."""
         if self._new is None:
             return ""
         late = set(range(ranks))
@@ -232,9 +230,7 @@ class OldRanks:
         return "one of them takes too long"
 
     def _look(self) -> None:
-        """Raise a CodedError if a new rank fails. Otherwise new ranks send nothing
-        while they connect.
-        """
+        """Raise a CodedError if a new rank failed. Others send nothing meanwhile."""
         if self._new is None:
             return
         assert self._between is not None
@@ -254,9 +250,7 @@ class OldRanks:
         return None if said is None else said.why_not
 
     def tell(self, both: MPI.Intracomm) -> None:
-        """Tell the new ranks that they have joined. Each old rank does, as some may die
-        meanwhile.
-        """
+        """Tell new ranks that they have joined. Each old rank does: some may die."""
         new = Channel(both, TAG_ALL, (TakenIn,))
         for rank in range(self._comm.size, both.size):
             new.say(rank, TakenIn())
@@ -279,8 +273,7 @@ def starter(names: Sequence[str], root: int) -> int:
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
-    """Return the command that starts a process, or an empty one; a TypeError if it is
-    something else."""
+    """Return a command as a list, empty without one; a TypeError if it is no words."""
     if command is None:
         return []
     if isinstance(command, str | bytes) or not (

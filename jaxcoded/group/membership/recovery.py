@@ -90,9 +90,7 @@ class Recovering(Change):
 
 
 def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a communicator of the live ranks; a CodedError if MPI could not make it.
-    Collective of these.
-    """
+    """Return a communicator of the live ranks, or raise a CodedError. Collective."""
     try:
         smaller: MPI.Comm = comm.Shrink()
     except MPI.Exception as error:

@@ -319,9 +319,7 @@ class Roll:
         return None
 
     def _go_on(self, attempt: int) -> None:
-        """Pass on that all ranks must make a new group: the sender may die before all
-        have received it.
-        """
+        """Pass on that all make a new group: the sender may die before it has."""
         if attempt > self._regrouping:
             self._regrouping = attempt
             self._tell(lambda visit: Regroup(attempt))
@@ -365,9 +363,7 @@ class Roll:
             self._from_caller.say(rank, message(visit=visit))
 
     def _kill(self, late: list[int]) -> None:
-        """Ask all ranks to kill the processes of late ranks, and kill those that this
-        one can see.
-        """
+        """Ask all ranks to kill late ranks, and kill those that this one can see."""
         for rank in late:
             process = self._processes[rank]
             if not process.reachable(self._processes[self._rank]):

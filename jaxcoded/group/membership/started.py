@@ -27,9 +27,7 @@ def waits_to_join() -> bool:
 
 
 def check_joined() -> None:
-    """Raise a CodedError if a process started to join a group makes another one without
-    trying to join.
-    """
+    """Raise a CodedError if a process that should join has not tried to."""
     if waits_to_join():
         raise CodedError(
             "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
@@ -38,9 +36,7 @@ def check_joined() -> None:
 
 
 def tries_to_join() -> bool:
-    """Return whether this process must join a group now, which it can try once; a
-    CodedError if it has tried before.
-    """
+    """Return whether this process must join now; a CodedError the second time."""
     global _has_tried
     if _has_tried:
         raise CodedError("this process has called joining already: call it once")
@@ -49,17 +45,13 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """Return the value of `MARK` in processes with this token, for which others wait
-    ``seconds``.
-    """
+    """Return the value of `MARK` for a token, and the seconds for which others wait."""
     # at least one: a start takes longer anyway
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Return the seconds for which others wait for this process; a CodedError if `MARK`
-    is invalid.
-    """
+    """Return for how long others wait for this process; a CodedError if unreadable."""
     said = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
@@ -71,9 +63,7 @@ def awaited() -> float:
 
 
 def wrapper() -> list[str]:
-    """Return the command of the small process that wraps a rank and reports its end;
-    empty: none.
-    """
+    """Return the command that wraps a rank and reports its end; empty: none."""
     return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
 
 

@@ -49,9 +49,7 @@ class Cluster:
 
 
 class Command(click.Command):
-    """A command with the options of a `Cluster`, which lists the models and the codes
-    in its help.
-    """
+    """A command with a `Cluster`'s options; models and codes are in its help."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -78,9 +76,7 @@ def models() -> Iterator[tuple[str, str]]:
 
 
 def named_codes() -> Iterator[tuple[str, str]]:
-    """Return the text of each code without the arguments common to a plan, and its
-    description.
-    """
+    """Return each code, without the arguments common to a plan, and its description."""
     for name in codes.NAMES:
         code = getattr(codes, name)
         yield _call(name, code, _COMMON), _sentence(code)

@@ -72,9 +72,7 @@ def _tried(
 
 
 def _is_of_rank(found: Any) -> bool:
-    """Return whether these are findings of a rank of this jaxcoded, see
-    `jaxcoded.tools.doctor.trial`.
-    """
+    """Return whether these are findings of a rank, see `doctor.trial`."""
     return (
         isinstance(found, dict)
         and all(isinstance(found.get(key), kind) for key, kind in _KINDS.items())

@@ -167,9 +167,7 @@ def _as_json(ranking: Ranking, top: int) -> None:
 
 
 def _fields(estimate: Estimate) -> dict[str, Any]:
-    """Return the fields of the JSON output, in seconds and bytes; infinite numbers are
-    null.
-    """
+    """Return the fields of the JSON output: seconds and bytes, infinite ones null."""
     candidate = estimate.candidate
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}

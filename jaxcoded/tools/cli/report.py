@@ -185,9 +185,7 @@ def _say(found: _Found) -> None:
 
 
 def _fields(found: _Found) -> dict[str, Any]:
-    """Return the fields of the JSON output, in seconds and shares of rounds; unknown or
-    infinite numbers are null.
-    """
+    """Return the fields of the JSON output; unknown or infinite numbers are null."""
     first = found.files[0]
     return {
         "ranks": len(first.parents),
@@ -401,9 +399,7 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
 
 
 def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> None:
-    """Draw which rank computed which blocks, usually and in each round, and the speeds
-    of ranks.
-    """
+    """Draw which rank computed which blocks in each round, and the ranks' speeds."""
     rows = seen.divided
     computed, rounds = seen.computed[rows], seen.rounds[rows]
     mean = computed.mean(axis=0)

@@ -159,9 +159,7 @@ def command(
 
 
 def _variable(text: str) -> tuple[str, str]:
-    """Return the name and the value of a variable, from ``NAME=VALUE``, or ``NAME``
-    with its current value.
-    """
+    """Return a variable's name and value, from ``NAME=VALUE`` or the environment."""
     name, given, value = text.partition("=")
     if not name:
         raise ValueError(f"-x {text}: must be NAME or NAME=VALUE")

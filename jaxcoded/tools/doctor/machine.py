@@ -25,9 +25,7 @@ _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
-    """Yield the findings about a machine that should run this many ranks. ``mpirun``:
-    the launcher, or why none exists.
-    """
+    """Yield the findings about a machine that should run this many ranks."""
     yield Finding(
         "Python", GOOD, f"{platform.python_version()} of {platform.platform()}"
     )
@@ -51,9 +49,7 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
 
 
 def cores() -> float:
-    """Return how many cores this process may use at a time, by its mask and its
-    container's limit.
-    """
+    """Return how many cores this process may use at a time, by mask and container."""
     mask = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit("cpu.max").partition(" ")
     return mask if quota == _NO_LIMIT else min(mask, int(quota) / int(period))

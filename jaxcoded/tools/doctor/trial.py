@@ -87,9 +87,7 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
 
 
 def _reads(comm: MPI.Intracomm) -> bool:
-    """Return whether the memory of the next rank of this host can be read in the
-    engine's way.
-    """
+    """Return whether the engine could read the memory of this host's next rank."""
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
     secret = ctypes.c_int64(1000 + near.rank)
     every = gathered(near, (os.getpid(), ctypes.addressof(secret)))

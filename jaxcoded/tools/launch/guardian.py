@@ -25,9 +25,7 @@ _PAUSE = 0.1  # seconds between two checks of mpirun
 
 
 class Guardian:
-    """The guardian process of the job with this name, for the launcher. It removes
-    these folders, which need not exist.
-    """
+    """A job's guardian process, for the launcher. It removes the folders, if any."""
 
     def __init__(self, name: str, folders: Sequence[str]) -> None:
         self._process = subprocess.Popen(
@@ -88,9 +86,7 @@ def clean_up(name: str, folders: Iterable[str]) -> None:
 
 
 def kill_all(name: str) -> None:
-    """Kill all processes of a job until none is left: meanwhile they may start others,
-    or write files.
-    """
+    """Kill a job's processes until none is left: meanwhile they may start others."""
     end = time.monotonic() + GRACE
     while (found := processes(name)) and time.monotonic() < end:
         for place in found:
@@ -100,9 +96,7 @@ def kill_all(name: str) -> None:
 
 
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
-    """Return the processes of a job, by their places in /proc, and each one's initial
-    environment.
-    """
+    """Return a job's processes, by places in /proc, with their environments."""
     found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
     return {it: its for it, its in found.items() if _named(its, name)}
 

@@ -143,9 +143,7 @@ def _folder(path: str) -> Iterator[int]:
 
 
 def _sweep(place: str) -> None:
-    """Remove the folders of this user's jobs whose launcher and guardian were killed
-    together.
-    """
+    """Remove this user's folders of jobs whose launcher and guardian were killed."""
     with contextlib.suppress(OSError), os.scandir(place) as found:
         for each in found:
             if match := _FOLDER.fullmatch(each.name):
@@ -212,9 +210,7 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _stopped(name: str) -> frozenset[int]:
-    """Return the ranks of a job with a stopped process, except joined ranks, which have
-    other numbers.
-    """
+    """Return the ranks of a job with a stopped process, except joined ones."""
     out = set()
     for place, variables in guardian.processes(name).items():
         with contextlib.suppress(OSError):

@@ -223,9 +223,7 @@ def command(
 
 
 def listed(hosts: str | None, hostfile: str | None) -> list[str]:
-    """Return the hosts, from a file or not, with their numbers of ranks; none if none
-    were given.
-    """
+    """Return the given hosts with their numbers of ranks, also from a file."""
     if hosts or not hostfile:
         return hosts.split(",") if hosts else []
     try:
@@ -268,9 +266,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Unfit(ValueError):
-    """The ranks' MPI is not the launcher's: what was ``found``, as text, and the
-    ``remedy``.
-    """
+    """The ranks' MPI is not the launcher's: what was ``found``, and the ``remedy``."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}: {remedy}")
@@ -278,9 +274,7 @@ class Unfit(ValueError):
 
 
 def check_fits(launcher: Launcher) -> None:
-    """Raise `Unfit` unless mpi4py uses the launcher's MPI: otherwise each rank would be
-    alone.
-    """
+    """Raise `Unfit` unless mpi4py uses this MPI: otherwise each rank would be alone."""
     import mpi4py
 
     mpi4py.rc.initialize = False

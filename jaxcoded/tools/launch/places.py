@@ -74,9 +74,7 @@ class Places:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of hosts that may have ranks; empty for this host alone,
-        ``None`` if unknown.
-        """
+        """Return the names of hosts with ranks; empty: this one; ``None``: unknown."""
         if not self.away:
             return ()
         if self.hosts is None:

@@ -17,9 +17,7 @@ _OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
 
 
 def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """Return which hosts, given as in ``--hosts`` or a file, `ssh` cannot reach, and
-    the remedy. None if it reaches all.
-    """
+    """Return which hosts `ssh` cannot reach, and the remedy; None if it reaches all."""
     away = failures(hosts)
     if not away:
         return None
@@ -32,9 +30,7 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def failures(hosts: Sequence[str]) -> dict[str, str]:
-    """Return the hosts that `ssh` cannot reach without a prompt, and its messages; none
-    if mpirun uses another program.
-    """
+    """Return what `ssh` says about hosts that it cannot reach, if mpirun uses it."""
     if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
         return {}
     names = {re.split(r"[\s:]", each)[0] for each in hosts}

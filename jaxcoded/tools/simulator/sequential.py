@@ -23,8 +23,7 @@ class Play(abc.ABC):
 
     @abc.abstractmethod
     def loads(self) -> np.ndarray:
-        """Begin the next round: return the part of a batch that each worker computes in it, float64
-        ``(workers,)``."""
+        """Begin a round: return each worker's part of a batch, ``(workers,)``."""
 
     @abc.abstractmethod
     def tolerates(self, late: np.ndarray) -> bool:

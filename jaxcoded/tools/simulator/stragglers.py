@@ -443,8 +443,7 @@ def _within(ranks: tuple[int, ...], size: int) -> list[int]:
 def _require_numbers(
     model: Any, least: float | None = None, above: float | None = None
 ) -> None:
-    """Raise a ValueError unless all fields but ``ranks`` are finite numbers, at least ``least`` and above
-    ``above``."""
+    """Raise a ValueError unless all fields but ``ranks`` are numbers in this range."""
     for name, value in vars(model).items():
         if name == "ranks":
             continue
