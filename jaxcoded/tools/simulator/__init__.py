@@ -5,7 +5,6 @@ from jaxcoded.tools.simulator.ideal import ideal_seconds
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.multiplexed import Multiplexed
 from jaxcoded.tools.simulator.network import Network
-from jaxcoded.tools.simulator.order_statistics import expected_runtime
 from jaxcoded.tools.simulator.protocol import Outcome, simulate
 from jaxcoded.tools.simulator.ring import Ring
 from jaxcoded.tools.simulator.selective_repeat import SelectiveRepeat
@@ -19,7 +18,6 @@ __all__ = [
     "Outcome",
     "Ring",
     "SelectiveRepeat",
-    "expected_runtime",
     "ideal_seconds",
     "simulate",
     "simulate_sequence",
