@@ -194,7 +194,7 @@ def _adds_up(plan: Plan) -> bool:
     """Return whether a sum adds up the ranks' contributions, each once."""
     if any(len(holders) > 1 for holders in plan.placement.holders):
         return False
-    codes = [coding.code.B for coding in plan.codings if coding is not None]
+    codes = [coding.code.B for _, coding in plan.coded_parents]
     return all(np.array_equal(B, np.eye(len(B))[:, :, None]) for B in codes)
 
 

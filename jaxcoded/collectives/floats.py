@@ -111,6 +111,6 @@ def _check(plan: Plan, name: str, dtype: Any, wire_dtype: Any) -> None:
 @functools.lru_cache(maxsize=64)
 def _exact(plan: Plan) -> bool:
     """Return whether all coefficients are 0 or 1, for encoding and decoding."""
-    codes = [coding.code.B for coding in plan.codings if coding is not None]
+    codes = [coding.code.B for _, coding in plan.coded_parents]
     whole = all(np.isin(B, (0, 1)).all() for B in codes)
     return whole and plan.amplification == 1 and not plan.encoded

@@ -181,9 +181,7 @@ class CodeTree(Strategy, named=False):
         return ""
 
     def gaps(self, plan: Plan) -> str:
-        parents = {
-            rank for rank, coding in enumerate(plan.codings) if coding is not None
-        }
+        parents = {rank for rank, _ in plan.coded_parents}
         ranks = sorted(parents - set(plan.checked))
         if not ranks:
             return ""

@@ -28,7 +28,7 @@ def describe(plan: "Plan", strategy: "CodeTree") -> str:
     workers, depth = plan.size - 1, plan.tree.depth
     with_data = "with" if strategy.root_computes else "without"
     uncoded = 1 / sum(map(plan.speed, range(plan.size)))
-    codes = [coding.code for coding in plan.codings if coding is not None]
+    codes = [coding.code for _, coding in plan.coded_parents]
     least = max(strategy.stragglers, min(code.stragglers for code in codes))
     missing = f"any {least}" if least else "none"
     lines = [
@@ -75,18 +75,16 @@ def _layer(plan: "Plan", layer: int) -> list[str]:
 def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
     """Return a line for every parent whose code differs from the request."""
     lines = []
-    for rank, coding in enumerate(plan.codings):
-        if coding is None:
-            continue
+    for rank, coding in plan.coded_parents:
         n, (lost, m) = coding.code.n, strategy.parameters(plan.tree, rank)
         if (lost, m) != (strategy.stragglers, strategy.slices):
             lines.append(
                 f"rank {rank} has {n} child{'ren' * (n > 1)}: its code has s = {lost}, "
                 f"m = {m} instead of s = {strategy.stragglers}, m = {strategy.slices}"
             )
-    for rank, coding in enumerate(plan.codings):
-        if coding is None or not plan.speeds:
-            continue
+    if not plan.speeds:
+        return lines
+    for rank, coding in plan.coded_parents:
         whole = coding.capacity
         lines += [
             f"rank {child} is fast enough for "

@@ -110,6 +110,12 @@ class Plan:
         return self._coded[0]
 
     @functools.cached_property
+    def coded_parents(self) -> tuple[tuple[int, Coding], ...]:
+        """The parents, the root first, each with its coding."""
+        pairs = ((rank, self.codings[rank]) for rank in self.tree.order)
+        return tuple((rank, coding) for rank, coding in pairs if coding is not None)
+
+    @functools.cached_property
     def capacities(self) -> tuple[Fraction, ...]:
         """The size of the largest set that each rank's subtree can be assigned, in units
         of the fastest rank's load."""
@@ -141,10 +147,7 @@ class Plan:
         fastest rank's load: at most its capacity."""
         assigned = [Fraction(0)] * self.size
         assigned[self.root] = self.capacities[self.root]
-        for rank in self.tree.order:
-            coding = self.codings[rank]
-            if coding is None:
-                continue
+        for rank, coding in self.coded_parents:
             coded = assigned[rank] * coding.capacity / self.capacities[rank]
             for child, share in zip(self.coded_children(rank), coding.code.shares):
                 assigned[child] = coded * share
@@ -174,7 +177,7 @@ class Plan:
     @functools.cached_property
     def approximate(self) -> bool:
         """Whether a parent may continue with an approximation of its sum."""
-        return any(it is not None and it.code.approximate for it in self.codings)
+        return any(coding.code.approximate for _, coding in self.coded_parents)
 
     @property
     def padding_multiple(self) -> int:
@@ -223,9 +226,8 @@ class Plan:
                 f"erasures must have shape ({self.size},), one for each rank, "
                 f"got {missing.shape}"
             )
-        for rank in reversed(self.tree.order):
-            coding = self.codings[rank]
-            if coding is not None and not missing[rank]:
+        for rank, coding in reversed(self.coded_parents):
+            if not missing[rank]:
                 answered = ~missing[list(self.coded_children(rank))]
                 missing[rank] = not coding.code.sufficient(answered)
         return missing
@@ -307,10 +309,7 @@ class Plan:
         """
         blurred = [False] * self.size  # a rank's message may be approximate
         found = []
-        for rank in reversed(self.tree.order):
-            coding = self.codings[rank]
-            if coding is None:
-                continue
+        for rank, coding in reversed(self.coded_parents):
             below = any(blurred[child] for child in self.tree.children[rank])
             blurred[rank] = below or coding.code.approximate
             if not below and len(coding.code.parity_checks):
@@ -327,11 +326,9 @@ class Plan:
     def _product_above(self, number: Callable[[GradientCode], Any]) -> tuple[Any, ...]:
         """Return the product of a number over the codes of each rank's ancestors."""
         product = [1] * self.size
-        for rank in self.tree.order:
-            coding = self.codings[rank]
-            if coding is not None:
-                for child in self.tree.children[rank]:
-                    product[child] = product[rank] * number(coding.code)
+        for rank, coding in self.coded_parents:
+            for child in self.tree.children[rank]:
+                product[child] = product[rank] * number(coding.code)
         return tuple(product)
 
     # Text.

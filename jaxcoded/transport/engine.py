@@ -574,11 +574,11 @@ def _decoder_of(code: GradientCode) -> Any:
 
 
 def _erasures(plan: Plan) -> Any:
-    decoders = {it.code: _decoder_of(it.code) for it in plan.codings if it is not None}
+    codes = {coding.code for _, coding in plan.coded_parents}
+    decoders = {code: _decoder_of(code) for code in codes}
     parents = [
         (rank, list(plan.coded_children(rank)), decoders[coding.code])
-        for rank in plan.tree.order
-        if (coding := plan.codings[rank]) is not None
+        for rank, coding in plan.coded_parents
     ]
     return _engine.Erasures(plan.root, parents)
 

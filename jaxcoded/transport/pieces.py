@@ -107,7 +107,7 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
     for rank in tree.order:
         if rank != plan.root:
             layers[rank] = layers[tree.parents[rank]] + (ports[rank] > 0)
-    codes = [coding.code for coding in plan.codings if coding is not None]
+    codes = [coding.code for _, coding in plan.coded_parents]
     if max(layers) and any((code.m, code.parts) != (1, 1) for code in codes):
         return False
     needs, children = _needs(plan), len(tree.children[plan.root])

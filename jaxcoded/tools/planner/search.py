@@ -461,7 +461,7 @@ class _Search:
                 layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
             )
             kinds = (
-                dict.fromkeys(coding.code.name for coding in plan.codings if coding)
+                dict.fromkeys(coding.code.name for _, coding in plan.coded_parents)
                 if plan
                 else ["shared" if candidate.shared else "uncoded"]
             )
