@@ -9,11 +9,7 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 
 def block_design(
-    n: int,
-    stragglers: int,
-    load: int | None = None,
-    *,
-    decoding: str = "least_squares",
+    n: int, stragglers: int, load: int | None = None, *, decoding: str = "least_squares"
 ) -> GradientCode:
     """Return a block design code: a symmetric balanced incomplete block design, in
     which every child holds ``k`` of ``n`` partitions and any two children share ``λ``.

@@ -122,10 +122,7 @@ class _Baseline(Traced):
         self.plan, self.rank = make_plan(comm.size, Uncoded()), comm.rank
 
     def carry(
-        self,
-        round: Round,
-        vectors: Sequence[jax.Array],
-        erasures: jax.Array | None,
+        self, round: Round, vectors: Sequence[jax.Array], erasures: jax.Array | None
     ) -> Sequence[jax.Array]:
         return [self.sum(vector) for vector in vectors]
 

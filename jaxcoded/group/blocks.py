@@ -38,10 +38,7 @@ class Blocks:
     """See `CodedGroup.blocks`."""
 
     def __init__(
-        self,
-        session: Session,
-        batch_size: int,
-        costs: np.ndarray | None = None,
+        self, session: Session, batch_size: int, costs: np.ndarray | None = None
     ) -> None:
         placement = session.plan.placement
         self._session, self._transport = session, session.transport

@@ -19,13 +19,7 @@ from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.options import Options
 
 # The options that must be the same on all ranks.
-_COMMON = (
-    "piece_bytes",
-    "sections_from",
-    "deadline",
-    "on_deadline",
-    "check",
-)
+_COMMON = ("piece_bytes", "sections_from", "deadline", "on_deadline", "check")
 
 
 class Choice(NamedTuple):

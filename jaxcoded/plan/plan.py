@@ -395,10 +395,7 @@ class Plan:
 
 
 def make_plan(
-    size: int,
-    strategy: Strategy | None = None,
-    *,
-    hosts: Sequence[str] | None = None,
+    size: int, strategy: Strategy | None = None, *, hosts: Sequence[str] | None = None
 ) -> Plan:
     """Return the plan of ``size`` ranks.
 

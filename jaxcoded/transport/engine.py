@@ -124,11 +124,7 @@ class Engine(Transport):
     takes_parts = True
 
     def __init__(
-        self,
-        index: int,
-        comm: MPI.Intracomm,
-        plan: Plan,
-        options: Options,
+        self, index: int, comm: MPI.Intracomm, plan: Plan, options: Options
     ) -> None:
         self.index, self.plan, self.rank = index, plan, comm.rank
         # with shared work no two ranks send messages that could be compared

@@ -150,9 +150,7 @@ def _travelling(
     """Return the types in which vectors of these types are sent."""
     return [
         _jax_compat.like(
-            aval,
-            (aval.shape[-1], *aval.shape[:-1]) if moves else aval.shape,
-            kind.wire,
+            aval, (aval.shape[-1], *aval.shape[:-1]) if moves else aval.shape, kind.wire
         )
         for aval, kind in zip(avals, vectors)
     ]

@@ -37,10 +37,7 @@ class Mpi4jax(Traced, Transport):
         registry.add(self)
 
     def carry(
-        self,
-        round: Round,
-        vectors: Sequence[jax.Array],
-        erasures: jax.Array | None,
+        self, round: Round, vectors: Sequence[jax.Array], erasures: jax.Array | None
     ) -> Sequence[jax.Array]:
         plan, comm, rank = self.plan, self._comm, self.rank
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
@@ -95,10 +92,7 @@ class Mpi4jax(Traced, Transport):
         registry.remove(self.index)
 
     def _begin(
-        self,
-        round: Round,
-        vectors: Sequence[jax.Array],
-        erased: jax.Array | None,
+        self, round: Round, vectors: Sequence[jax.Array], erased: jax.Array | None
     ) -> jax.Array | np.ndarray:
         """Agree on this round; return the coefficients of the children, ``(m, n)``."""
         index, plan, rank = self.index, self.plan, self.rank

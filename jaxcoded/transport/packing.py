@@ -175,11 +175,7 @@ class Packing:
 
 
 def pack(
-    pytree: Any,
-    *,
-    floats_only: bool = True,
-    wire_dtype: Any = None,
-    multiple: int = 1,
+    pytree: Any, *, floats_only: bool = True, wire_dtype: Any = None, multiple: int = 1
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """Fuse the leaves of a pytree, arrays and Python numbers, into one vector for each
     `Kind` with at least one element, in the leaves' dtypes. Return the vectors, and the

@@ -14,10 +14,7 @@ class Traced(Carrier):
 
     @abc.abstractmethod
     def carry(
-        self,
-        round: Round,
-        vectors: Sequence[jax.Array],
-        erasures: jax.Array | None,
+        self, round: Round, vectors: Sequence[jax.Array], erasures: jax.Array | None
     ) -> Sequence[jax.Array]:
         """Trace a round of this rank's vectors ``(..., length)`` in the dtypes in which
         they are sent, without the ranks in ``erasures``, bool ``(size,)``. Return the

@@ -114,11 +114,7 @@ class Membership:
         )
 
     def _extended(
-        self,
-        extending: Extending,
-        rounds: int,
-        timeout: float,
-        put_out: bool = False,
+        self, extending: Extending, rounds: int, timeout: float, put_out: bool = False
     ) -> Session:
         extending.make(timeout, put_out)
         self._extending = None

@@ -57,11 +57,7 @@ _LEGEND = (
 )
 @output.json_option
 def command(
-    cluster: Cluster,
-    replicas: int | None,
-    reading: str | None,
-    top: int,
-    json: bool,
+    cluster: Cluster, replicas: int | None, reading: str | None, top: int, json: bool
 ) -> None:
     """Print the ranking."""
     _require.integer("--top", top, 1)

@@ -49,10 +49,7 @@ from jaxcoded.tools.terminal import lines
     "always passed.",
 )
 @click.option(
-    "--timeout",
-    type=float,
-    metavar="SECONDS",
-    help="End the job after this time.",
+    "--timeout", type=float, metavar="SECONDS", help="End the job after this time."
 )
 @click.option(
     "--all-gpus",

@@ -48,11 +48,7 @@ _BALANCED = "uncoded, balanced"
 )
 @output.json_option
 def command(
-    cluster: Cluster,
-    strategy: str,
-    rounds: int,
-    path: str | None,
-    json: bool,
+    cluster: Cluster, strategy: str, rounds: int, path: str | None, json: bool
 ) -> None:
     """Print the simulated steps."""
     rounds = _require.integer("--rounds", rounds, 1)

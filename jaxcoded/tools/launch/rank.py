@@ -36,10 +36,7 @@ _LOCAL = (
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # where Open MPI 5 and 4 put shared memory
-BACKING = (
-    "OMPI_MCA_btl_sm_backing_directory",
-    "OMPI_MCA_btl_vader_backing_directory",
-)
+BACKING = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds for a report
 # seconds for which a joining rank stays, so that its starter sees it

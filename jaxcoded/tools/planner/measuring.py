@@ -154,10 +154,7 @@ def ping(comm: MPI.Intracomm, partner: int, message: np.ndarray) -> float:
     """Return the seconds until the partner, in `answer_pings`, has answered a message."""
     begun = time.perf_counter()
     answer = np.empty(1, np.uint8)
-    requests = [
-        comm.Irecv(answer, partner, _PONG),
-        comm.Isend(message, partner, _PING),
-    ]
+    requests = [comm.Irecv(answer, partner, _PONG), comm.Isend(message, partner, _PING)]
     while not MPI.Request.Testall(requests):
         time.sleep(0)  # the partner may need this core
     return time.perf_counter() - begun

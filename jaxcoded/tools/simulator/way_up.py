@@ -59,11 +59,7 @@ class Parents:
             self.pieces, self.asked, self.period = 1, 0.0, seconds
 
     def sum_up(
-        self,
-        called: np.ndarray,
-        first: np.ndarray,
-        last: np.ndarray,
-        used: np.ndarray,
+        self, called: np.ndarray, first: np.ndarray, last: np.ndarray, used: np.ndarray
     ) -> None:
         """Enter when the first and the last piece of these parents' sums are ready, and which children they use."""
         there = last if self.as_a_whole else first
