@@ -32,8 +32,7 @@ def expander(
         stragglers: ``s`` in ``0 … n−1``.
         degree: ``d`` in ``1 … n−1``, the load of every child and the number of holders
             of every partition; ``n·d`` must be even.
-        seed: the seed of the random draws; the same seed gives the same code on every
-            rank.
+        seed: of the random draws; equal seeds give equal codes on all ranks.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:

@@ -31,8 +31,7 @@ def gaussian_mds(
         n: number of children and of partitions, a multiple of ``s+m``.
         stragglers: ``s ≥ 0``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
-        seed: the seed of the random draws; the same seed gives the same code on every
-            rank.
+        seed: of the random draws; equal seeds give equal codes on all ranks.
         max_condition: take the first draw in which no ``m`` columns have a larger
             condition number. Default: take the best of all draws.
 

@@ -37,8 +37,7 @@ def random_generator(
             round-robin, ``load`` to each child.
         loads: instead, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
             ``ℓ_i ≤ k``, dealt round-robin over the ``k`` partitions.
-        seed: the seed of the random draws; the same seed gives the same code on every
-            rank.
+        seed: of the random draws; equal seeds give equal codes on all ranks.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, k, m)``.

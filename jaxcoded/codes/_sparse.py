@@ -26,8 +26,7 @@ def bernoulli(
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
         load: the expected number of partitions of a child, above 0 and at most ``n``.
-        seed: the seed of the random draw; the same seed gives the same code on every
-            rank.
+        seed: of the random draws; equal seeds give equal codes on all ranks.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
@@ -77,8 +76,7 @@ def stochastic_block(
         load: the expected number of partitions of a child, above 0.
         blocks: in ``2 … n``.
         inside: the share of the load that is in the child's own block, in ``0 … 1``.
-        seed: the seed of the random draw; the same seed gives the same code on every
-            rank.
+        seed: of the random draws; equal seeds give equal codes on all ranks.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
