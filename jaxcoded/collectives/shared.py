@@ -76,7 +76,7 @@ def summed(
             residual=residual,
             **fields,
         )
-    kinds = [kind for kind, n in zip(packing.kinds, packing.counts) if n]
+    nonempty = [(kind, n) for kind, n in zip(packing.kinds, packing.counts) if n]
     # one more vector: the blocks in a sum that may lack a part of the batch, or the
     # results of audits in a group with a check
     probes, audited = [], None
@@ -88,7 +88,10 @@ def summed(
         probes.append(audited.zeros())
 
     counted, *_ = round.vectors
-    kinds = [counted, *kinds, *(Kind(probe.dtype, probe.dtype) for probe in probes)]
+    kinds = [
+        *(counted, *(kind for kind, _ in nonempty)),
+        *(Kind(probe.dtype, probe.dtype) for probe in probes),
+    ]
     round = dataclasses.replace(
         round,
         vectors=tuple(kinds),
@@ -152,28 +155,15 @@ def summed(
         work, token = take(sums, token)
         return work, sums, auxes, token
 
-    sums = (
-        [count.vector]
-        + [
-            jnp.zeros(n, accumulator(dtype))
-            for dtype, n in zip(packing.dtypes, packing.counts)
-            if n
-        ]
-        + probes
-    )
+    sums = [jnp.zeros(n, accumulator(kind.dtype)) for kind, n in nonempty]
+    sums = [count.vector, *sums, *probes]
     auxes = jax.tree.map(lambda leaf: jnp.zeros((blocks, *leaf.shape), leaf.dtype), aux)
     work, token = take(sums, operands.token, 0)
     _, _, auxes, token = jax.lax.while_loop(
         there_are_more, one_more, (work, sums, auxes, token)
     )
-    dtypes = [sums[0].dtype]
-    dtypes += [dtype for dtype, n in zip(packing.dtypes, packing.counts) if n]
-    dtypes += [probe.dtype for probe in probes]
-    end = round.step(
-        "round",
-        last_part=True,
-        results=tuple(ShapedArray(s.shape, d) for s, d in zip(sums, dtypes)),
-    )
+    types = [ShapedArray(s.shape, kind.dtype) for s, kind in zip(sums, kinds)]
+    end = round.step("round", last_part=True, results=tuple(types))
     out, token = run(end, operands._replace(token=token))
     summed = iter(out[1:])
     leaves = [

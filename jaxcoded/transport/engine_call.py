@@ -41,23 +41,15 @@ CALLS = {
     "lag": Call(),
 }
 _BY_DEVICES = ("round", "start", "done", "lag")
+_ON_GPUS = ("round", "part", "take", "computed", "lag")
 
 
 def register(engine: Any) -> None:
     """Register the engine's handlers with XLA."""
-    names = [
-        *((name, f"{name}_handler", "cpu") for name in CALLS),
-        *(
-            (f"devices_{name}", f"devices_{name}_handler", "cpu")
-            for name in _BY_DEVICES
-        ),
-        *(
-            (name, f"cuda_{name}_handler", "CUDA")
-            for name in CALLS
-            if name not in ("start", "done")
-        ),
-    ]
-    for name, handler, platform in names:
+    names = [*CALLS, *(f"devices_{name}" for name in _BY_DEVICES)]
+    handlers = [(name, f"{name}_handler", "cpu") for name in names]
+    handlers += [(name, f"cuda_{name}_handler", "CUDA") for name in _ON_GPUS]
+    for name, handler, platform in handlers:
         target = getattr(engine, handler)
         register_ffi_target(f"jaxcoded_{name}", target, platform=platform)
 
