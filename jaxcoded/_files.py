@@ -44,9 +44,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def contents(path: str | os.PathLike[str]) -> bytes:
-    """Return the contents of a file; a ValueError if it has more than `LONGEST` bytes,
-    as some files have no end.
-    """
+    """Return a file's contents; a ValueError beyond `LONGEST` bytes: it may not end."""
     data = bytearray()
     with open(path, "rb") as file:  # takes memory only for existing data
         while piece := file.read(_PIECE):

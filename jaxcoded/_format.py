@@ -6,9 +6,7 @@ from fractions import Fraction
 
 
 def unit(largest: float) -> tuple[float, str]:
-    """Return the unit in which seconds up to this many are short numbers: its length in
-    seconds, and its name.
-    """
+    """Return a unit in which such seconds are short: its length, and its name."""
     for size, name in ((1.0, "s"), (1e-3, "ms")):
         if largest >= size:
             return size, name

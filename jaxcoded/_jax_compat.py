@@ -129,9 +129,7 @@ def ordered_effect(name: str) -> type:
 
 
 def keep_results_of(effect: type) -> None:
-    """Make ``jax.checkpoint`` keep the results of operations with this effect under
-    every policy: they are never repeated.
-    """
+    """Make ``jax.checkpoint`` always keep the results of operations with an effect."""
     _remat_allowed_effects.add_type(effect)
 
 
@@ -239,9 +237,7 @@ def effects_barrier(told: Collection[str] = ()) -> None:
 
 
 def varying(x: Any) -> tuple[str, ...]:
-    """Return the axes of a manual mesh along which a value or its type differs, as far
-    as JAX knows, inside ``shard_map``.
-    """
+    """Return the axes of a manual mesh along which a value differs, if JAX knows."""
     described = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
     aval = x if described else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`

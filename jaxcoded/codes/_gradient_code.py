@@ -379,9 +379,7 @@ class GradientCode:
         return first[order], np.argsort(order)[classes]
 
     def _missing_classes(self, missing: np.ndarray) -> np.ndarray:
-        """Return the classes without any present row, bool ``(..., classes)``, for
-        missing rows, bool ``(..., rows)``.
-        """
+        """Return the classes without a present row, bool ``(..., classes)``."""
         first, classes = self._copies
         order = np.argsort(classes, kind="stable")
         starts = np.searchsorted(classes[order], np.arange(len(first)))

@@ -379,9 +379,7 @@ def results(
 def _probe(
     group: CodedGroup, vectors: Sequence[jax.Array], number: int | None
 ) -> jax.Array:
-    """Return the probe of the sum's coefficients, in the precision of these vectors; of
-    a single part with a ``number``.
-    """
+    """Return the probe of the sum's coefficients, or of its part ``number``."""
     probe = atoms.probe(group.plan, group.rank)
     if number is not None:
         probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]

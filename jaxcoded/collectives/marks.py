@@ -77,9 +77,7 @@ def key(
 
 
 def of_batch(number: Any) -> Any:
-    """Return the key of a batch alone, uint32, from 0 to 62, from its number, an array
-    of uint32, also of NumPy.
-    """
+    """Return the key of a batch alone, uint32 from 0 to 62, from its number."""
     return 9 * (number % 7) + mixed(number) % 9
 
 

@@ -66,8 +66,6 @@ class Process(NamedTuple):
 
 
 def stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, see proc(5); an OSError if it
-    is gone.
-    """
+    """Return a process's fields in proc(5), after its name; else an OSError."""
     text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return text.rpartition(")")[2].split()

@@ -342,9 +342,7 @@ class Telemetry:
         return lines
 
     def _usually_late(self) -> float:
-        """Return the share of rounds in which a child as fast as the others is too
-        late, since parents do not wait for all.
-        """
+        """Return how often a child that is as fast as the others is too late."""
         coding = Plan.from_json(self.plan).codings[self.rank]
         return coding.code.stragglers / len(self.children) if coding else 0.0
 

@@ -141,9 +141,7 @@ def _ranked(
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
-    """Return groups of similar children: sorted by capacity, each group gets what its
-    weakest child can hold.
-    """
+    """Return groups of similar children, which get what the weakest can hold."""
     n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))

@@ -74,9 +74,7 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def replanned(self, index: int, plan: Plan) -> Self:
-        """Return the transport of the same ranks with another plan from the next round
-        on, under another index, and close this one.
-        """
+        """Return the transport with another plan and index, and close this one."""
 
     def enter(self) -> None:
         """Begin, after all ranks have opened this transport."""

@@ -16,9 +16,7 @@ def follow(
     callback: Callable[[_Record], Any],
     name: str,
 ) -> threading.Thread:
-    """Call ``callback`` in a thread of this name with each record from ``following``,
-    until that returns None. Rounds do not wait for it.
-    """
+    """Call ``callback`` in a thread with each record of ``following``, until None."""
 
     def run() -> None:
         while (record := following()) is not None:

@@ -245,9 +245,7 @@ def _unkeyed(structure: Any) -> Iterator[str]:
 def _runs(
     vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """Return consecutive leaves. XLA fuses slices with their uses without copies, but
-    must compile each.
-    """
+    """Return consecutive leaves. XLA fuses slices with uses, but must compile each."""
     small = [
         i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
     ]

@@ -62,9 +62,7 @@ class Extending(Change):
         self._until = 0.0  # until when the group must be made
 
     def make(self, timeout: float, put_out: bool) -> None:
-        """Make the group with the others, and wait until all agree whether they have
-        it. A CodedError if they have not agreed in time.
-        """
+        """Make the group with the others; a CodedError if not all agree in time."""
         wait = functools.partial(
             self._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )

@@ -65,9 +65,7 @@ class NewRank:
         self._line.say(0, Ready(words or ""))
 
     def enter(self, both: MPI.Intracomm, old: int) -> None:
-        """Wait until the old ranks have agreed that all have made the group. A
-        CodedError if they have not, send something else, or are all dead.
-        """
+        """Wait until the old ranks agree on the group; a CodedError if they do not."""
         line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
 
         def told() -> TakenIn | None:

@@ -173,9 +173,7 @@ def _words(
     begun: bool,
     hosts: Sequence[str],
 ) -> str:
-    """Return what the status means; empty after success. ``seconds``: the time limit
-    that ended the job, if any.
-    """
+    """Return what a status means; empty after success. ``seconds``: its time limit."""
     if status == 0:
         return ""
     if status == mpirun.killed and not fault_tolerant and begun:

@@ -101,9 +101,7 @@ class Ends:
         return bool(self.begun or self.told)
 
     def fields(self) -> list[dict[str, int | float | str | None]]:
-        """Return the fields of the JSON output: for each rank its status or the signal
-        that killed it, and the seconds; null if unknown.
-        """
+        """Return the fields of the JSON output for each rank; null if unknown."""
         out: list[dict[str, int | float | str | None]] = []
         for number in sorted({*range(self.ranks), *self.begun, *self.told}):
             code, after = self.told.get(number, (None, None))
@@ -120,9 +118,7 @@ class Ends:
         return out
 
     def words(self) -> list[str]:
-        """Return a line for each group of ranks that ended the same way, in the order
-        of their first ends; none if all ended with status 0.
-        """
+        """Return a line for each way in which ranks ended; none if all succeeded."""
         if not self.heard_any:
             return ["no rank has begun" if self.sure else _UNHEARD]
         alike: dict[int, list[int]] = {}

@@ -106,9 +106,7 @@ def _share_in(directory: str) -> None:
 
 
 def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
-    """Return the GPUs of one rank among the ranks of its host: an equal number for
-    each, or a shared one if there are fewer than ranks.
-    """
+    """Return a rank's GPUs of those of its host: as many as others, or a shared one."""
     if each := len(gpus) // ranks:
         return gpus[rank * each : (rank + 1) * each]
     return [gpus[rank * len(gpus) // ranks]]
