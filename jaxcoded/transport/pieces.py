@@ -66,12 +66,6 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
 def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
     """Return the parents whose children form sections, if any do: the root, and parents
     of several children, one of them on another host.
-
-    Example:
-        >>> from jaxcoded.plan import Coded, make_plan
-        >>> tree = make_plan(7, Coded(fanout=2, stragglers=0))
-        >>> sorted(delegating(tree, "aabcabc")), sorted(delegating(tree, "abcbbcc"))
-        ([0, 1, 2], [0])
     """
     families = enumerate(plan.tree.children)
     return frozenset({plan.root}).union(
@@ -86,16 +80,6 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
     """Return whether the ports between hosts would be busy for longer without sections.
     Messages that are shorter than the sum, or have several parts, are not formed in
     sections below the root's children.
-
-    Example:
-        >>> from jaxcoded.plan import Coded, make_plan
-        >>> hosts = ["a", "a", "a", "b", "b"]
-        >>> by_host, chain = make_plan(5, Coded(by_host=True), hosts=hosts), make_plan(5, Coded(parents=[-1, 0, 1, 2, 3], stragglers=0))
-        >>> [pays_between_hosts(plan, hosts) for plan in (by_host, chain)]
-        [True, False]
-        >>> trees = [make_plan(1 + n + n * n, Coded(fanout=n)) for n in (2, 3, 5)]
-        >>> [pays_between_hosts(tree, range(tree.size)) for tree in trees]
-        [False, True, True]
     """
     tree = plan.tree
     far = [
@@ -119,16 +103,6 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
     """Return whether all ranks are the root's children and would wait for the root to
     add up all messages, as they only copy the result. With two ranks, one adds while
     the other copies.
-
-    Example:
-        >>> from jaxcoded.plan import Coded, make_plan
-        >>> coded, uncoded = (make_plan(13, Coded(fanout=12, stragglers=s)) for s in (1, 0))
-        >>> [pays_on_one_host(coded, cores) for cores in (1, 2, 4)]
-        [False, False, True]
-        >>> pays_on_one_host(uncoded, cores=2)
-        True
-        >>> pays_on_one_host(make_plan(2, Coded(stragglers=0)), cores=16)
-        False
     """
     if plan.size <= 2 or len(plan.tree.children[plan.root]) < plan.size - 1:
         return False
