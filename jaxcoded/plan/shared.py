@@ -165,12 +165,11 @@ class Shared(Strategy):
         owners = range(0, len(starts) - 1, blocks)
         return [starts[first : first + blocks + 1] for first in owners]
 
-    def refuse(self, *given: str) -> None:
+    def refuse(self, given: str) -> None:
         why = "blocks are assigned during the round, and the sum is of the whole batch"
-        if "residual" in given:
+        if given == "residual":
             why = 'its sums are exact, unless on_deadline="approximate"'
-        for name in given:
-            raise ValueError(f"{name} cannot be given in a group with {self!r}: {why}")
+        raise ValueError(f"{given} cannot be given in a group with {self!r}: {why}")
 
     def why_not_split(self, plan: Plan) -> str:
         del plan

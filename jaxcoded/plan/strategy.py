@@ -132,8 +132,10 @@ class Strategy(abc.ABC):
                 "with CodedGroup(comm, Shared(replicas=2))"
             )
 
-    def refuse(self, *given: str) -> None:
-        """Raise a ValueError if one of these arguments of a call has no meaning."""
+    def refuse(self, given: str) -> None:
+        """Raise a ValueError if this argument of a call, ``erasures`` or ``residual``,
+        has no meaning.
+        """
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:
