@@ -265,8 +265,6 @@ def prepared(
 
     Args:
         x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.
-        count: the count of the examples.
-        name: the name of the collective.
         apart: keys, see `Packing.apart`.
         words: what else all ranks must agree on.
         does: other fields of the `Round`.

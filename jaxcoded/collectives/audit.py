@@ -23,14 +23,8 @@ _NONE, _ONLY_TOLD = 0, 2
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """
-    Attributes:
-        ranks: the group's number of ranks.
-        leaves: the types of a block's results, ``jax.ShapeDtypeStruct``s.
-    """
-
-    ranks: int
-    leaves: tuple[Any, ...]
+    ranks: int  # the group's number of ranks
+    leaves: tuple[Any, ...]  # ``jax.ShapeDtypeStruct`` of a block's results
 
     @property
     def eps(self) -> tuple[float, ...]:

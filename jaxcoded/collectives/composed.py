@@ -29,33 +29,25 @@ from jaxcoded.transport.result import Result
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
-    """The description of a sum.
-
-    Attributes:
-        name: the name for messages.
-        group: the group that sums.
-        of: a function of a list of arguments, of some examples, and of their weights,
-            which returns a list of results.
-        alike: a number for each argument. Arguments with the same number are compared
-            between ranks together: 1 for parameters and other differentiated arguments,
-            and another number for the tangents or cotangents of each derivative, which
-            have different scales. Arguments with 0 are not compared.
-        unit: the types of the examples and of the weights in one call of ``of``.
-        rest: the structure of the batch's data and weights.
-        wire_dtype: see `jaxcoded.coded_allreduce`.
-        tokened: whether the last operand orders the round.
-        derived: whether it is the sum of a derivative. Each rank computes tangents and
-            cotangents by a separate program, so that they may differ in rounding.
-    """
+    """The description of a sum."""
 
     name: str
     group: CodedGroup
+    # a function of a list of arguments, of some examples, and of their weights, which
+    # returns a list of results
     of: Callable[[list[Any], Any, jax.Array], list[Any]]
+    # A number for each argument. Arguments with the same number are compared between
+    # ranks together: 1 for parameters and other differentiated arguments, and another
+    # number for the tangents or cotangents of each derivative, which have different
+    # scales. Arguments with 0 are not compared.
     alike: tuple[int, ...]
+    # the types of the examples and of the weights in one call of ``of``
     unit: tuple[Any, Any]
-    rest: Any
-    wire_dtype: Any
-    tokened: bool
+    rest: Any  # the structure of the batch's data and weights
+    wire_dtype: Any  # see `jaxcoded.coded_allreduce`
+    tokened: bool  # whether the last operand orders the round
+    # Whether it is the sum of a derivative. Each rank computes tangents and cotangents
+    # by a separate program, so that they may differ in rounding.
     derived: bool = False
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:

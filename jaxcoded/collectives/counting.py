@@ -21,20 +21,14 @@ _ROUNDINGS = 64
 
 
 class Count(NamedTuple):
-    """The first vector that a rank adds to a sum, which counts its examples.
+    """The first vector that a rank adds to a sum, which counts its examples."""
 
-    Attributes:
-        vector: this rank's part of the count, ``(length of a message,)``, a NumPy array
-            if the weights are; ``None`` if the sum may be approximate.
-        examples: see `Round`.
-        words: what all ranks must agree on.
-        numbers: number of counted numbers.
-    """
-
+    # this rank's part of the count, ``(length of a message,)``, a NumPy array if the
+    # weights are; ``None`` if the sum may be approximate
     vector: Any = None
-    examples: tuple[float, float] | None = None
-    words: str = ""
-    numbers: int = 1
+    examples: tuple[float, float] | None = None  # see `Round`
+    words: str = ""  # what all ranks must agree on
+    numbers: int = 1  # number of counted numbers
 
 
 NOT_COUNTED = Count()
@@ -71,8 +65,6 @@ def count(
 
     Args:
         weights: a batch's `Weights`, or several batches'.
-        group: that sums.
-        name: the name of the call.
         key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
             Default: that of the batches.
         present: whether to count the examples without padding in a second number, also for a sum that may be
@@ -134,16 +126,11 @@ def count(
 
 
 class _Fixed(NamedTuple):
-    """The common part of all counts of batches of these sizes.
-
-    Attributes:
-        words, examples: of the `Count`.
-        marks: this rank's addition to the count for a key of 1, part by part, for each
-            batch.
-    """
+    """The common part of all counts of batches of these sizes."""
 
     words: str
     examples: tuple[float, float]
+    # for each batch, this rank's addition to the count for a key of 1, part by part
     marks: tuple[np.ndarray, ...]
 
 

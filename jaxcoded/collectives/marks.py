@@ -31,8 +31,6 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
     to 0.
 
     Args:
-        plan, rank: the group's plan, and the rank.
-        batch_size: examples of a batch.
         rounding: the share of the count that rounding explains, which marks must
             exceed. They are so small that they add little to it.
     """

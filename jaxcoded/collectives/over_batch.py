@@ -33,8 +33,6 @@ def summed(
         compute: see `coded.summed` and `shared.summed`.
         alike: pytree of values that must be equal on all ranks, in addition to the
             batch.
-        batch, weights: the examples of this rank.
-        group: the group that sums.
         eps: the precision of ``compute``, see `_jax_compat.coarsest_eps`.
         same_bits: whether ``alike`` is equal on all ranks to the bit, not only up to
             rounding.

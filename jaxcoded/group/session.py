@@ -60,15 +60,12 @@ class Session:
             hosts.
         chooser: a function that chooses another plan for the final options, once all
             ranks have the first one.
-        record: the record of its rounds that is written or followed.
         ahead: if ranks have different numbers of results, how many different smaller
             numbers other ranks have.
 
     Attributes:
-        processes, hosts: the process and the host of each rank.
         wanted: the options that a replacing group requests.
         planned: the reason for the chosen plan, as text.
-        warnings: the warnings to give.
         words: the plan's description in coded calls: some ranks may have missed a
             replan.
         spreads: whether `jaxcoded.spread` was called; otherwise a sum has no reverse
