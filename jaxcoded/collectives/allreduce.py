@@ -14,7 +14,7 @@ from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives import floats
 from jaxcoded.collectives.arguments import checked_operands, divided_by
-from jaxcoded.collectives.counting import NOT_COUNTED, Count, checked_count, counted
+from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.transport.kernels import Encoded, accumulator, divided
@@ -232,7 +232,10 @@ def summed(
     with group._session.failing(name):
         like = x
         if not isinstance(x, Encoded):
-            x = floats.of(x, group.plan, "leaf", asked.get("wire_dtype"))
+            x = floats.of(
+                *(x, group._session.transport, "leaf", asked.get("wire_dtype")),
+                counted=count.examples is not None,
+            )
         round, operands, packing = prepared(
             x, group, count, name=name, divisor=divisor, **asked
         )
@@ -360,17 +363,11 @@ def results(
     out: Sequence[jax.Array], round: Round, packing: Packing
 ) -> tuple[Any, jax.Array | None]:
     """Return the sum as a pytree, and its residual if requested. The count of examples
-    comes first, if any: the engine has checked it, and without the engine a wrong count
-    makes the sum NaN.
+    comes first, if any: the transport has checked it.
     """
-    transport = find(round.group)
-    found = residual_of(transport.plan, out[-1]) if round.residual else None
+    plan = find(round.group).plan
+    found = residual_of(plan, out[-1]) if round.residual else None
     total = unpack(out[round.counts : len(out) - round.residual], packing)
-    if round.counts and round.examples is not None and not transport.can_lag:
-        right = checked_count(out[0][..., 0], round.examples) > 0
-        total = jax.tree.map(
-            lambda leaf: jnp.where(right, leaf, jnp.asarray(jnp.nan, leaf.dtype)), total
-        )
     return total, found
 
 

@@ -13,8 +13,8 @@ from jaxcoded.collectives.eager import Eager
 from jaxcoded.collectives.gradient import check_alone
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.plan import Plan
 from jaxcoded.transport import tokens
+from jaxcoded.transport.base import Carrier
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.leaves import array, check_no_key, named
 from jaxcoded.transport.packing import checked_wire_dtype
@@ -83,7 +83,7 @@ def coded_sum(
         with group._session.failing(_NAME):
             unit = composed.unit(group, data, weights)
             sums = functools.partial(
-                _sums, per_example, weighted, group.plan, wire_dtype
+                _sums, per_example, weighted, group._session.transport, wire_dtype
             )
             # traced once, so that the values that it closes over are known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
@@ -141,7 +141,7 @@ def _evaluated(
 def _sums(
     per_example: Callable[..., Any],
     weighted: bool,
-    plan: Plan,
+    transport: Carrier,
     wire_dtype: Any,
     params: Any,
     data: Any,
@@ -174,5 +174,6 @@ def _sums(
         out = per_example(params, data, weights)
     else:
         out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
-    floats.of(out, plan, "the sum", wire_dtype)  # refused here, where leaves have names
+    # refused here, where leaves have names
+    floats.of(out, transport, "the sum", wire_dtype)
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

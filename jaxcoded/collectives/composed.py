@@ -71,12 +71,12 @@ class Sum:
         """Trace the round."""
         args, rest, token = self.parts(operands)
         data, weights = jax.tree.unflatten(self.rest, rest)
-        plan = self.group.plan
+        transport = self.group._session.transport
         like = jax.eval_shape(self.of, args, *self.unit)
 
         def of(args: list[Any], examples: Any, weights: jax.Array) -> tuple[Any, None]:
             out = self.of(args, examples, weights)
-            return {"sum": floats.of(out, plan, "sum", self.wire_dtype)}, None
+            return {"sum": floats.of(out, transport, "sum", self.wire_dtype)}, None
 
         out, *_ = over_batch.summed(
             functools.partial(gradient.unless_behind, of, args),

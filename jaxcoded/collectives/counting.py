@@ -199,18 +199,6 @@ def rounding(plan: Plan, *dtypes: Any) -> float:
     return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
 
 
-def checked_count(count: jax.Array, examples: tuple[float, float]) -> jax.Array:
-    """Return the number of examples if the count matches up to rounding; otherwise NaN.
-
-    The engine raises the error in the order of the rounds. An error here, outside that
-    order, would end this rank's program while it sends the result on, or in the next
-    round.
-    """
-    number, allowed = examples
-    near = jnp.abs(count - number) <= allowed * number
-    return jnp.where(near, jnp.asarray(number, count.dtype), jnp.nan)
-
-
 def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     """Return the number of examples of a batch without padding, by which a mean is divided.
 
@@ -224,12 +212,7 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
         return jnp.where(there == 0, 1, there)
     expected = jnp.asarray(weights.examples, there.dtype)
     near = jnp.abs(there - expected) <= count.examples[1] * expected
-    right = checked_count(counted[..., 0], count.examples) > 0
-    return jnp.where(
-        right,
-        jnp.where(near, expected, jnp.round(there)),
-        jnp.asarray(jnp.nan, there.dtype),
-    )
+    return jnp.where(near, expected, jnp.round(there))
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded.plan import Plan
+from jaxcoded.transport.base import Carrier
 from jaxcoded.transport.leaves import array, check_no_key, named
 
 _BYTE = 256
@@ -17,12 +18,19 @@ _BYTE = 256
 _MOST = 2**24 // (_BYTE - 1)
 
 
-def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
+def of(
+    pytree: Any,
+    transport: Carrier,
+    root: str,
+    wire_dtype: Any = None,
+    counted: bool = True,
+) -> Any:
     """Return the pytree with each leaf that is not floating point replaced by a tuple:
     its real and imaginary parts, or the bytes of its integers, each a float32.
 
     Raises:
-        TypeError: a leaf has integers, which the plan's codes would multiply. The message names it.
+        TypeError: a leaf has integers, which the plan's codes would multiply, or whose examples are ``counted`` by a transport that
+            shows wrong ones as NaN. The message names it.
         ValueError: they would be rounded to the ``wire_dtype``.
     """
 
@@ -37,7 +45,12 @@ def of(pytree: Any, plan: Plan, root: str, wire_dtype: Any = None) -> Any:
             return leaf.real, leaf.imag
         if not _counts(dtype):
             return leaf  # also leaves without numbers, which packing refuses
-        _check(plan, name, dtype, wire_dtype)
+        _check(transport.plan, name, dtype, wire_dtype)
+        if counted and not transport.refuses_miscounts:
+            raise TypeError(
+                f"{name} has dtype {dtype}. Without the engine a sum of other examples becomes NaN, which integers "
+                "cannot show: install jaxcoded with its engine, or cast it to floating point"
+            )
         return tuple(_bytes(array(leaf, name)))
 
     return jax.tree_util.tree_map_with_path(floats, pytree)

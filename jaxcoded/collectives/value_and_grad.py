@@ -100,7 +100,9 @@ def coded_value_and_grad(
     ) -> Result:
         # the shapes are needed for every chunk, so trace it once
         of_part = jax.jit(
-            functools.partial(gradient.of_part, losses, has_aux, group.plan)
+            functools.partial(
+                gradient.of_part, losses, has_aux, group._session.transport
+            )
         )
         out, aux, counted, count = over_batch.summed(
             functools.partial(gradient.unless_behind, of_part, params),

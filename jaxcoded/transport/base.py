@@ -24,6 +24,7 @@ class Carrier(abc.ABC):
     # how many rounds can be started before the first is finished. 0: a started round would not progress while its rank
     # computes.
     most_started = 0
+    refuses_miscounts = False  # whether a sum of other examples is an error, not NaN
     compares = False  # whether parents compare their children's messages
 
     @abc.abstractmethod

@@ -120,6 +120,7 @@ class Engine(Transport):
 
     name = "engine"
     can_lag = True
+    refuses_miscounts = True
     takes_tokens = True
     takes_parts = True
 

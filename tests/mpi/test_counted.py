@@ -190,6 +190,30 @@ def test_ranks_at_different_batches(comm, transport, call, odd, how):
         np.testing.assert_allclose(finish(step(right)), expected, rtol=1e-9, atol=1e-9)
 
 
+@several
+def test_integers_of_different_batches(comm, transport):
+    """They cannot be NaN: a transport without errors of its own refuses weighted ones.
+    Without weights nothing can be checked, and the sum is exact.
+    """
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
+        numbers = group.epoch(np.arange(EXAMPLES, dtype=np.int32), BATCH, seed=0)
+        right, other = numbers[0], numbers[1]
+        expected = numbers.indices(0).sum()
+        assert coded_allreduce(right.data.sum(), group) == expected
+        if transport == "mpi4jax":
+            with pytest.raises(TypeError, match="Without the engine a sum of"):
+                coded_allreduce(right.data.sum(), group, right.weights)
+            summed = jaxcoded.coded_sum(lambda _, data: data, group)
+            with pytest.raises(TypeError, match="Without the engine a sum of"):
+                summed(jnp.float32(0), right)
+            return
+        mine = other if comm.rank == SIZE - 1 else right
+        assert coded_allreduce(right.data.sum(), group, right.weights) == expected
+        with pytest.raises(JaxRuntimeError, match="examples were counted, not "):
+            finish(coded_allreduce(mine.data.sum(), group, mine.weights))
+        jaxcoded.effects_barrier()
+
+
 @redundant
 @calls
 def test_weights_that_are_missing(group, call):
