@@ -44,7 +44,7 @@ def test_prices():
     )
     assert [row[0] for row in rows] == ["Uncoded()", "Shared()", "Coded(stragglers=1)"]
     measured = (ROOT / "benchmarks" / "README.md").read_text()
-    for (arguments, load, work, late, *steps), column in zip(rows, (0, 3, 1)):
+    for (arguments, load, work, late, *steps), column in zip(rows, (0, 4, 2)):
         plan = jaxcoded.make_plan(4, jaxcoded.Strategy.parse(arguments))
         assert plan.load == fractions.Fraction(load)
         assert float(work) == round(float(plan.load) * 4, 1)
