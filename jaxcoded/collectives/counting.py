@@ -13,6 +13,7 @@ from jaxcoded.collectives import marks
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
+from jaxcoded.transport.kernels import counts
 
 # How far a count of examples may be from their number: as a share of it; and the
 # roundings in addition to one for each rank, amplified by the code.
@@ -211,7 +212,7 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     if count.examples is None:  # without any example the mean is 0, as the sum
         return jnp.where(there == 0, 1, there)
     expected = jnp.asarray(weights.examples, there.dtype)
-    near = jnp.abs(there - expected) <= count.examples[1] * expected
+    near = counts(there, expected, count.examples[1])
     return jnp.where(near, expected, jnp.round(there))
 
 

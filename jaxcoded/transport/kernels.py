@@ -64,6 +64,11 @@ def divided(pytree: Any, number: Any) -> Any:
     return jax.tree.map(divide, pytree)
 
 
+def counts(found: jax.Array, number: Any, allowed: float) -> jax.Array:
+    """Return whether these are counts of a number, up to the rounding of a sum: a share of it."""
+    return jnp.abs(found - number) <= allowed * number
+
+
 @jax.jit
 def weighted_sum(
     coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]

@@ -18,7 +18,7 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport import primitive, registry
 from jaxcoded.transport.agreement import disagreement, wait
 from jaxcoded.transport.base import Transport
-from jaxcoded.transport.kernels import accumulator
+from jaxcoded.transport.kernels import accumulator, counts
 from jaxcoded.transport.messages import tree_broadcast, tree_reduce
 from jaxcoded.transport.round import Round
 from jaxcoded.transport.traced import Traced
@@ -61,8 +61,7 @@ class Mpi4jax(Traced, Transport):
                 if round.examples is not None and parent < 0:
                     # on the root alone, where XLA makes one loop of this and of decoding
                     if not out:  # the first vector counts
-                        number, allowed = round.examples
-                        right = jnp.abs(vector[..., :1] - number) <= allowed * number
+                        right = counts(vector[..., :1], *round.examples)
                     vector = jnp.where(right, vector, jnp.nan)
             if round.down:
                 vector = tree_broadcast(vector, children, parent, comm)

@@ -157,6 +157,8 @@ def test_errors_show_the_difference_of_long_calls():
 @differences
 def test_mismatch(group, own, call, usual, unusual):
     """Every rank gets the error in that call."""
+    # the next call reports an error before this test
+    assert_sum(group, coded_allreduce(own, group), VECTOR)
     with pytest.raises(JaxRuntimeError) as error:
         jax.block_until_ready(call(group, own, odd=RANK == SIZE - 1))
     text = str(error.value)
