@@ -543,3 +543,26 @@ def test_an_approximation_while_messages_are_fetched(dies):
         world.kill(1, known=True)
     world.settle()
     world.assert_done({0, 3})
+
+
+@pytest.mark.parametrize("parents", [(-1, 0, 0, 0), (-1, 0, 0, 1, 1, 2, 2)])
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_dead_rank_is_not_waited_for_at_any_depth(parents, relative):
+    """Its parent has offered the best sum that it can have, so the round needs no
+    deadline; a deadline relative to earlier rounds does not exist yet.
+    """
+    plan = make_plan(len(parents), Coded(parents=parents, stragglers=0))
+    script = probed_script(plan, random.Random(0))
+    more = {"deadline_seconds": 0.0, "deadline_rounds": 3.0} if relative else {}
+    world = World(plan, script, random.Random(0), limits=limits("approximate", **more))
+    world.open = 1
+    world.settle()
+    world.kill(plan.size - 1, known=True)
+    before = world.clock
+    world.open = ROUNDS
+    for _ in range(20):
+        world.sweep_all()
+        world.clock += 0.01
+    assert world.clock - before < SECONDS / 10
+    for ends in world.ends[:-1]:
+        assert [ends[n].outcome for n in range(2, ROUNDS + 1)] == [DONE] * (ROUNDS - 1)

@@ -531,3 +531,24 @@ def test_too_little_memory_for_the_copy_of_a_result(granted):
     world.open = 4
     world.settle()
     world.assert_done()
+
+
+def test_a_root_without_memory_to_tell_of_its_failed_round(monkeypatch):
+    """The round has failed on all ranks: the next one does not fail, too."""
+    monkeypatch.setattr(simulation, "Wire", Short)
+    world = world_of(make_plan(3, Coded(stragglers=0)))
+    world.open = 2
+    for rank in (1, 2):
+        world.submit(rank)
+    world.idle = {0}
+    world.sweep_all()
+    world.wires[0].short = True
+    submit_unmade(world, 0)
+    assert not world.wires[0].short
+    world.idle = set()
+    world.open = 3
+    world.settle()
+    text = "CodedError: rank 0 has too little memory for this call"
+    for ends in world.ends:
+        assert ends[2].error == text
+        assert ends[3].outcome == DONE

@@ -1081,3 +1081,51 @@ def test_all_workers_stop_before_their_first_block(sections, root_computes):
             pass
         world.clock += 0.05
     assert world.ends[0][1].outcome == simulation.DONE, world.nodes[0].status()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_rank_that_says_nothing_for_a_moment_in_sections(dies):
+    """The round is overdue: a rank is dead, or the deadline passes in that moment. The
+    rank's vector is used once it answers.
+    """
+    plan = make_plan(4, Shared(replicas=0, blocks=1))
+    limits = {
+        "piece_bytes": 16,
+        "announced_bytes": 16,
+        "sections_from": 1,
+        "on_deadline": simulation._engine.OnDeadline.approximate,
+        "deadline_seconds": 10.0,
+    }
+    script = [Partial((("float32", 40),), seed) for seed in range(2)]
+    run = World(
+        plan, script, random.Random(0), shared={1, 2}, hosts=[0] * 4, limits=limits
+    )
+    run.open = 1
+    run.settle()
+    if dies:
+        run.kill(3, known=True)
+        run.settle()
+    else:
+        run.idle = {2}
+    run.open = 2
+    if run.idle:
+        start = run.clock
+        while run.sweep() == NEWS:
+            pass
+        run.clock = start + limits["deadline_seconds"] - 0.1
+        run.idle = set()
+    while "forms pieces" not in run.nodes[0].status():
+        run.step()
+    run.frozen = {1}
+    until = run.clock + 0.3
+    while run.clock < until:
+        while run.sweep() == NEWS:
+            pass
+        run.clock += 0.025
+    run.frozen = set()
+    until = run.clock + 60
+    living = run.ends[: 4 - dies]
+    while any(2 not in ends for ends in living) and run.clock < until:
+        run.sweep()
+        run.clock += 0.05
+    assert all(2 in ends and ends[2].outcome == DONE for ends in living)

@@ -90,7 +90,7 @@ void Node::lack_memory(bool for_call) {
   const std::string text = me() + " has too little memory for this call";
   const Entry* entry = history_.find(next_);
   const bool here = entry && entry->complete();
-  if (here && !up_.call.lacks_memory) {
+  if (here && (entry->failed || !up_.call.lacks_memory)) {
     if (!root()) stop_contributing();  // there may be no place for its sum
     return hand_over(*entry);
   }

@@ -329,6 +329,7 @@ class Node {
   std::shared_ptr<const Decoding> choose(std::uint32_t piece);
   bool pinned() const { return decoder_.pinned() || up_.approximating || decoder_.checked(); }
   void stall(Child& child);
+  void believe_answers();
   void start_again_without(const std::vector<std::size_t>& rows);
   const std::byte* bring(std::size_t row, std::uint32_t piece);
   bool gather();
@@ -504,6 +505,7 @@ class Node {
   bool silent(const Child& child) const;
   void ask_children();
   void ask_whether_it_is_there(Child& child);
+  bool offers_approximation(const Child& child) const;
   bool only_silent_lack();
   static std::string too_late(Round round, double seconds);
   void watch_above();

@@ -151,6 +151,13 @@ void Node::ask_whether_it_is_there(Child& child) {
   child.asked_round = next_;
 }
 
+// Whether its whole message is here, without some rank below it: no better one comes.
+bool Node::offers_approximation(const Child& child) const {
+  const Offer& offer = child.offer;
+  return offer.round == next_ && !offer.withdrawn && offer.fingerprint == up_.call.fingerprint &&
+         offer.exact < offer.ready && offer.ready == up_.of_child().size();
+}
+
 // Whether nobody who lacks would come before the deadline.
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
@@ -159,7 +166,8 @@ bool Node::only_silent_lack() {
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (children_[i].retired || !lacks(i)) continue;
-    if (!silent(children_[i]) && !(too_few && skips(children_[i]))) return false;
+    const bool best = offers_approximation(children_[i]) && !stalled(children_[i]);
+    if (!best && !silent(children_[i]) && !(too_few && skips(children_[i]))) return false;
     some = true;
   }
   return some;

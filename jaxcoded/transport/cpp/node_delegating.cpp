@@ -332,9 +332,7 @@ void Node::end_delegation() {
 bool Node::mend_sections() {
   Delegated& it = *up_.delegated;
   const double now = wire_.now();
-  for (const Child& child : children_) {
-    if (!child.asked) up_.stalled.erase(child.rank);  // it has answered since
-  }
+  believe_answers();
   // On slow cables all are slow. Before any of it is formed, that none is says little.
   double longest = 0;
   for (const Flow& flow : it.flows) longest = std::max(longest, flow.longest);

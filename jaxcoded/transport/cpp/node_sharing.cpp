@@ -401,6 +401,7 @@ bool Node::only_silent_hold() const {
 // Whose vectors should be here, but do not come, although they are asked whether they are there.
 void Node::watch_members() {
   if (!deals() || !work_.ledger->settled()) return;
+  believe_answers();
   const double now = wire_.now();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     Child& child = children_[i];

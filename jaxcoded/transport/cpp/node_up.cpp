@@ -150,6 +150,13 @@ void Node::stall(Child& child) {
   child.offer.order = ++offers_seen_;
 }
 
+// Whoever has answered since it was asked can be had again.
+void Node::believe_answers() {
+  for (const Child& child : children_) {
+    if (!child.asked) up_.stalled.erase(child.rank);
+  }
+}
+
 // Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet. What
 // is on its way from the children stays wanted.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
