@@ -4,6 +4,10 @@
 another job four.
 """
 
+import os
+import subprocess
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +17,7 @@ from cases import more
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from marks import SIZE, engine_only, redundant, several
+from mpi4py import MPI
 from reference import BATCH, assert_same_bits, assert_sum, contribution, per_example
 from together import finish, one_late, wait_for_all
 from uncounted import coded_allreduce, coded_reduce
@@ -688,3 +693,29 @@ def test_devices_that_call_different_things(
     jaxcoded.effects_barrier()
     wait_for_all(comm)
     assert_sum(group, settled(group, own), VECTOR)
+
+
+def test_time_in_which_the_process_is_stopped_is_no_patience(comm, monkeypatch):
+    """A device computes while its process is stopped for longer than the others wait."""
+    monkeypatch.setattr(engine_call, "PATIENCE", 3.0)
+
+    def compute(device):
+        if device == 1:
+            wake = f"sleep 0.5; kill -STOP {os.getpid()}; sleep 5; kill -CONT {os.getpid()}"
+            subprocess.run(["sh", "-c", wake], check=True)
+            time.sleep(0.5)
+        return np.float32(0)
+
+    with jaxcoded.CodedGroup(MPI.COMM_SELF) as group:
+
+        def f(x, token):
+            device = jax.lax.axis_index("x")
+            zero = jax.pure_callback(
+                compute, jax.ShapeDtypeStruct((), np.float32), device
+            )
+            return tree_bcast(x + zero, group, token=token).value
+
+        run = jax.jit(together(f, (SPLIT, SAME), SPLIT))
+        x = np.arange(2 * jax.device_count(), dtype=np.float32)
+        np.testing.assert_array_equal(finish(run(x, jnp.int32(0))), x)
+    wait_for_all(comm)

@@ -588,6 +588,35 @@ REFUSED = [
 who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
 
 
+@not_alone
+def test_a_refusal_after_the_round_is_told_to_all(comm, gpu, stream, group):
+    """The round is decided, so the others hear of the error in the next one. Their sums
+    would otherwise miss what the rank did without its result.
+    """
+    texts = []
+    for step in range(1, 5):
+        if (step, RANK) == (2, SIZE - 1):
+            gpu.fail("cuMemcpyDtoDAsync_v2")
+        own = np.full(5, step, np.float32)
+        arrays = np.int32(5), np.int32(0), own, np.zeros_like(own)
+        with arrays_on(gpu, stream, *arrays) as (before, after, vector, out):
+            texts.append(
+                gpu.xla(
+                    "round",
+                    stream,
+                    [before.buffer(), vector.buffer()],
+                    [after.buffer(), out.buffer()],
+                    signature=CALL,
+                    **attributes(group),
+                )
+            )
+        wait_for_all(comm)
+    assert texts[0] == texts[3] == ""
+    assert (texts[1] != "") == (RANK == SIZE - 1)
+    assert f"rank {SIZE - 1}" in texts[2]
+    assert "after an error in the last call: cuMemcpyDtoDAsync_v2" in texts[2]
+
+
 def errors_of(comm, gpu, stream, group, tree, rounds=4):
     """Return the errors of ``rounds`` rounds, by round. A late rank copies less, and a
     failure of its last copy is reported in the next round.
@@ -780,15 +809,25 @@ def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
 
 
 @several
-@pytest.mark.parametrize("function", ["cuMemcpyDtoHAsync_v2", "cuEventRecord"])
-def test_vectors_that_cannot_be_lent(comm, gpu, stream, function):
+@pytest.mark.parametrize(
+    ("function", "after"),
+    [
+        ("cuMemcpyDtoHAsync_v2", 1),
+        ("cuEventRecord", 1),
+        # behind the first copy, which may still be on its way
+        ("cuEventRecord", 3),
+        ("cuStreamWaitEvent", 2),
+        ("cuLaunchHostFunc", 1),
+    ],
+)
+def test_vectors_that_cannot_be_lent(comm, gpu, stream, function, after):
     """The error belongs to that rank, and the others do its work."""
     size, last = 2 * CHUNK, SIZE - 1
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(blocks=2)) as group:
         shared_round(gpu, stream, group, size)
         wait_for_all(comm)
         if RANK == last:
-            gpu.fail(function)
+            gpu.fail(function, after)
             with pytest.raises(AssertionError, match=function):
                 shared_round(gpu, stream, group, size)
         else:

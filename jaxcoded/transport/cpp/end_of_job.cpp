@@ -246,8 +246,14 @@ void EndOfJob::wait() {
     for (const auto& [rank, other] : others) out.push_back(rank);
     return listed(out);
   };
+  double looked = now();
   for (double say_at = now() + say_seconds; !others.empty(); nap(look_seconds)) {
     const double time = now();
+    // While this process was stopped it heard nobody: it asks again.
+    if (time - looked >= silent_seconds_ / 2) {
+      for (auto& [rank, other] : others) other = {other.place};
+    }
+    looked = time;
     for (const auto& [rank, byte] : received(tag::answer)) {
       const auto found = others.find(rank);
       if (found != others.end()) found->second = {found->second.place, forever, time + ask_seconds};

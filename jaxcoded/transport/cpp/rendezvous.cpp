@@ -119,8 +119,10 @@ Met Rendezvous::meet(const Arrival& arrival,
     end(*meeting);
     return meeting->met;
   }
-  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(arrival.seconds);
+  // Turns are counted, as no device calls while the process is stopped.
+  std::chrono::duration<double> waited{0};
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {
+    waited += turn;
     if (meeting->here == arrival.devices) continue;  // the call is on its way
     // Nothing may be thrown before the meeting is over: whoever makes its call uses what this device brings.
     std::string closed;
@@ -135,7 +137,7 @@ Met Rendezvous::meet(const Arrival& arrival,
     if (meeting->over || meeting->here == arrival.devices) continue;
     if (!closed.empty()) {
       fail(arrival.group, meeting, [&] { return std::move(closed); });
-    } else if (std::chrono::steady_clock::now() >= until) {
+    } else if (waited.count() >= arrival.seconds) {
       fail(arrival.group, meeting, [&] {
         return std::to_string(meeting->brought.size() - meeting->here) + " of the " +
                std::to_string(meeting->brought.size()) + " devices of this process have not called " +

@@ -274,10 +274,12 @@ class DeviceFlight : public Feed {
   // and vectors that are short are here as well.
   void begin(DeviceCall& call, bool waits) {
     attempt([&] {
-      stream_ = call.stream;
       cuda::Context context = nullptr;
-      driver().context_of_stream(stream_, &context);
-      lane_ = &Depot::instance().lane(context);
+      driver().context_of_stream(call.stream, &context);
+      if (!lane_) {  // the engine's thread reads it while later parts begin
+        stream_ = call.stream;
+        lane_ = &Depot::instance().lane(context);
+      }
       const Current current(context);
       if (!waits) return;
       const std::size_t words = call.skipped ? alignment : 0;
@@ -614,6 +616,7 @@ Taken take_on_device(DeviceCall call) {
   Engine& engine = Engine::instance();
   DeviceFlight flight;
   const auto refused = [&] {
+    flight.go_on();
     engine.leave_share(call.group);
     engine.note_failure(call.group, " after an error in the last call: " + flight.failure());
     return Taken{.error = "CodedError: " + flight.failure()};

@@ -41,12 +41,17 @@ DeviceCall device_call(XlaCall& call, cuda::Stream stream, std::int64_t group) {
   return out;
 }
 
-// As `guarded`, where the driver may refuse what is not a round's.
+// As `guarded`, where the driver may refuse what is not a round's: the others hear of it in the next round.
 template <class Action>
 ffi::Error guarded_on_device(std::int64_t group, bool begins, Action action) {
   try {
     return guarded(group, begins, action);
   } catch (const cuda::Failure& failure) {
+    try {
+      Engine::instance().leave_share(static_cast<std::uint64_t>(group));
+      Engine::instance().note_failure(static_cast<std::uint64_t>(group), " after an error in the last call: " + failure.text);
+    } catch (const Closed&) {  // nobody waits for this rank
+    }
     return ffi::Error(ffi::ErrorCode::kInternal, "CodedError: " + failure.text);
   }
 }
