@@ -589,19 +589,19 @@ who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
 
 
 @not_alone
-def test_a_refusal_after_the_round_is_told_to_all(comm, gpu, stream, group):
+def test_a_refusal_after_the_round_is_told_to_all(comm, gpu, stream):
     """The round is decided, so the others hear of the error in the next one. Their sums
     would otherwise miss what the rank did without its result.
     """
     texts = []
-    for step in range(1, 5):
-        if (step, RANK) == (2, SIZE - 1):
-            gpu.fail("cuMemcpyDtoDAsync_v2")
-        own = np.full(5, step, np.float32)
-        arrays = np.int32(5), np.int32(0), own, np.zeros_like(own)
-        with arrays_on(gpu, stream, *arrays) as (before, after, vector, out):
-            texts.append(
-                gpu.xla(
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
+        for step in range(1, 5):
+            if (step, RANK) == (2, SIZE - 1):
+                gpu.fail("cuMemcpyDtoDAsync_v2")
+            own = np.full(5, step, np.float32)
+            arrays = np.int32(5), np.int32(0), own, np.zeros_like(own)
+            with arrays_on(gpu, stream, *arrays) as (before, after, vector, out):
+                text = gpu.xla(
                     "round",
                     stream,
                     [before.buffer(), vector.buffer()],
@@ -609,8 +609,8 @@ def test_a_refusal_after_the_round_is_told_to_all(comm, gpu, stream, group):
                     signature=CALL,
                     **attributes(group),
                 )
-            )
-        wait_for_all(comm)
+            texts.append(text)
+            wait_for_all(comm)
     assert texts[0] == texts[3] == ""
     assert (texts[1] != "") == (RANK == SIZE - 1)
     assert f"rank {SIZE - 1}" in texts[2]
