@@ -29,8 +29,8 @@ def of(
     its real and imaginary parts, or the bytes of its integers, each a float32.
 
     Raises:
-        TypeError: a leaf has integers, which the plan's codes would multiply, or whose examples are ``counted`` by a transport that
-            shows wrong ones as NaN. The message names it.
+        TypeError: a leaf, named in the message, has integers. The plan's codes would multiply them, or the
+            transport shows a wrong count of their examples, if ``counted``, as NaN.
         ValueError: they would be rounded to the ``wire_dtype``.
     """
 
