@@ -187,6 +187,57 @@ def test_a_root_that_is_known_to_be_dead(action):
         assert ends[3].error == f"CodedError: {text}"
 
 
+CHAIN = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
+
+
+@pytest.mark.parametrize("dead", [False, True])
+@pytest.mark.parametrize("left", [set(), {1}, {2}, {1, 2}])
+def test_a_rank_below_ranks_that_make_no_call(left, dead):
+    """Without the root its call fails, whether they have left or compute."""
+    world = world_of(CHAIN, "raise")
+    for rank in left:
+        world.leave(rank)
+    world.settle()
+    world.idle.update({1, 2} - left)
+    world.frozen.add(0)
+    if dead:
+        for node in world.nodes[1:]:
+            node.lost(0)
+    world.open = 2
+    took = pass_time(world, ended(world, {3}, 2))
+    assert world.ends[3][2].outcome == FAILED
+    if dead:
+        assert (
+            "round 2 cannot be decided: the root, rank 0, is dead"
+            in world.ends[3][2].error
+        )
+    else:
+        assert SECONDS <= took
+        assert world.ends[3][2].error.endswith(
+            "rank 1 waits for rank 0, which does not answer"
+        )
+
+
+def test_nobody_is_patient_with_a_parent_reported_dead():
+    """The result is asked for elsewhere at once, also after long rounds."""
+    world = world_of(SEVEN, "wait", inline=(1 << 20,))
+    world.idle.update({0, 3})
+    for number in (2, 3, 4):  # each takes a second
+        world.open = number
+        world.sweep_all()
+        world.clock += 1
+        world.idle.clear()
+        world.settle()
+        world.idle.update({0, 3})
+    world.idle.clear()
+    world.frozen.add(1)
+    for node in world.nodes:
+        node.lost(1)
+    world.open = 5
+    assert pass_time(world, ended(world, {3, 4}, 5)) == 0
+    world.frozen.clear()
+
+
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_root_that_comes_back(knows):
     """If it has decided a round that failed elsewhere, the ranks that continue get an

@@ -563,7 +563,8 @@ class Node {
   void alert(Round round, const std::string& text);
   void tell_alert(Round round, std::uint8_t flags, const std::string& text);
   void tell_alerts();
-  void decide_error(std::string text, bool alone = false);
+  void decide_error(std::string text);
+  void fail_round(Round round, std::uint64_t fingerprint, std::string text, bool alone = false);
 
   // The end.
   void on_bye(Child& child, const Message& message);

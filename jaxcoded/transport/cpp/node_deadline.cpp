@@ -82,9 +82,7 @@ void Node::fail_uncalled() {
                                : too_late(frontier_, deadline(limits_.deadline_share, fingerprint)) + "rank " +
                                      std::to_string(family_.rank) + ", the root, has not called it";
   alerts_.over();
-  Entry& entry = history_.add(
-      {.round = frontier_, .fingerprint = fingerprint, .failed = true, .error = text});
-  decided(entry, entry.layout.size());
+  fail_round(frontier_, fingerprint, text);
 }
 
 // The children that lack have had their time, or the root's own program.
@@ -176,23 +174,25 @@ bool Node::only_silent_lack() {
 // --- Nobody above ---
 
 // Without the root no round is decided. All ranks that hear of none who is in touch with it find
-// out by themselves, and tell those below.
+// out by themselves, and tell those below: these may wait for a rank whose program makes no call.
 void Node::watch_above() {
   const double now = wire_.now();
-  const auto silent = upstream_.forsaken(!root() && calling() && next_ == frontier_, now);
+  const bool waits = calling() ? next_ == frontier_ : awaited_below();
+  const auto silent = upstream_.forsaken(!root() && waits, now);
   if (!silent) {
     up_.forsaken = false;
     return;
   }
   if (upstream_.rootless()) {
-    return decide_alone("CodedError: round " + std::to_string(next_) +
+    return decide_alone("CodedError: round " + std::to_string(frontier_) +
                         " cannot be decided: the root, rank " + std::to_string(family_.ancestors.back()) +
                         ", is dead: go on with group.recovered()");
   }
   const double seconds = deadline(1);
-  up_.forsaken = now - up_.started >= seconds && *silent >= limits_.silent_seconds;
+  const double since = calling() ? up_.started : upstream_.stuck_since();
+  up_.forsaken = now - since >= seconds && *silent >= limits_.silent_seconds;
   if (up_.forsaken && limits_.on_deadline != OnDeadline::wait) {
-    decide_alone(too_late(next_, seconds) + lacking());
+    decide_alone(too_late(frontier_, seconds) + lacking());
   }
 }
 
@@ -200,7 +200,7 @@ void Node::watch_above() {
 // decided it, then others know more than this rank and those below it, see `on_result`.
 void Node::decide_alone(const std::string& text) {
   failed_alone_.add(frontier_);
-  decide_error(text, true);
+  fail_round(frontier_, up_.call.fingerprint, text, true);
 }
 
 void Node::on_overdue(Child& child, const Message& message) {
@@ -271,7 +271,7 @@ std::string Node::lacking() const {
 
 std::string Node::waiting_for() const {
   const std::string words = lacking();
-  return words.empty() ? words : "round " + std::to_string(next_) + ": " + words;
+  return words.empty() ? words : "round " + std::to_string(frontier_) + ": " + words;
 }
 
 std::string Node::waited_for() const {

@@ -320,13 +320,14 @@ void Node::ask() {
     want(upstream_.source());
   }
   if (!mine && !watches_ && !awaited_below()) return;
-  const double quiet = wire_.now() - upstream_.silent_since();
-  if (quiet < limits_.orphan_seconds || quiet < patience(upstream_.stuck_since())) return;
   // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
   // when it is asked. A rank that has not answered is not asked again.
   const auto source = announced_.find(frontier_);
   const bool announced = source != announced_.end();
   const Rank silent = announced ? source->second.from : upstream_.source();
+  const double quiet = wire_.now() - upstream_.silent_since();
+  const bool patient = quiet < limits_.orphan_seconds || quiet < patience(upstream_.stuck_since());
+  if (patient && !upstream_.dead(silent)) return;
   if (upstream_.may_ask(silent)) return want(silent);
   if (announced) {
     announced_.erase(source);

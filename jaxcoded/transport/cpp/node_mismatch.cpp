@@ -127,12 +127,16 @@ void Node::alarm(const std::string& why) {
   alert(next_, "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
 }
 
-void Node::decide_error(std::string text, bool alone) {
+void Node::decide_error(std::string text) {
   alerts_.over();
-  const bool begun = !history_.empty() && history_.last() == next_;
-  Entry& entry = begun ? fail_newest(up_.call.fingerprint, text, alone)
-                       : history_.add({.round = next_,
-                                       .fingerprint = up_.call.fingerprint,
+  fail_round(next_, up_.call.fingerprint, std::move(text));
+}
+
+void Node::fail_round(Round round, std::uint64_t fingerprint, std::string text, bool alone) {
+  const bool begun = !history_.empty() && history_.last() == round;
+  Entry& entry = begun ? fail_newest(fingerprint, text, alone)
+                       : history_.add({.round = round,
+                                       .fingerprint = fingerprint,
                                        .failed = true,
                                        .error = std::move(text),
                                        .alone = alone});

@@ -38,10 +38,10 @@ class Upstream {
   }
   // It is dead, and will not answer.
   void lost(Rank rank) {
-    asked_.try_emplace(rank, 0);
-    rootless_ |= !above_.empty() && rank == above_.back();
+    dead_.insert(rank);
   }
-  bool rootless() const { return rootless_; }
+  bool dead(Rank rank) const { return dead_.contains(rank); }
+  bool rootless() const { return !above_.empty() && dead(above_.back()); }
   // Something of the result came, or this rank calls: whoever is asked gets all of its time.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
   // A result is waited for from now on, although whoever is asked may have had some of its time.
@@ -93,10 +93,10 @@ class Upstream {
   // Whether a rank other than the parent was asked for nothing yet that this rank calls, and may
   // be. An offer asks for its result too, but it is made to the parent alone.
   bool stand_in_unasked(Round frontier) const {
-    return source_ > 0 && asked_for_ < frontier && !asked_.contains(source());
+    return source_ > 0 && asked_for_ < frontier && !silent(source());
   }
   // It may be asked: it has answered what it was asked before, and it may have the result.
-  bool may_ask(Rank rank) const { return !asked_.contains(rank) && !gone_from_.contains(rank); }
+  bool may_ask(Rank rank) const { return !silent(rank) && !gone_from_.contains(rank); }
   // The nearest one that may be asked, the parent only if it has answered what it was offered.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
@@ -123,12 +123,11 @@ class Upstream {
     wanted_ = asked_for_ = oldest_ = 0;
   }
 
-  // For how many seconds all above were asked and none has answered, while this rank waits; none
-  // if it does not, or one has. To be called often.
+  // For how many seconds all above were asked and none has answered, while this rank or one below
+  // waits; none if none does, or one has. To be called often.
   std::optional<double> forsaken(bool waits, double now) {
     const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
-    const auto silent = [&](Rank rank) { return asked_.contains(rank); };
-    if (!waits || !std::ranges::all_of(above_, silent)) {
+    if (!waits || !std::ranges::all_of(above_, [&](Rank rank) { return silent(rank); })) {
       forsaken_seconds_ = 0;
       return std::nullopt;
     }
@@ -142,15 +141,17 @@ class Upstream {
   static constexpr double remembered = 10;  // seconds
   static constexpr int most_alerts = 4;
 
+  bool silent(Rank rank) const { return asked_.contains(rank) || dead(rank); }
+
   const std::vector<Rank>& above_;  // the parent first, the root last
   std::size_t source_ = 0;          // in it
   double heard_at_ = 0;             // of the source, or when it was asked, or something came
   double stuck_since_ = 0;
-  std::map<Rank, double> asked_;  // when, who has said nothing since, and the dead
+  std::map<Rank, double> asked_;  // when, who has said nothing since
+  std::set<Rank> dead_;
   struct {
     double took = 0, at = 0;
   } answer_;
-  bool rootless_ = false;
   Signatures::Known introduced_;
   bool unanswered_ = false;
   struct Alert {
