@@ -23,6 +23,8 @@ from jaxcoded.transport.messages import tree_broadcast, tree_reduce
 from jaxcoded.transport.round import Round
 from jaxcoded.transport.traced import Traced
 
+SHORT = 1 << 16  # bytes: copying so many takes less time than another message
+
 
 class Mpi4jax(Traced, Transport):
     """The transport of one group, under an index that is never used again."""
@@ -43,6 +45,10 @@ class Mpi4jax(Traced, Transport):
         children, parent = plan.coded_children(rank), plan.tree.parents[rank]
         coefficients = self._begin(round, vectors, erasures)
         out: list[jax.Array] = []
+        ends = np.cumsum([vector.shape[-1] for vector in vectors])
+        together = self._fit_together(vectors)
+        if together:
+            vectors = [jnp.concatenate(vectors, axis=-1)]
         for vector in vectors:
             if round.up:
                 length = plan.result_length(rank, vector.shape[-1])
@@ -66,7 +72,7 @@ class Mpi4jax(Traced, Transport):
             if round.down:
                 vector = tree_broadcast(vector, children, parent, comm)
             out.append(vector)
-        return out
+        return jnp.split(out[0], ends[:-1], axis=-1) if together else out
 
     def rounds(self) -> int:
         return self._round
@@ -95,6 +101,12 @@ class Mpi4jax(Traced, Transport):
 
     def abandon(self, error: BaseException) -> None:
         registry.remove(self.index)
+
+    def _fit_together(self, vectors: Sequence[jax.Array]) -> bool:
+        """Return whether several vectors, such as a count and a sum, travel as one."""
+        kinds = {(vector.dtype, vector.shape[:-1]) for vector in vectors}
+        short = sum(vector.nbytes for vector in vectors) <= SHORT
+        return len(vectors) > 1 and len(kinds) == 1 and short and not self.plan.encoded
 
     def _begin(
         self, round: Round, vectors: Sequence[jax.Array], erased: jax.Array | None
