@@ -406,10 +406,18 @@ def test_too_little_memory_fails_a_round_on_all_ranks(
     assert len(job.of_all("failed")) > 5
 
 
+def test_too_little_memory_for_one_more_started_round(tmp_path, little_memory):
+    job = run(tmp_path, 2, "little_memory_started.py", "1", LD_PRELOAD=little_memory)
+    assert job.status == 0, job.stderr[-8000:]
+    assert 0 < len(job.of_all("failed")) < 20
+
+
 # MPI, and ranks that do not receive.
 
 
-def test_a_message_that_mpi_refuses_is_not_lost(tmp_path):
+@pytest.fixture
+def refusing(tmp_path):
+    """Return the options with which MPI is the one of `refusing.c`."""
     out = tmp_path / "librefusing.so"
     compiler = pathlib.Path(sys.executable).with_name("mpicc")
     if not compiler.exists():
@@ -419,10 +427,36 @@ def test_a_message_that_mpi_refuses_is_not_lost(tmp_path):
         check=True,
         timeout=100,
     )
-    job = run(tmp_path, 4, "refusing.py", options=("-x", f"LD_PRELOAD={out}"))
+    return "-x", f"LD_PRELOAD={out}"
+
+
+def test_a_message_that_mpi_refuses_is_not_lost(tmp_path, refusing):
+    job = run(tmp_path, 4, "refusing.py", options=refusing)
     assert job.status == 0, job.stderr[-8000:]
     assert job.of_all("rounds") == 40
     assert sum(report["refused"] for report in job.reports.values()) > 40
+
+
+@pytest.mark.parametrize(
+    ("which", "rank", "number"),
+    [
+        ("received", 0, 3),
+        ("sent", 3, 1),
+        *(
+            more(*each)
+            for each in (("received", 1, 2), ("received", 3, 1), ("sent", 1, 1))
+        ),
+    ],
+)
+def test_a_message_that_mpi_loses_hangs_nobody(tmp_path, refusing, which, rank, number):
+    """A round that lacks it fails on all ranks, and the next ones are right."""
+    arguments = which, str(rank), str(number)
+    job = run(tmp_path, 4, "losing.py", *arguments, options=refusing)
+    assert job.status == 0, job.stderr[-8000:]
+    assert job.reports[rank]["lost"] == 2
+    errors = job.of_all("errors")
+    assert len(errors) <= 2
+    assert all("MPI has lost a message to or from rank" in it for it in errors.values())
 
 
 def test_an_idle_rank_polls_rarely(tmp_path):

@@ -86,5 +86,34 @@ def share(number):
     return fails
 
 
-for play in compare, share:
+def offer(number):
+    """Let a rank offer a part of its message and then all of it, and let the allocation
+    with this number fail as the root, which has not called, hears of the second. It calls
+    before the message is delivered again. Return whether there was one.
+    """
+    plan = make_plan(4, Coded(code="progressive"))
+    world = World(plan, [CALL] * 2, random.Random(0), inline=(1 << 20,))
+    world.begins_with[1, 1] = 1
+    root, queue = world.nodes[0], world.queues[1, 0]
+    world.submit(1)
+    world.advance(1)
+    while queue:
+        world.deliver((1, 0))
+    world.extend(1)
+    world.advance(1)
+    assert queue
+    message = queue.popleft()
+    malloc.fail_after(number)
+    try:
+        root.deliver(1, message)
+    except MemoryError:
+        queue.appendleft(message)
+    fails = bool(malloc.failed())
+    world.submit(0)
+    world.settle()
+    world.assert_done()
+    return fails
+
+
+for play in compare, share, offer:
     print(sum(1 for _ in itertools.takewhile(play, itertools.count())))

@@ -4,9 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded, random_missing
+from hypothesis import given
+from independent import random_missing
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -22,8 +22,6 @@ from simulation import (
 
 from jaxcoded import Coded, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=30)
-seeds = st.integers(0, 2**32 - 1)
 SHORT = {"history_bytes": 0, "history_rounds": 4}
 
 
@@ -266,6 +264,29 @@ def test_snapshots_of_a_rank_that_has_gone_back(far):
     for _ in range(30):
         world.sweep()
     assert (reader.state_round(), reader.state()) == (7, world.state(7))
+
+
+@pytest.mark.parametrize("kept", [set(), {0}, {1}, {0, 1}])
+@pytest.mark.parametrize("fetched", [None, 0, 2])
+def test_no_time_passes_for_a_snapshot_of_a_dead_rank(kept, fetched):
+    """It dies before it is asked, before it answers, or after some pieces."""
+    world = chain(3, far=True)
+    for rank in kept:
+        world.nodes[rank].keep_state(1, world.state(1))
+    reader = world.nodes[2]
+    if fetched is None:
+        world.kill(1, known=True)
+    reader.ask_state()
+    if fetched:
+        while 1 in kept and len(world.fetched) < fetched:
+            world.step()
+    if fetched is not None:
+        world.kill(1, known=True)
+    world.sweep_all()
+    if 0 in kept:
+        assert (reader.state_round(), reader.state()) == (1, world.state(1))
+    else:
+        assert reader.state_missing()
 
 
 def chain(ranks, far):

@@ -17,10 +17,15 @@ std::uintptr_t first = 0, last = 0;  // addresses of the engine
 std::atomic<long> vectors = 0, others = 0;
 long every_vector = 0, every_other = 0;  // so many fail; 0: none
 std::atomic<std::size_t> refused = 0;     // bytes of the last vector that failed, for which nothing helps
+std::atomic<std::size_t> never = 0;       // bytes that are never there, in no vector; 0: none
+
+bool of_the_engine(void* caller) {
+  const auto address = reinterpret_cast<std::uintptr_t>(caller);
+  return address >= first && address < last;
+}
 
 bool fails(std::atomic<long>& count, long every, void* caller) {
-  const auto address = reinterpret_cast<std::uintptr_t>(caller);
-  return every && address >= first && address < last && ++count % every == 0;
+  return every && of_the_engine(caller) && ++count % every == 0;
 }
 
 void* taken(void* memory) {
@@ -47,12 +52,18 @@ extern "C" void little_memory(long each_vector, long each_other) {
   refused = 0;
 }
 
+extern "C" void refuse_bytes(std::size_t bytes) {
+  little_memory(0, 0);
+  never = bytes;
+}
+
 // How many have failed.
 extern "C" long memory_failures() {
   return (every_vector ? vectors / every_vector : 0) + (every_other ? others / every_other : 0);
 }
 
 void* operator new(std::size_t bytes) {
+  if (never && bytes == never && of_the_engine(__builtin_return_address(0))) throw std::bad_alloc();
   if (fails(others, every_other, __builtin_return_address(0))) {
     const std::new_handler more = std::get_new_handler();
     if (!more) throw std::bad_alloc();

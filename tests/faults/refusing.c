@@ -1,15 +1,27 @@
 // An MPI that does not take some messages, once it is told, and receives some pieces of vectors not at all, or not as a
-// whole. To be preloaded.
+// whole; or that takes one message and loses it. To be preloaded.
 #include <errno.h>
 #include <mpi.h>
+#include <string.h>
 #include <sys/uio.h>
 
+enum { control = 1, most = 64 };
+
 static int each = 0, asked = 0, pieces = 0;
+static int loses_sent = 0, loses_received = 0, lost = 0;
+static MPI_Request inboxes[most];
+static int count_of_inboxes = 0;
 
 void refuse_each(int number) { each = number; }
 
 // How many messages of the engine were not taken.
 int refused(void) { return each ? asked / each : 0; }
+
+// The message of this number, from now on, is lost on its way out of this process, or into it.
+void lose_sent(int number) { loses_sent = number; }
+void lose_received(int number) { loses_received = number; }
+
+int has_lost(void) { return lost; }
 
 // Vectors go through MPI, as between hosts.
 ssize_t process_vm_readv(pid_t process, const struct iovec* to, unsigned long places, const struct iovec* from,
@@ -23,10 +35,47 @@ int MPI_Irecv(void* data, int count, MPI_Datatype type, int from, int tag, MPI_C
     if (pieces / each % 2) return MPI_ERR_NO_MEM;
     --count;
   }
-  return PMPI_Irecv(data, count, type, from, tag, comm, request);
+  const int outcome = PMPI_Irecv(data, count, type, from, tag, comm, request);
+  if (tag == control) inboxes[count_of_inboxes++ % most] = *request;
+  return outcome;
 }
 
 int MPI_Isend(const void* data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request* request) {
-  if (each && tag == 1 && ++asked % each == 0) return MPI_ERR_NO_MEM;
+  if (each && tag == control && ++asked % each == 0) return MPI_ERR_NO_MEM;
+  if (tag == control && loses_sent && --loses_sent == 0) {
+    lost = 1;
+    *request = MPI_REQUEST_NULL;  // of which the engine asks next
+    return MPI_SUCCESS;
+  }
   return PMPI_Isend(data, count, type, to, tag, comm, request);
+}
+
+int MPI_Test(MPI_Request* request, int* over, MPI_Status* status) {
+  if (lost == 1 && *request == MPI_REQUEST_NULL) {
+    lost = 2;
+    return MPI_ERR_INTERN;
+  }
+  return PMPI_Test(request, over, status);
+}
+
+static int is_inbox(MPI_Request request) {
+  for (int i = 0; i < most; ++i) {
+    if (request != MPI_REQUEST_NULL && inboxes[i] == request) return 1;
+  }
+  return 0;
+}
+
+int MPI_Testsome(int count, MPI_Request* requests, int* done, int* indices, MPI_Status* statuses) {
+  static MPI_Request before[most];
+  if (!loses_received || count > most) return PMPI_Testsome(count, requests, done, indices, statuses);
+  memcpy(before, requests, (size_t)count * sizeof *requests);
+  const int outcome = PMPI_Testsome(count, requests, done, indices, statuses);
+  if (outcome != MPI_SUCCESS) return outcome;
+  for (int i = 0; i < *done; ++i) {
+    if (!is_inbox(before[indices[i]]) || statuses[i].MPI_TAG != control || --loses_received) continue;
+    lost = 2;
+    for (int j = 0; j < *done; ++j) statuses[j].MPI_ERROR = j == i ? MPI_ERR_INTERN : MPI_SUCCESS;
+    return MPI_ERR_IN_STATUS;
+  }
+  return MPI_SUCCESS;
 }

@@ -306,14 +306,14 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
       if (rank != self) add(MPI_Issend, group.comm, rank);
     }
   }
-  while (true) {
+  for (double each = go_on_seconds;; each = std::min(2 * each, look_seconds)) {
     std::erase_if(requests, [](MPI_Request& request) {
       int over = 0;
       return MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over;
     });
     if (requests.empty()) return;
     if (now() >= dies_at_) die();
-    nap(go_on_seconds);
+    nap(each);
   }
 }
 

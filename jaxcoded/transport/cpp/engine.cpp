@@ -624,18 +624,24 @@ Started Engine::start(std::uint64_t index, Request request) {
   lock.lock();
   its = &member(index);
   if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
-  const std::vector<Segment> total = request.total;
+  // what takes memory comes before the call is counted
+  std::vector<Segment> total;
+  const bool placed = attempted([&] {
+    total = request.total;
+    its->started.emplace_back();
+  });
   flight = launched(*its, request, [&] {
-    if (!enough) throw std::bad_alloc();
+    if (!enough || !placed) throw std::bad_alloc();
     request.own.assign(own.begin(), own.end());
     request.out = flight->result;
     flight->call = call_of(*its, request);
     return flight;
   });
-  if (!flight) return {0, no_memory};
-  flight->total = total;
+  if (placed && !flight) its->started.pop_back();
+  if (!placed || !flight) return {0, no_memory};
+  flight->total = std::move(total);
   flight->number = ++its->numbers;
-  its->started.push_back(flight);
+  its->started.back() = flight;
   in_memory(*its, [&] { return fly(*its); });
   page_->wake_up.send();  // the progress thread goes on
   return {flight->number, {}};

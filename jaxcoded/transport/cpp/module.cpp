@@ -583,7 +583,7 @@ NB_MODULE(_engine, module) {
     State state;
     {
       const WithoutGil released;
-      state = Engine::instance().with(index, [](Member& its) { return its.node->state(); });
+      state = Engine::instance().with(index, [](Member& its) { return its.node->take_state(); });
     }
     return bytes_of(state.all());
   });

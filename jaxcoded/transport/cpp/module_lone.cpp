@@ -196,7 +196,7 @@ void add_lone_node(nb::module_& module) {
       .def("ask_state", [](LoneNode& self) { self.node().ask_state(); })
       .def("state_round", [](LoneNode& self) { return self.node().state_round(); })
       .def("state_missing", [](LoneNode& self) { return self.node().state_missing(); })
-      .def("state", [](LoneNode& self) { return bytes_of(self.node().state().all()); })
+      .def("state", [](LoneNode& self) { return bytes_of(self.node().take_state().all()); })
       .def("resume", [](LoneNode& self) { self.node().resume(); })
       .def("leave", [](LoneNode& self, const std::string& failure) { self.node().leave(failure); },
            nb::arg("failure") = "")

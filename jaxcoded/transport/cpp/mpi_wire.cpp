@@ -143,8 +143,10 @@ void MpiWire::post(Transfers ready) noexcept {
       continue;
     }
     int sent = 0;
-    const bool over = MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE) != MPI_SUCCESS || sent;
+    const int outcome = MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE);
     tell(it.other);
+    if (may_try_again(outcome)) it.state = Transfer::lost;
+    const bool over = it.state != Transfer::lost && (outcome != MPI_SUCCESS || sent);
     over ? ready.pop_front() : outgoing_.splice(outgoing_.end(), ready, ready.begin());
   }
 }
@@ -285,6 +287,8 @@ bool MpiWire::open_inboxes(Node& node) {
       its.unread = Unread::too_long;
     } else if (reports_death(error)) {
       its.unread = Unread::death;
+    } else if (may_try_again(error)) {
+      its.unread = Unread::lost;
     }
     unread_ += its.unread != Unread::nothing;
   }
@@ -308,6 +312,9 @@ bool MpiWire::open_inbox(std::size_t peer, Node& node) {
     node.garbled(from, "one that is too long");
   } else if (its.unread == Unread::death) {
     node.lost(from);
+  } else if (its.unread == Unread::lost) {
+    node.lost_message(from);
+    its.begun = {};
   }
   const Unread had = std::exchange(its.unread, Unread::nothing);
   unread_ -= had != Unread::nothing;
@@ -430,11 +437,12 @@ bool MpiWire::poll(Node& node, bool anyway) {
   post(std::exchange(refused_, {}));
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
     const auto at = it++;
-    if (at->state != Transfer::pending) {
-      remove(outgoing_, at);
-    } else {
+    if (at->state == Transfer::pending) {
       tell(at->other);  // MPI sends a long one in parts
+      continue;
     }
+    const auto note = [&] { return at->state == Transfer::lost ? node.lost_message(at->other), true : true; };
+    if (attempts.make(note)) remove(outgoing_, at);
   }
   // What has come may make the node ask for more, at the end of the list.
   for (auto it = fetches_.begin(); it != fetches_.end();) {

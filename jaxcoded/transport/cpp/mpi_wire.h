@@ -68,7 +68,7 @@ class MpiWire : public Wire {
 
  private:
   // What came to an inbox, until the node has it.
-  enum class Unread : std::uint8_t { nothing, message, too_long, death };
+  enum class Unread : std::uint8_t { nothing, message, too_long, lost, death };
   struct Peer {
     std::unique_ptr<PeerPage> page;
     std::unique_ptr<std::byte[]> inbox;
@@ -87,7 +87,8 @@ class MpiWire : public Wire {
     Object object = {};  // of a piece
     std::uint32_t piece = 0;
     MPI_Request request = MPI_REQUEST_NULL;
-    // refused: nothing is on its way; lost: what was is of no use. Both are tried again, as the other rank lives.
+    // refused: nothing is on its way; lost: what was is of no use. The other rank lives: what was refused is tried
+    // again, and a lost piece, too. The node hears of a lost message, as others may have followed it.
     enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };

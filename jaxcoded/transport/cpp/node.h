@@ -209,7 +209,8 @@ class Node {
   // The fetched snapshot, once it is there; its round, 0 while it is on its way.
   Round state_round() const { return recovery_ && recovery_->complete() ? recovery_->round() : 0; }
   bool state_missing() const { return recovery_ && recovery_->missing(); }
-  State state() const { return recovery_ ? recovery_->state() : State(); }
+  // Whoever takes it has it alone.
+  State take_state() { return recovery_ ? recovery_->take() : State(); }
   // Continue at the round of the fetched snapshot.
   void resume();
   bool desynchronized() const { return desynchronized_; }
@@ -219,6 +220,8 @@ class Node {
   void leave(const std::string& failure = {});
   // What it calls is of no use, as it says: a round fails on every rank.
   void alarm(const std::string& why);
+  // MPI has lost a message to a living rank, or from it. Nobody says it again.
+  void lost_message(Rank other);
   bool left() const { return departures_.gone(); }
   // Leave without those below that still need it.
   void give_up();
@@ -257,7 +260,7 @@ class Node {
   std::vector<StepTime> step_times() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const {
-    return pool_.used() + snapshot_.bytes() + state().bytes();
+    return pool_.used() + snapshot_.bytes() + (recovery_ ? recovery_->bytes() : 0);
   }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
   // Of sections of sums, see `Section`.

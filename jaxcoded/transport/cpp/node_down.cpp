@@ -410,8 +410,8 @@ void Node::tell(Rank rank, Listener& listener) {
     if (!entry) {
       const Round oldest = history_.empty() ? frontier_ : history_.first();
       if (listener.first >= oldest) return;
-      listener.want_nothing();
-      return tell_gone(rank, listener.first, oldest);
+      tell_gone(rank, listener.first, oldest);
+      return listener.want_nothing();
     }
     const bool small = !entry->failed && entry->layout.bytes() <= wire_.inline_bytes(rank);
     if (entry->ready == listener.told) return;

@@ -127,6 +127,13 @@ void Node::alarm(const std::string& why) {
   alert(next_, "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
 }
 
+void Node::lost_message(Rank other) {
+  const Child* child = child_of(other);
+  if (left() || (child && child->left)) return;
+  alarm("MPI has lost a message to or from rank " + std::to_string(other) +
+        ": look for errors of the network with jaxcoded doctor");
+}
+
 void Node::decide_error(std::string text) {
   alerts_.over();
   fail_round(next_, up_.call.fingerprint, std::move(text));

@@ -13,17 +13,20 @@ State Node::keep_state(Round round, State state) {
 }
 
 void Node::tell_state(Rank rank, Listener& listener) {
-  listener.wants_state = false;
   // A snapshot is of use while the rounds after it can be had, and if others have had the same ones before.
   const bool alike = !failed_alone_.first() || snapshot_.round() <= failed_alone_.first();
   const bool useful = alike && (snapshot_.round() >= frontier_ || history_.find(snapshot_.round()));
   Message message{header(Kind::state, useful ? snapshot_.round() : 0)};
   snapshot_.describe(message);
   wire_.send(rank, message);
+  listener.wants_state = false;
 }
 
 void Node::ask_state() {
   recovery_.emplace(family_.ancestors, wire_.now());
+  for (const Rank rank : family_.ancestors) {
+    if (upstream_.dead(rank)) recovery_->lost(rank);
+  }
   ask_next_state();
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "message.h"
@@ -36,8 +37,16 @@ struct Offer {
   bool grow(const Message& message) {
     const Header& head = message.header;
     std::size_t start = 0;
+    Progress its = head.flags & shares ? Progress::from(message, start) : Progress();
+    // too little memory for it changes nothing
+    std::vector<std::uint64_t> places;
+    std::vector<std::byte> whole;
+    if (head.flags & inlined) {
+      whole.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start), message.body.end());
+    } else {
+      places = message.values<std::uint64_t>(start, head.segments);
+    }
     if (head.flags & shares) {
-      Progress its = Progress::from(message, start);
       if (its.before(progress)) return false;
       if (its.version() != progress.version()) slots.clear();
       if (progress.before(its)) {  // less may be there than before, or more again
@@ -46,17 +55,12 @@ struct Offer {
       }
       progress = std::move(its);
     } else if (head.ready == 0) {
-      skips = true;
       why = message.text();
+      skips = true;
     }
     if (head.ready < ready) return false;
-    if (head.flags & inlined) {
-      addresses.clear();
-      body.assign(message.body.begin() + static_cast<std::ptrdiff_t>(start), message.body.end());
-    } else {
-      addresses = message.values<std::uint64_t>(start, head.segments);
-      body.clear();
-    }
+    addresses = std::move(places);
+    body = std::move(whole);
     if (!(head.flags & approximate)) exact = head.ready;
     ready = head.ready;
     return true;

@@ -47,6 +47,13 @@ std::optional<Rank> Recovery::next(double now) {
   return std::nullopt;
 }
 
+bool Recovery::lost(Rank rank) {
+  if (std::ranges::find(above_, rank) == above_.end()) return false;
+  without(rank);
+  asked_.insert(rank);
+  return !complete() && (!round_ || from_ == rank);
+}
+
 void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_bytes) {
   const auto where = message.values<std::uint64_t>(0, 3);
   if (where[0] > most_bytes()) throw Damaged();
@@ -75,7 +82,7 @@ bool Recovery::stuck(double now, double patience) {
 
 // A newer snapshot has taken its place.
 Recovery::Progress Recovery::gone() {
-  asked_.erase(from_);
+  if (!without_.contains(from_)) asked_.erase(from_);
   return Progress::gone;
 }
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <set>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "message.h"
@@ -58,11 +59,14 @@ class Recovery {
   bool complete() const { return round_ != 0 && fetched_ == layout_.size(); }
   bool missing() const { return missing_; }  // nobody above has any
   Round round() const { return round_; }     // of the one that is fetched; 0: none yet
-  const State& state() const { return state_; }
+  State take() { return std::exchange(state_, State()); }
+  std::uint64_t bytes() const { return state_.bytes(); }
 
   // The nearest rank that is to be asked now, if any.
   std::optional<Rank> next(double now);
   void without(Rank rank) { without_.insert(rank); }
+  // A rank is dead. Whether `next` is to be asked.
+  bool lost(Rank rank);
   // A rank has one. What its message says of it must have been described by a `Snapshot`.
   void begin(Rank from, const Message& message, std::uint64_t piece_bytes);
   // Whether nothing has come for so many seconds. Then others are asked, and in the end all those

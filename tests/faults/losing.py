@@ -1,0 +1,37 @@
+"""MPI loses one message of the engine and reports an error, see `refusing.c`.
+
+``losing.py DIRECTORY WHICH RANK NUMBER``: the message with this number that a rank has
+sent, or received, is lost. Rounds that fail end on all ranks, and sums are right.
+"""
+
+import ctypes
+import os
+import sys
+
+import numpy as np
+from harness import Board, close
+from uncounted import allreduce
+
+import jaxcoded
+
+ROUNDS, BEFORE = 20, 5
+
+board = Board(sys.argv[1])
+which, rank, number = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+tree = jaxcoded.Coded(parents=(-1, 0, 0, 1), stragglers=0)
+group = jaxcoded.CodedGroup(board.comm, tree, transport="engine")
+mpi = ctypes.CDLL(os.environ["LD_PRELOAD"])
+total = board.size * (board.size + 1) // 2
+errors = {}
+for step in range(1, ROUNDS + 1):
+    if step == BEFORE and board.rank == rank:
+        (mpi.lose_sent if which == "sent" else mpi.lose_received)(number)
+    own = np.full(100 if step % 2 else 10_000, (board.rank + 1.0) * step)
+    try:
+        out = np.asarray(allreduce(own, group))
+    except jaxcoded.CodedError as error:
+        errors[step] = str(error)
+    else:
+        assert (out == total * step).all(), f"round {step} is of another one"
+board.report(errors=errors, lost=mpi.has_lost())
+close(board, group)
