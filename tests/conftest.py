@@ -18,8 +18,10 @@ gc.set_threshold(100_000, 20, 20)
 compiled.make_haste()
 compiled.share()
 # A loaded machine must not make a drawn example fail.
-hypothesis.settings.register_profile("without a deadline", deadline=None)
-hypothesis.settings.load_profile("without a deadline")
+# With "exhaustive" some draw more, see tests/engine/schedules.py.
+for profile in "usual", "exhaustive":
+    hypothesis.settings.register_profile(profile, deadline=None)
+hypothesis.settings.load_profile("usual")
 
 
 def pytest_addoption(parser):
@@ -34,6 +36,11 @@ def pytest_addoption(parser):
     )
     parser.addoption("--outcomes", help="file to which outcomes of tests are added")
     parser.addoption("--done", help="file of tests that are left out, a line each")
+
+
+def pytest_configure(config):
+    if config.getoption("exhaustive"):
+        hypothesis.settings.load_profile("exhaustive")
 
 
 def pytest_collection_modifyitems(config, items):

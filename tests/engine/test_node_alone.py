@@ -6,9 +6,8 @@ sum.
 import random
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import example, given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -26,7 +25,6 @@ from test_node_silent import TICK, ended, pass_time
 
 from jaxcoded import Coded, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=30)
 ROUNDS = 12
 
 
@@ -140,7 +138,7 @@ def test_a_failure_in_a_later_round_does_not_end_the_roots_round():
 
 @many
 @example(603301975)
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_a_rank_that_fails_alone_never_spoils_a_sum(seed):
     """Any ranks stop and continue, also the root."""
     rng = random.Random(seed)

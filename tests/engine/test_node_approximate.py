@@ -8,9 +8,8 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import example, given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -18,7 +17,6 @@ from simulation import DONE, Call, random_world
 
 from jaxcoded import Coded, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=40)
 ROUNDS = 8
 PLANS = [
     make_plan(
@@ -68,7 +66,7 @@ class Approximate(Call):
 @example(275)
 # a stopped child was waited for although another one had come
 @example(4111256856)
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_one_set_of_children_for_all_of_a_sum(seed):
     rng = random.Random(seed)
     plan = rng.choice(PLANS)

@@ -8,9 +8,8 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -29,7 +28,6 @@ from simulation import (
 from jaxcoded import DEBUG, Check, Coded, make_plan
 from jaxcoded.plan import atoms
 
-many = settings(bounded, derandomize=True, max_examples=30)
 ROUNDS = 6
 SECONDS = 5.0
 MOST_WAYS = 4096  # most ways to form a sum that are tried
@@ -219,7 +217,7 @@ def stop_and_go(world, rng, rounds=ROUNDS):
 
 
 @many
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_the_sum_uses_the_arrived_messages_and_the_residual_describes_it(seed):
     what_has_come(seed, 9)
 
@@ -257,7 +255,7 @@ def what_has_come(seed, most):
 
 
 @many
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_the_same_error_on_all_ranks(seed):
     rng = random.Random(seed)
     plan = random_plan(rng, least=2, most=9)
@@ -289,7 +287,7 @@ def test_the_error_names_ranks_further_down():
 
 
 @many
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_a_root_that_does_not_call(seed):
     """The root's engine answers, but no round can be decided. The others get an error,
     and so does the root when it calls at last.

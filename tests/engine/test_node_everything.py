@@ -4,9 +4,8 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -23,7 +22,6 @@ from simulation import (
     tolerated,
 )
 
-many = settings(bounded, derandomize=True, max_examples=40)
 ROUNDS = 25
 
 
@@ -45,7 +43,7 @@ def mixed_script(plan, rng):
 
 @pytest.mark.slow
 @many
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_everything_at_once(seed):
     rng = random.Random(seed)
     plan = random_plan(rng)

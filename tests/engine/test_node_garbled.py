@@ -4,9 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -38,8 +37,6 @@ from simulation import (
 
 from jaxcoded import Coded, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=20)
-seeds = st.integers(0, 2**32 - 1)
 ROUNDS = 6
 UNREADABLE = r"rank {} cannot read a message of rank {}"
 

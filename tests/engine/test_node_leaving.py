@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from independent import bounded, random_missing
+from hypothesis import example, given
+from independent import random_missing
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -29,9 +29,6 @@ from simulation import (
 )
 
 from jaxcoded import Coded, make_plan
-
-many = settings(bounded, derandomize=True, max_examples=30)
-seeds = st.integers(0, 2**32 - 1)
 
 
 def leave_at(world, rounds):

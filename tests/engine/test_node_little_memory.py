@@ -6,9 +6,8 @@ import random
 import resource
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import example, given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -29,7 +28,6 @@ from test_node_sharing import world as sharing_world
 
 from jaxcoded import Coded, Shared, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=30)
 LITTLE = "rank 1 has too little memory for this call"
 
 
@@ -263,7 +261,7 @@ def test_a_root_that_loses_the_others_result_fails_the_next_round():
 @many
 @example(887926241)
 @example(1879141004)  # the rank that gets nothing hears of it before the root does
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_ranks_short_of_memory_spoil_no_sum(seed):
     """Any ranks lack memory now and then; some are late or stopped."""
     rng = random.Random(seed)
@@ -389,7 +387,7 @@ def test_a_rank_without_memory_for_its_section_learns_that_the_round_failed(host
 
 
 @many
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_too_little_memory_blocks_no_inbox(seed):
     """From some moment on one rank of a star always has too little memory for vectors.
     Sums are formed in sections, some of them sent within messages.

@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from independent import bounded, random_missing
+from hypothesis import example, given
+from independent import random_missing
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -28,9 +28,6 @@ from simulation import (
 )
 
 from jaxcoded import Coded, make_plan
-
-many = settings(bounded, derandomize=True, max_examples=50)
-seeds = st.integers(0, 2**32 - 1)
 
 
 def other(call, plan, rng):

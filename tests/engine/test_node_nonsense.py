@@ -9,9 +9,8 @@ import random
 import struct
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -29,8 +28,6 @@ NUMBERS += [2**32, 2**40, 2**48, 2**48 + 1, 2**62, 2**63, 2**64 - 1]
 # Nodes accept a length that fits into this machine's memory. So all lengths in bodies
 # are shorter, or too long.
 LENGTHS = [n for n in NUMBERS if n <= 2**16 or n >= 2**48]
-many = settings(bounded, derandomize=True, max_examples=40)
-seeds = st.integers(0, 2**32 - 1)
 
 
 class Credulous(Garbling):

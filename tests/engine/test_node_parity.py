@@ -8,18 +8,14 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
 from simulation import FAILED, PENDING, Call, erasable, random_plan, random_world
 
 from jaxcoded import DEBUG, Coded, make_plan
-
-many = settings(bounded, derandomize=True, max_examples=30)
-seeds = st.integers(0, 2**32 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +241,8 @@ def test_rounding_alone_is_no_mistake(code):
         def check(self, plan, rank, vectors):
             pass
 
-    for seeds, outcome in [((0, 9), 1), ((9, 9), FAILED)]:
-        script = [OneCall(segments, seed) for seed in seeds]
+    for both, outcome in [((0, 9), 1), ((9, 9), FAILED)]:
+        script = [OneCall(segments, seed) for seed in both]
         world = random_world(plan, 0, random.Random(4), script=script, check=DEBUG)
         run(world, 300)
         assert world.ends[0][2].outcome == outcome

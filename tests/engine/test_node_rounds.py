@@ -9,9 +9,9 @@ import re
 import numpy as np
 import pytest
 from cases import more
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded, random_missing
+from hypothesis import given
+from independent import random_missing
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -33,9 +33,6 @@ from simulation import (
 )
 
 from jaxcoded import DEBUG, Coded, make_plan
-
-many = settings(bounded, derandomize=True, max_examples=50)
-seeds = st.integers(0, 2**32 - 1)
 
 
 @many
@@ -108,7 +105,7 @@ def test_a_stop_at_any_moment(hosts, slices):
     """
     plan = make_plan(21, Coded(fanout=4, slices=slices, root_computes=True))
     cut = set()
-    for moment in range(0, 1200, 25):
+    for moment in range(0, 1200, 60):
         rng = random.Random(moment)
         script = [Call((("float32", 24), ("float64", 8)), n) for n in range(3)]
         world = World(

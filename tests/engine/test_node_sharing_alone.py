@@ -5,9 +5,8 @@ what the root has dealt, and waiting ranks learn for which ranks they wait.
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -19,7 +18,6 @@ from test_node_silent import TICK, ended, pass_time
 
 from jaxcoded import Shared, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=30)
 SEGMENTS = (("float64", 5),)
 
 
@@ -213,7 +211,7 @@ def drawn(rng, size, rounds):
 
 
 @many
-@given(st.integers(0, 2**32 - 1))
+@given(seeds)
 def test_a_rank_that_fails_alone_never_spoils_shared_work(seed):
     """Any ranks stop and continue, also the root, and programs stay away."""
     rng = random.Random(seed)

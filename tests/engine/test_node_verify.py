@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import more
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from independent import bounded
+from hypothesis import given
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
@@ -35,8 +34,6 @@ from test_node_parity import run, sound_script
 
 from jaxcoded import DEBUG, Check, Coded, make_plan
 
-many = settings(bounded, derandomize=True, max_examples=30)
-seeds = st.integers(0, 2**32 - 1)
 # mantissa bits and exponent bits of a number
 FORMAT = {
     "float16": (10, 5),
@@ -252,7 +249,7 @@ def test_no_result_is_taken_for_a_message(below, policy):
     assert not accusations(world)
 
 
-@settings(many, max_examples=60)
+@many
 @given(seeds)
 def test_honest_ranks_are_never_accused(seed):
     """Ranks stop between any two pieces, while results replace their messages."""
