@@ -20,10 +20,11 @@ from together import finish, one_late, wait_for_all
 import jaxcoded
 from jaxcoded import Coded, Shared, Uncoded, coded_sum, spread
 
+SLICED = Coded(stragglers=1, slices=2)
 STRATEGIES = {
     "shared": Shared(),
     "coded": Coded(stragglers=1 if SIZE > 2 else 0),
-    "slices": pytest.param(Coded(stragglers=1, slices=2), marks=slices),
+    "slices": pytest.param(SLICED, marks=slices),
     "uncoded": Uncoded(),
     # on 4 ranks the same code as "coded"
     "cyclic": pytest.param(
@@ -35,12 +36,13 @@ every_strategy = pytest.mark.parametrize(
     "strategy", STRATEGIES.values(), ids=STRATEGIES.keys(), indirect=True
 )
 # For derivatives that take long to compile: a sum without a code has the program of a
-# coded one, with other weights.
+# coded one, with other weights, and `test_derivatives_with_codes` has slices.
+OTHERS = {
+    "uncoded": more(Uncoded()),
+    "slices": pytest.param(SLICED, marks=[slices, pytest.mark.exhaustive]),
+}
 every_program = pytest.mark.parametrize(
-    "strategy",
-    [more(it) if it == Uncoded() else it for it in STRATEGIES.values()],
-    ids=STRATEGIES.keys(),
-    indirect=True,
+    "strategy", (STRATEGIES | OTHERS).values(), ids=STRATEGIES.keys(), indirect=True
 )
 
 
@@ -425,7 +427,7 @@ def test_narrow_messages(strategy):
 
 
 @pytest.mark.skipif(SIZE != 4, reason="codes of 3 children")
-@pytest.mark.parametrize("code", ["repetition", "slices", "adaptive"])
+@pytest.mark.parametrize("code", [more("repetition"), "slices", "adaptive"])
 def test_complex_values_of_few_digits(comm, code):
     """complex64, beside complex128 in one process, also cut into slices."""
     x = (A[:, 0] + 1j * A[:, 1]).astype(np.complex64)

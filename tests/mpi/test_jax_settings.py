@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from cases import more
 from marks import SIZE, engine_only
 
 import jaxcoded
@@ -50,7 +51,8 @@ GROUPS = {
 }
 
 
-@pytest.fixture(params=SETTINGS, autouse=True)
+# "strict" is "x32" and more
+@pytest.fixture(params=[more("x32"), *list(SETTINGS)[1:]], autouse=True)
 def settings(request, transport):
     before = {name: getattr(jax.config, name) for name in SETTINGS[request.param]}
     for name, value in SETTINGS[request.param].items():
