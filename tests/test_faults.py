@@ -205,7 +205,7 @@ def test_a_parent_that_lacks_too_many_waits(tmp_path):
         more(
             "loop", "its process answers, so its program is busy or stuck at round 10"
         ),
-        (
+        more(
             "device",
             "its process answers, so its program is busy or stuck at round 10",
         ),
@@ -250,7 +250,7 @@ def test_ranks_that_wait_in_a_step_say_for_whom(tmp_path):
         ("", {}, 0, "jaxcoded: group 0, rank 0 has not called round 1"),
         ("", {"JAXCODED_STATUS_SIGNAL": "OFF"}, -signal.SIGUSR1, ""),
         ("signal.signal(signal.SIGUSR1, lambda *_: print('mine'))", {}, 0, "mine"),
-        ("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", {}, 0, ""),
+        more("signal.signal(signal.SIGUSR1, signal.SIG_IGN)", {}, 0, ""),
     ],
 )
 def test_the_owner_of_the_signal(before, environment, status, text):
@@ -515,7 +515,7 @@ def test_others_continue_with_the_blocks_that_they_hold(tmp_path, way):
 
 @pytest.mark.parametrize(
     ("strategy", "fault"),
-    [("shared", "SIGKILL"), ("coded", "SIGKILL"), ("shared", "SIGSTOP")],
+    [("shared", "SIGKILL"), ("coded", "SIGKILL"), more("shared", "SIGSTOP")],
 )
 def test_a_fault_between_a_sum_and_its_gradient(tmp_path, strategy, fault):
     """The gradient of a function of the sum is still exact, with the same bits on all
@@ -938,7 +938,7 @@ def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
     ("why", "words"),
     [
         ("", ""),
-        ("another user", "Operation not permitted"),
+        more("another user", "Operation not permitted"),
         more("another namespace", "no rank in this call can see it"),
     ],
 )
@@ -995,7 +995,7 @@ def test_the_root_dies_while_it_reports_that_all_are_alive(
         more("stops", 4, [4], 0),
         more("fails", 4, [0], 1),
         ("exits", 4, [4], 7),
-        ("in vain", 5, [], 0),
+        more("in vain", 5, [], 0),
     ],
 )
 def test_live_ranks_meet_at_last(tmp_path, way, size, gone, status):
@@ -1404,7 +1404,7 @@ group.close(2.0)
     ("fault", "status", "put_out", "text"),
     [
         ("left.touch(); raise ValueError('mine')", 1, False, "3"),
-        (
+        more(
             "group.close(); left.touch(); os.read(0, 1); sys.exit()",
             0,
             False,
@@ -1617,7 +1617,7 @@ with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Coded(), transport="engine") as
 
 @pytest.mark.parametrize(
     ("way", "victim"),
-    [more("stopped", 4), ("stopped", 1), ("stopped-unclosed", 4)],
+    [more("stopped", 4), more("stopped", 1), ("stopped-unclosed", 4)],
 )
 def test_leaving_a_stopped_rank_behind(tmp_path, way, victim):
     job = run(tmp_path, 5, "leaving.py", way, str(victim), limit=40, python=BARE)
@@ -1863,7 +1863,7 @@ def test_readme_starts_with_a_killed_rank(tmp_path):
         ("--ft", "raise RuntimeError"),
         more("--ft", "os.kill(os.getpid(), signal.SIGKILL)"),
         more("--on-error go-on", "raise RuntimeError"),
-        ("--on-error go-on", "os.kill(os.getpid(), signal.SIGKILL)"),
+        more("--on-error go-on", "os.kill(os.getpid(), signal.SIGKILL)"),
     ],
 )
 def test_readme_starts_with_a_fault_of_the_root(tmp_path, option, fault):

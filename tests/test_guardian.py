@@ -15,6 +15,7 @@ import time
 import launch
 import pytest
 import terminal
+from cases import more
 from launch import ROOT, slowness
 
 from jaxcoded.tools.launch import guardian
@@ -124,8 +125,8 @@ def no_core():
     ("whom", "number"),
     [
         (os.kill, signal.SIGKILL),
-        (os.kill, signal.SIGSEGV),
-        (os.kill, signal.SIGQUIT),
+        more(os.kill, signal.SIGSEGV),
+        more(os.kill, signal.SIGQUIT),
         (os.killpg, signal.SIGKILL),  # as `timeout -s KILL` does
     ],
     ids=["kill", "crash", "quit", "group"],

@@ -342,7 +342,7 @@ def test_one_faulty_rank_benchmark(tmp_path):
         assert "no step any more" in found[scheme, "stuck"]["outcome"]
 
 
-@pytest.mark.parametrize("fault", ["killed", "root", "stuck", "replaced"])
+@pytest.mark.parametrize("fault", [more("killed"), "root", "stuck", more("replaced")])
 def test_recovered_benchmark(fault, tmp_path):
     needs_fault_tolerance()
     start = [sys.executable, "-m", "jaxcoded", "run", "-n", "5", "--ft", "--timeout"]

@@ -248,11 +248,10 @@ def test_batch_norm(comm):
     over = lambda f: (
         lambda params, batch: jax.tree.map(lambda leaf: leaf.sum(0), f(params, batch))
     )
+    gradient = jax.jit(jax.value_and_grad(module.mean_loss), static_argnums=(2, 3))
     for indices, loss in zip(batches(len(x), 256, 1), seen, strict=True):
         batch = x[indices], y[indices]
-        value, grads = jax.value_and_grad(module.mean_loss)(
-            expected, batch, len(indices), over
-        )
+        value, grads = gradient(expected, batch, len(indices), over)
         updates, state = tx.update(grads, state)
         expected = optax.apply_updates(expected, updates)
         assert loss == pytest.approx(float(value), rel=1e-4)
