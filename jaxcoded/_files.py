@@ -80,3 +80,20 @@ def array(data: bytes) -> np.ndarray:
         )
     flat = np.frombuffer(data, dtype, offset=start) if there else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if by_columns else "C")
+
+
+def table(path: str | os.PathLike[str]) -> np.ndarray:
+    """Return the table of numbers in a file, ``.npy`` or text with commas, with two
+    axes if it is text. A ValueError that names the file if it has none.
+    """
+    data = contents(path)
+    try:
+        if os.fspath(path).endswith(".npy"):
+            return array(data)
+        with warnings.catch_warnings():  # an empty table is the caller's error
+            warnings.simplefilter("ignore", UserWarning)
+            # some programs begin their tables with a byte order mark
+            lines = io.StringIO(data.decode("utf-8-sig"))
+            return np.loadtxt(lines, delimiter=",", ndmin=2)
+    except ValueError as error:
+        raise ValueError(f"{path} has no table of numbers: {error}") from None

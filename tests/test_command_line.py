@@ -112,6 +112,12 @@ def test_help_lists_models_and_codes():
         ),
         (["plan", "-n", "4", "--compute=1"], "how much is summed? Give --payload"),
         (["plan", *JOB, "--parameters=1M"], "--parameters cannot go with --payload"),
+        (["plan", *JOB, "--batch-size=3"], "--batch-size=3 goes with --costs"),
+        (["plan", *JOB, f"--costs={__file__}"], "--costs needs --batch-size"),
+        (
+            ["plan", *JOB, f"--costs={__file__}", "--batch-size=3"],
+            "test_command_line.py has no table of numbers",
+        ),
         (["simulate", *JOB, "--rounds=0"], "--rounds must be an integer >= 1, got 0"),
         (
             ["simulate", *JOB, "--strategy=none"],
@@ -271,6 +277,35 @@ def test_simulated_steps(capsys):
     dead = simulated(capsys, *asked, "--model=killed(round=5)")["steps"]
     assert dead["uncoded tree"]["mean"] is None
     assert dead["this plan"]["p99"] == pytest.approx(0.7 / 3, abs=3e-3)
+
+
+def test_examples_of_unequal_cost(capsys, tmp_path):
+    """Seven examples of 3 to 9, of which each rank has one: the last to end has the one of 9, or of 0.7 · 9 / 42 s."""
+    path = tmp_path / "costs.csv"
+    path.write_text(",".join(map(str, range(3, 10))))
+    asked = ["--payload=4KB", "--gigabits=1e9", "--latency=0", "--rounds=3"]
+    asked += ["--strategy=Uncoded()", f"--costs={path}", "--batch-size=7"]
+    steps = simulated(capsys, *asked)["steps"]
+    for name in ("this plan", "uncoded tree", "uncoded, costs ignored"):
+        assert steps[name]["mean"] == pytest.approx(0.7 * 9 / 42, rel=0.01), name
+    assert steps["ideal"]["mean"] == pytest.approx(0.1)
+    path.write_text("1,2\n3,4\n")
+    assert main(["simulate", *JOB, f"--costs={path}", "--batch-size=2"]) == 2
+    assert "in a line or a column, got (2, 2)" in capsys.readouterr().err
+
+
+def test_a_plan_for_unequal_costs(capsys, tmp_path):
+    path = tmp_path / "costs.npy"
+    np.save(path, np.random.default_rng(0).gamma(2.0, size=2000))
+    asked = ["plan", *JOB, f"--costs={path}", "--batch-size=500"]
+    assert main(asked) == 0
+    text = capsys.readouterr().out
+    assert "batches of 500 of 2000 examples, of which the most expensive costs" in text
+    assert "costs ignored: batches are divided by number" in text
+    ranking = json.loads((main([*asked, "--json"]), capsys.readouterr().out)[1])[
+        "ranking"
+    ]
+    assert {each["by_cost"] for each in ranking} == {True, False}
 
 
 def test_an_approximate_parent_continues_with_any(capsys):

@@ -27,7 +27,7 @@ from jaxcoded.tools.planner.candidates import (
     exceeds,
     sharing,
 )
-from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
+from jaxcoded.tools.simulator import Costs, Layout, Network, Ring, simulate, stragglers
 
 LIGHT = "exponential(work=0.1)"
 HEAVY = "pareto(shape=1.5, scale=0.3)"
@@ -409,7 +409,7 @@ def test_shared_work_where_a_code_is_faster_by_chance():
 
 def test_static_balancing_is_compared():
     """If ranks are equally slow in each step, static balancing is as good as shared
-    work, and shared work is not advised.
+    work, and the verdict says so.
     """
     steady = stragglers.Measured(np.linspace(1, 2.5, 13)[None])
     ranking = search.best_plans(13, 4e4, 1.3, stragglers=steady)
@@ -424,6 +424,24 @@ def test_static_balancing_is_compared():
     assert "speeds of the step before" in balanced.name
     alike = search.best_plans(13, 4e4, 1.3)
     assert "Static balancing" not in alike.verdict
+
+
+def test_division_by_known_costs_is_compared():
+    """With equal machines it is as good as shared work, and this is not advised."""
+    costs = Costs.of(np.random.default_rng(0).gamma(2.0, size=13 * 96 * 4), 13 * 96)
+    ranking = search.best_plans(13, 4e4, 1.3, costs=costs)
+    (blind,) = (e for e in ranking.estimates if e.candidate.blind)
+    same = dataclasses.replace(blind.candidate, blind=False)
+    (by_cost,) = (e for e in ranking.estimates if e.candidate == same)
+    assert by_cost.step == pytest.approx(0.1, rel=0.05)
+    assert blind.step > 1.05 * by_cost.step
+    assert ranking.best.candidate.plain
+    words = (
+        f"Division by cost makes {by_cost.name} {blind.step / by_cost.step:.3g} times"
+    )
+    assert words in ranking.verdict
+    assert "costs ignored" in blind.name
+    assert "costs" not in search.best_plans(13, 4e4, 1.3).verdict
 
 
 @pytest.mark.slow

@@ -52,14 +52,15 @@ def ideals(model, ranks, rounds=20):
     blocks=st.integers(1, 6),
     root_computes=st.booleans(),
     latency=st.sampled_from([0.0, 1e-4, 0.02]),
+    unequal=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 @bounded
 def test_each_block_is_computed_once(
-    ranks, replicas, blocks, root_computes, latency, seed
+    ranks, replicas, blocks, root_computes, latency, unequal, seed
 ):
     """A rank that holds a block computes it once, even if ranks are late, frozen or
-    given up.
+    given up, and whatever blocks cost.
     """
     rng = np.random.default_rng(seed)
     workers = ranks - 1 + root_computes
@@ -71,6 +72,8 @@ def test_each_block_is_computed_once(
     called = np.where(rng.random(ranks) < 0.3, rng.exponential(0.1, ranks), 0.0)
     called[0] = 0.0
     job = Sharing(shape, Network(latency=latency), BATCH)
+    if unequal:
+        job.cost(rng.pareto(1.0, workers * blocks) / (workers * blocks))
     played = Round(job, called, delay)
     assert np.isfinite(played.play())
     computed = [

@@ -9,11 +9,12 @@ from typing import Any
 import click
 
 from jaxcoded import _format, _require, codes
+from jaxcoded._files import table
 from jaxcoded._parse import count, number_of_bytes, number_of_seconds
 from jaxcoded.tools.cli import docstrings
 from jaxcoded.tools.launch import places
 from jaxcoded.tools.planner.measurement import Measurement
-from jaxcoded.tools.simulator import Network, stragglers
+from jaxcoded.tools.simulator import Costs, Network, stragglers
 
 # Not from NumPy, which does not know bfloat16.
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,6 +34,7 @@ class Cluster:
     stragglers: stragglers.Stragglers
     model: str  # how the user has named the stragglers
     seed: int  # of the draws, and of random codes
+    costs: Costs | None = None  # of the examples, unless all cost the same
 
     @property
     def words(self) -> str:
@@ -45,6 +47,17 @@ class Cluster:
             f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
             f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(network.latency)}; stragglers: "
             + self.model
+            + self._costs
+        )
+
+    @property
+    def _costs(self) -> str:
+        if self.costs is None:
+            return ""
+        each = self.costs.each
+        return (
+            f"; batches of {self.costs.batch_size} of {len(each)} examples, of which the most expensive costs "
+            f"{each.max():.3g} times the mean"
         )
 
 
@@ -147,6 +160,13 @@ _OPTIONS = (
         help="Links and ranks that jaxcoded bench --save has measured.",
     ),
     click.Option(
+        ["--costs"],
+        type=_FILE,
+        help="What each example of the data set costs, such as its length, if costs are unequal and "
+        "known: .npy or text with commas. Batches are divided by them.",
+    ),
+    click.Option(["--batch-size"], type=int, help="Examples of a batch, with --costs."),
+    click.Option(
         ["--gigabits"], type=float, help=f"Gb/s of a link. Default: {_GIGABITS:g}."
     ),
     click.Option(
@@ -179,6 +199,8 @@ def _cluster(
     model: str | None,
     trace: str | None,
     measured: str | None,
+    costs: str | None,
+    batch_size: int | None,
     gigabits: float | None,
     send_gigabits: float | None,
     latency: float | None,
@@ -199,6 +221,7 @@ def _cluster(
         _network(seen, gigabits, send_gigabits, latency),
         *_stragglers(ranks, model, trace, measured, seen),
         _require.integer("--seed", seed, 0),
+        _costs(costs, batch_size),
     )
 
 
@@ -228,6 +251,26 @@ def _payload(payload: str | None, parameters: str | None, dtype: str | None) -> 
             f"--dtype={dtype} goes with --parameters: --payload is in bytes already"
         )
     return number_of_bytes("--payload", payload)
+
+
+def _costs(path: str | None, batch_size: int | None) -> Costs | None:
+    if path is None:
+        if batch_size is not None:
+            raise ValueError(
+                f"--batch-size={batch_size} goes with --costs: without, all examples cost the same"
+            )
+        return None
+    if batch_size is None:
+        raise ValueError("--costs needs --batch-size: how many examples has a batch?")
+    found = table(path)
+    if found.ndim != 1 and found.size != max(found.shape, default=0):
+        raise ValueError(
+            f"--costs {path}: must have one number for each example, in a line or a column, got {found.shape}"
+        )
+    try:
+        return Costs.of(found.reshape(-1), batch_size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--costs {path}: {error}") from None
 
 
 def _network(

@@ -71,6 +71,7 @@ def command(
             seed=cluster.seed,
             replicas=replicas,
             reading=0.0 if reading is None else number_of_seconds("--reading", reading),
+            costs=cluster.costs,
             progress=tell,
         )
     if json:
@@ -79,6 +80,8 @@ def command(
     output.say(cluster.words)
     output.say()
     _as_text(ranking, top)
+    if cluster.costs and ranking.best.candidate.tree:
+        output.code(f"group.epoch(data, {cluster.costs.batch_size}, costs=costs)")
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
@@ -89,8 +92,8 @@ def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
         if estimate.candidate.plain:
             uncoded.setdefault(estimate.candidate.fanout, estimate)
     shared = [e for e in ranking.estimates if e.candidate.shared]
-    balanced = [e for e in ranking.estimates if e.candidate.balanced]
-    shown = [*coded, *shared, *uncoded.values(), *balanced]
+    others = [e for e in ranking.estimates if e.candidate.balanced or e.candidate.blind]
+    shown = [*coded, *shared, *uncoded.values(), *others]
     return [e for e in ranking.estimates if e in shown]
 
 
@@ -116,6 +119,8 @@ def _as_text(ranking: Ranking, top: int) -> None:
     )
     output.say()
     output.say(_LEGEND.format(max(len(e.seconds) for e in ranking.estimates)))
+    if any(e.candidate.blind for e in chosen):
+        output.say("costs ignored: batches are divided by number, to compare with")
     if ranking.best.in_sections:
         output.say(f"{ranking.best.name}: {IN_SECTIONS}")
     output.say()
@@ -170,6 +175,7 @@ def _fields(estimate: Estimate) -> dict[str, Any]:
     return {
         "strategy": repr(candidate.strategy) if candidate.tree else None,
         "balanced": candidate.balanced,
+        "by_cost": not (candidate.blind or candidate.balanced),
         "code": estimate.code,
         "piece": candidate.piece if candidate.tree else None,
         "in_sections": estimate.in_sections,

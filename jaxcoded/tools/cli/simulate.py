@@ -3,8 +3,9 @@
     jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --model pareto --strategy "Coded(stragglers=1, fanout=3)"
 
 Uncoded: the same tree, waiting for all ranks, and a ring all-reduce. Balanced: that tree, with loads in proportion to
-the speeds of the step before. Ideal: all ranks compute until all is done, and messages take no time. All have the
-same draws of the stragglers. jaxcoded plan finds the best plan; docs/simulation.md says what is simulated.
+the speeds of the step before, whatever examples cost. Ideal: all ranks compute until all is done, and messages take no
+time. All have the same draws of the stragglers. jaxcoded plan finds the best plan; docs/simulation.md says what is
+simulated.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jaxcoded.tools.terminal.progress import progress
 _PICTURES = (".png", ".svg", ".pdf")
 _QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
 _PLAN, _UNCODED, _RING, _IDEAL = "this plan", "uncoded tree", "ring all-reduce", "ideal"
-_BALANCED = "uncoded, balanced"
+_BALANCED, _BLIND = "uncoded, balanced", "uncoded, costs ignored"
 
 
 @click.command("simulate", cls=Command)
@@ -89,12 +90,12 @@ def command(
 def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarray]:
     """Return the seconds of each step, for each way to make it."""
     uncoded = Coded(stragglers=0, root_computes=True, parents=plan.parents)
-    layouts: dict[str, Layout | Ring] = {
-        _PLAN: Layout.of(plan),
-        _UNCODED: Layout.of(make_plan(cluster.ranks, uncoded)),
-        _BALANCED: Layout.of(make_plan(cluster.ranks, uncoded)),
-        _RING: Ring(cluster.ranks),
-    }
+    tree, costs = Layout.of(make_plan(cluster.ranks, uncoded)), cluster.costs
+    layouts: dict[str, Layout | Ring] = {_PLAN: Layout.of(plan), _UNCODED: tree}
+    if costs:
+        layouts[_BLIND] = tree
+    layouts |= {_BALANCED: tree, _RING: Ring(cluster.ranks)}
+    blind = costs and dataclasses.replace(costs, known=False)
     out = {}
     with progress("simulating") as tell:
         for number, (name, layout) in enumerate(layouts.items()):
@@ -111,6 +112,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
                 rounds=rounds,
                 seed=cluster.seed,
                 balanced=name == _BALANCED,
+                costs=blind if name == _BLIND else costs,
             ).seconds
     out[_IDEAL] = ideal_seconds(
         cluster.ranks,
@@ -118,6 +120,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
         stragglers=cluster.stragglers,
         rounds=rounds,
         seed=cluster.seed,
+        costs=costs,
     )
     return out
 

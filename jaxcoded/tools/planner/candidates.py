@@ -32,6 +32,7 @@ class Candidate:
     piece: int = PIECE  # bytes in which messages move
     # Whether loads follow the speeds of the step before, as with `CodedGroup.replan` after each step.
     balanced: bool = False
+    blind: bool = False  # whether batches are divided by number, though costs are known
 
     @property
     def tree(self) -> bool:
@@ -50,8 +51,8 @@ class Candidate:
 
     @property
     def plain(self) -> bool:
-        """Return whether all ranks are waited for, and the batch is divided once."""
-        return not (self.coded or self.shared or self.balanced)
+        """Return whether all ranks are waited for, and the batch is divided once, by what is known."""
+        return not (self.coded or self.shared or self.balanced or self.blind)
 
     @property
     def fanout(self) -> int:
@@ -77,7 +78,8 @@ class Candidate:
     def name(self) -> str:
         """Return the candidate in words."""
         name = repr(self.strategy) if self.tree else "ring all-reduce"
-        return name + ", speeds of the step before" * self.balanced
+        name += ", speeds of the step before" * self.balanced
+        return name + ", costs ignored" * self.blind
 
     def held(self, layout: Layout | Ring) -> float:
         """Return the largest part of the batch whose data a rank holds."""

@@ -21,7 +21,7 @@ from jaxcoded.tools.planner.candidates import (
     too_many_to_draw,
     why_not_shared,
 )
-from jaxcoded.tools.simulator import Layout, Network, simulate
+from jaxcoded.tools.simulator import Costs, Layout, Network, simulate
 from jaxcoded.tools.simulator.sections import forms_sections
 from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
@@ -172,7 +172,7 @@ class Ranking:
         words = (
             self._sentence + self._too_rough + ("" if best.shared else self._why_not)
         )
-        words += self._balanced
+        words += self._balanced + self._by_cost
         if not (best.shared or best.stragglers) and math.isfinite(self.best.step):
             words += ". So all ranks wait for each: one that is stuck or dead stops all"
         return words
@@ -233,6 +233,15 @@ class Ranking:
         times = found.step / self.best.step
         return f". Static balancing: {found.name}, takes {times:.3g} times as long"
 
+    @property
+    def _by_cost(self) -> str:
+        blind = next((e for e in self.estimates if e.candidate.blind), None)
+        if blind is None or math.isinf(blind.step):
+            return ""
+        by_cost = dataclasses.replace(blind.candidate, blind=False)
+        same = next(e for e in self.estimates if e.candidate == by_cost)
+        return f". Division by cost makes {same.name} {blind.step / same.step:.3g} times as fast"
+
     def _why_shared(self, best: Estimate) -> str:
         gains = [
             f"{other.step / best.step:.3g} times as fast as the best {what}, {other.name}"
@@ -276,6 +285,7 @@ def best_plans(
     amplification: float = 1000.0,
     replicas: int | None = None,
     reading: float = 0.0,
+    costs: Costs | None = None,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Ranking:
     """Find the fastest tree, code and pieces, or way to share the work.
@@ -295,6 +305,7 @@ def best_plans(
         replicas: other ranks that may hold each rank's part of the batch; 0: no shared work (``docs/sharing.md``).
             Default all.
         reading: seconds in which a rank would read the whole batch; in every step it reads what it holds.
+        costs: of the examples in the batches, by which each is divided; default: all cost the same.
         progress: gets the part that is done.
 
     Raises:
@@ -332,6 +343,7 @@ def best_plans(
         amplification,
         sharing(ranks, work, replicas),
         float(reading),
+        costs,
         progress,
     )
     ranking = Ranking(ranks, payload, work, tuple(search.run()), amplification)
@@ -368,6 +380,7 @@ class _Search:
     amplification: float
     sharing: list[Candidate]
     reading: float
+    costs: Costs | None
     progress: Callable[[float], None]
     done: float = 0.0
     amplified: list[Candidate] = dataclasses.field(default_factory=list)
@@ -393,6 +406,8 @@ class _Search:
         final = _each(third, lambda c: c.strategy)
         trees = [c for c in final if c.plain]
         final += [dataclasses.replace(c, balanced=True) for c in trees[:1]]
+        if self.costs:
+            final += [dataclasses.replace(c, blind=True) for c in trees[:1]]
         final.append(RING)
         shared = [v for base in self.sharing for v in base.variants(self.payload)]
         fourth = self._rung(shared, _SHARES[5], least=6, most=64)
@@ -455,7 +470,8 @@ class _Search:
         most: int,
     ) -> list[Estimate]:
         out = []
-        for candidate, seconds in self._simulated(final, _SHARES[3], least, most):
+        times = self._simulated(final, _SHARES[3], least, most, self.costs)
+        for candidate, seconds in times:
             layout, plan = candidate.layout(self.ranks), plans.get(candidate.base)
             length = (
                 layout.messages[1] if isinstance(layout, Layout) else 1 / self.ranks
@@ -526,7 +542,12 @@ class _Search:
         )
 
     def _simulated(
-        self, entering: list[Candidate], share: float, least: int, most: int
+        self,
+        entering: list[Candidate],
+        share: float,
+        least: int,
+        most: int,
+        costs: Costs | None = None,
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
         """Yield the seconds of as many rounds as take about this share of a second."""
         cost = max(len(entering), 1) * (1.5e-4 + 1e-7 * self.ranks)
@@ -541,6 +562,9 @@ class _Search:
             layout = candidate.layout(self.ranks)
             part = number / len(entering)
             self.progress(min(1.0, start + (self.done - start) * part))
+            if costs and candidate.coded:  # which examples a rank has
+                layout = Layout.of(candidate.plan(self.ranks))
+            blind = costs and dataclasses.replace(costs, known=False)
             outcome = simulate(
                 layout,
                 self._network(candidate),
@@ -549,6 +573,7 @@ class _Search:
                 stragglers=self.stragglers,
                 rounds=rounds,
                 balanced=candidate.balanced,
+                costs=blind if candidate.blind else costs,
             )
             yield candidate, outcome.seconds + self.reading * candidate.held(layout)
 

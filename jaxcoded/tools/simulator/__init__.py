@@ -1,5 +1,6 @@
 """Simulate how long a job would take: the engine's rounds, for up to millions of ranks."""
 
+from jaxcoded.tools.simulator.costs import Costs
 from jaxcoded.tools.simulator.gradient_coding import GradientCoding
 from jaxcoded.tools.simulator.ideal import ideal_seconds
 from jaxcoded.tools.simulator.layout import Layout
@@ -11,6 +12,7 @@ from jaxcoded.tools.simulator.selective_repeat import SelectiveRepeat
 from jaxcoded.tools.simulator.sequential import simulate_sequence
 
 __all__ = [
+    "Costs",
     "GradientCoding",
     "Layout",
     "Multiplexed",

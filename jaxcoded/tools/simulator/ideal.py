@@ -3,6 +3,7 @@ import itertools
 import numpy as np
 
 from jaxcoded import _require
+from jaxcoded.tools.simulator.costs import Costs
 from jaxcoded.tools.simulator.stragglers import Stragglers, as_model
 
 
@@ -13,6 +14,7 @@ def ideal_seconds(
     stragglers: Stragglers | str | None = None,
     rounds: int = 100,
     seed: int = 0,
+    costs: Costs | None = None,
 ) -> np.ndarray:
     """Return the seconds of ideal steps: all ranks compute until all work is done, and messages take no time. This is
     ``w / Σ_i v_i`` (``docs/theory.md``).
@@ -22,7 +24,8 @@ def ideal_seconds(
     Args:
         size: number of ranks.
         work: seconds that one usual rank would take for the whole batch.
-        stragglers, rounds, seed: as in `simulate`, whose draws are the same.
+        stragglers, rounds, seed, costs: as in `simulate`, whose draws are the same. That an example is not divided
+            is left out.
 
     Returns:
         float64 ``(rounds,)``; infinite if no rank is alive.
@@ -40,6 +43,7 @@ def ideal_seconds(
     rounds = _require.integer("rounds", rounds, 1)
     work = _require.not_negative("work", work)
     drawn = as_model(stragglers).rounds(size, _require.integer("seed", seed, 0))
+    works = work * (np.ones(1) if costs is None else costs.batches(seed).mean(axis=1))
     out = np.empty(rounds)
     for number, delays in enumerate(itertools.islice(drawn, rounds)):
         order = np.argsort(delays.seconds)
@@ -49,6 +53,7 @@ def ideal_seconds(
             head_start = np.cumsum(np.where(speeds > 0, begins * speeds, 0.0))
             # with the first one, two, … ranks that begin: one too many only helps
             out[number] = np.nanmin(
-                (work + head_start) / np.cumsum(speeds), initial=np.inf
+                (works[number % len(works)] + head_start) / np.cumsum(speeds),
+                initial=np.inf,
             )
     return out

@@ -28,8 +28,7 @@ class Layout:
         messages: float64 ``(N,)``, the length of each rank's message as a part of the
             payload.
         ranks: int64 ``(N,)``, the number that each of them has in the job.
-        placement: which ranks hold which blocks of shared work. Then ``loads`` are those of steps in which nobody is
-            late.
+        plan: of which it is, if any. With shared work ``loads`` are those of steps in which nobody is late.
     """
 
     parents: np.ndarray
@@ -38,7 +37,12 @@ class Layout:
     copies: np.ndarray
     messages: np.ndarray
     ranks: np.ndarray
-    placement: Placement = NOTHING
+    plan: Plan | None = None
+
+    @property
+    def placement(self) -> Placement:
+        """Return which ranks hold which blocks of shared work."""
+        return self.plan.placement if self.plan else NOTHING
 
     @property
     def size(self) -> int:
@@ -118,7 +122,7 @@ class Layout:
             copies=np.array(copies),
             messages=messages[ranks],
             ranks=ranks,
-            placement=plan.placement,
+            plan=plan,
         )
 
     @classmethod

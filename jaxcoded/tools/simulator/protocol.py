@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.tools.simulator.balancing import check_waits, rebalanced
+from jaxcoded.tools.simulator.costs import Costs, Parts
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.ring import Ring
@@ -68,6 +69,7 @@ def simulate(
     seed: int = 0,
     fresh: bool = False,
     balanced: bool = False,
+    costs: Costs | None = None,
 ) -> Outcome:
     """Simulate rounds of an all-reduce, with computation before each.
 
@@ -83,12 +85,13 @@ def simulate(
         fresh: whether all ranks begin each round when the root has the result of the one before, as in the papers'
             models. Then no rank is behind, and the way down takes no time.
         balanced: whether loads are in proportion to the speeds in the round before; for layouts that wait for all
-            ranks.
+            ranks. Then known costs are ignored.
+        costs: of the examples in the batches; default: all cost the same.
 
     Raises:
         TypeError: ``layout`` is something else, such as a plan.
         ValueError: a number is negative, there are no rounds, or ``balanced`` is given for a layout with a code or
-            shared work.
+            shared work. Or there are ``costs`` for `Layout.balanced` with a code, or unknown ones for shared work.
 
     Example:
         >>> from jaxcoded.tools.simulator import stragglers
@@ -117,8 +120,9 @@ def simulate(
     delays = as_model(stragglers).rounds(layout.size, seed)
     if balanced:
         check_waits(layout)
+    parts = None if costs is None else Parts(costs, layout, seed, balanced)
     if isinstance(layout, Ring):
-        return _ring(layout, network, payload, work, delays, rounds, balanced)
+        return _ring(layout, network, payload, work, delays, rounds, balanced, parts)
     job = _Job(layout, network, payload, forms_sections(layout, network, payload))
     numbers, loads = layout.ranks, layout.loads
     free = np.zeros(layout.size)
@@ -133,12 +137,15 @@ def simulate(
     for number in range(rounds):
         drawn = next(delays)
         delay = Delays(*(column[numbers] for column in drawn))
-        took = delay.time(work * loads)
+        cost = loads if parts is None else parts.loads(number, loads)
+        took = delay.time(work * cost)
         if balanced:
             loads = rebalanced(loads, took)
         called = busy = free + took
         frozen = np.where(delay.stopped, free + delay.seconds, frozen)
         if sharing is not None:
+            if parts is not None:
+                sharing.cost(parts.blocks(number))
             called, busy = sharing.round(free, delay)
         up = job.up(called, busy)
         if not np.isfinite(up.last[0]):
@@ -168,6 +175,7 @@ def _ring(
     delays: Iterator[Delays],
     rounds: int,
     balanced: bool,
+    parts: Parts | None,
 ) -> Outcome:
     """Simulate a ring: all ranks are done when the last message has gone round."""
     n = layout.size
@@ -177,7 +185,8 @@ def _ring(
     moving = (n - 1) * (2 * step + piece / network.combine)
     loads, lasted = layout.loads, np.empty(rounds)
     for number in range(rounds):
-        took = next(delays).time(work * loads)
+        cost = loads if parts is None else parts.loads(number, loads)
+        took = next(delays).time(work * cost)
         lasted[number] = took.max() + moving + network.call
         if balanced:
             loads = rebalanced(loads, took)

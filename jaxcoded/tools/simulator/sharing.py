@@ -8,6 +8,7 @@ The simulated ledger knows how long a block takes each rank in this round; a rea
 block.
 """
 
+import bisect
 import heapq
 import itertools
 import math
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxcoded.plan.costs import relative
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.stragglers import Delays
@@ -51,11 +53,18 @@ class Sharing:
             self.owned[at[ranks[0]]].add(block)
             for rank in ranks:
                 self.held[at[rank]].add(block)
+        self.work = work
         self.seconds = work / len(self.holders)
+        self.costs = [1.0] * len(self.holders)  # of each block, in `seconds`
         # until a message is there and understood; the root sends itself none
         self.trips = [network.latency + network.overhead] * layout.size
         self.trips[0] = 0.0
         self.call = network.call
+
+    def cost(self, blocks: np.ndarray) -> None:
+        """Take what the blocks cost in the next round, as parts of a usual batch."""
+        self.seconds = self.work * float(blocks.mean())
+        self.costs = relative(blocks.tolist())
 
     def round(self, free: np.ndarray, delay: Delays) -> Shared:
         """Play a round until all ranks know that everything is computed. ``free``: float64 ``(N,)``, when each rank
@@ -77,14 +86,23 @@ class Sharing:
 class _Member:
     """A rank in a round. Block ``first`` of its ``blocks`` begins at ``begins``; the others follow at once."""
 
-    def __init__(self, trip: float, seconds: float, called: float, late: float) -> None:
+    def __init__(
+        self,
+        costs: list[float],
+        trip: float,
+        seconds: float,
+        called: float,
+        late: float,
+    ) -> None:
+        self.costs = costs  # of all blocks
         self.trip = trip
-        self.seconds = seconds  # for a block
+        self.seconds = seconds  # for a block of cost 1
         self.ready = called + late  # nothing is computed before
         self.answers = -math.inf  # its engine says nothing before
         self.here = False
         self.blocks: list[int] = []
         self.first = 0
+        self.done: list[float] = []  # costs up to each block from the first on
         self.begins = self.ends = called
         self.busy = called  # with what is not used, until then
         self.recalled: dict[int, int] = {}  # blocks, unanswered, and for whom
@@ -92,14 +110,15 @@ class _Member:
         self.promised = 0  # blocks that are recalled for it
 
     def begins_at(self, place: int) -> float:
-        return self.begins + (place - self.first) * self.seconds
+        done = self.done[place - self.first - 1] if place > self.first else 0
+        return self.begins + done * self.seconds
 
     def added(self, time: float) -> int:
         """Return how many blocks it has computed by then."""
         if time < self.begins:
             return self.first
-        turns = (time - self.begins) / self.seconds + 1e-6
-        return min(self.first + int(turns), len(self.blocks))
+        done = (time - self.begins) / self.seconds + 1e-6
+        return self.first + bisect.bisect_right(self.done, done)
 
     def known(self, now: float) -> int:
         """Return how many of them the root knows."""
@@ -113,6 +132,8 @@ class _Member:
         return self.begins_at(max(len(self.blocks) - 1, self.first))
 
     def changed(self) -> None:
+        costs = [self.costs[block] for block in self.blocks[self.first :]]
+        self.done = list(itertools.accumulate(costs))
         self.ends = self.begins_at(len(self.blocks))
 
 
@@ -123,7 +144,7 @@ class Round:
         self.job = job
         seconds = np.maximum(job.seconds * delay.factor, _SHORTEST).tolist()
         self.members = [
-            _Member(*each)
+            _Member(job.costs, *each)
             for each in zip(job.trips, seconds, called.tolist(), delay.seconds.tolist())
         ]
         for place in np.flatnonzero(delay.stopped).tolist():
@@ -171,8 +192,10 @@ class Round:
     def heard(self, now: float, m: int) -> None:
         self.asks.add(m)
         member = self.members[m]
-        if member.left(now) == 1 and self.worth(m, self.fastest, now):
-            self.asks |= self.waits & self.job.holders[member.blocks[-1]]
+        if member.left(now) == 1:
+            last = member.blocks[-1]
+            if self.worth(m, self.fastest * self.job.costs[last], now):
+                self.asks |= self.waits & self.job.holders[last]
 
     def answered(self, now: float, v: int, block: int, reached: float) -> None:
         """Take the answer to a recall, which reached its rank at ``reached``."""
@@ -238,9 +261,9 @@ class Round:
         one."""
         member, held = self.members[m], self.job.held[m]
         # recalled, returned and granted; and not in turn by equals
-        mine = max(now + 3 * member.trip, member.ends) + member.seconds * _MORE
+        begins = max(now + 3 * member.trip, member.ends)
         idle = member.left(now) == 0
-        later = [v for v, other in enumerate(self.members) if other.ends > mine]
+        later = [v for v, other in enumerate(self.members) if other.ends > begins]
         for v in sorted(later, key=lambda v: -self.members[v].ends):
             other = self.members[v]
             added = other.known(now)
@@ -248,10 +271,13 @@ class Round:
             if not other.here or v == m or left <= len(other.recalled):
                 continue
             last = left == 1  # it computes it already
-            if last and not (idle and self.worth(v, mine - now, now)):
-                continue
             for block in reversed(other.blocks[added if last else added + 1 :]):
                 if block not in held or block in other.recalled:
+                    continue
+                mine = begins + member.seconds * self.job.costs[block] * _MORE
+                if other.ends <= mine:
+                    continue
+                if last and not (idle and self.worth(v, mine - now, now)):
                     continue
                 if block in other.kept and not last:
                     continue
@@ -278,16 +304,18 @@ class Round:
 
     def anew(self, v: int, now: float) -> float:
         """Return in how many seconds the others would compute all that one was granted."""
-        others = [
-            (max(now, each.ends) + each.seconds, each.seconds)
+        ends = {
+            m: max(now, each.ends)
             for m, each in enumerate(self.members)
             if each.here and m != v
-        ]
-        heapq.heapify(others)
+        }
         done = now
-        for _ in self.members[v].blocks if others else ():
-            done, seconds = others[0]
-            heapq.heapreplace(others, (done + seconds, seconds))
+        for block in self.members[v].blocks if ends else ():
+            cost = self.job.costs[block]
+            done, m = min(
+                (end + self.members[m].seconds * cost, m) for m, end in ends.items()
+            )
+            ends[m] = done
         return done - now
 
     def recall(self, v: int, block: int, m: int, now: float) -> None:

@@ -6,19 +6,17 @@ A model with the same seed slows down a simulated job and a real one (``benchmar
 import abc
 import dataclasses
 import functools
-import io
 import itertools
 import operator
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxcoded import _parse, _require
-from jaxcoded._files import array, contents
+from jaxcoded._files import table
 
 # Quotes that follow are in pairs.
 _UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
@@ -271,19 +269,7 @@ class Trace(Stragglers):
     @property
     def table(self) -> np.ndarray:
         """Return the numbers, float64 ``(rounds, ranks)``; raise a ValueError with the path for anything else."""
-        data = contents(self.path)
-        try:
-            if os.fspath(self.path).endswith(".npy"):
-                table = array(data)
-            else:
-                with warnings.catch_warnings():  # nothing in it is an error below
-                    warnings.simplefilter("ignore", UserWarning)
-                    # some programs begin their tables with a byte order mark
-                    lines = io.StringIO(data.decode("utf-8-sig"))
-                    table = np.loadtxt(lines, delimiter=",", ndmin=2)
-        except ValueError as error:
-            raise ValueError(f"{self.path} has no table of numbers: {error}") from None
-        return _table(str(self.path), table)
+        return _table(str(self.path), table(self.path))
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         return Measured(self.table, self.seconds).rounds(size, seed)
