@@ -505,8 +505,10 @@ def _phase(
             faults.append(Fault(kind, living[rank], step, delay))
         else:
             seconds = rng.uniform(0.1, 1.0)
-            # blocks on the host may need late ranks
-            if kind != "exit" and not fails and of.way != "blocks" and seconds < 0.5:
+            # Blocks on the host may need late ranks; and only ranks of the same host can put it out.
+            neighbours = not hosts or of.ranks - len(living) + len(dead) == 1
+            lasts = of.way != "blocks" and neighbours and seconds < 0.5
+            if kind != "exit" and not fails and lasts:
                 seconds = math.inf
             faults.append(Fault(kind, living[rank], step, 0.0, seconds))
     doomed = {fault.rank: fault.step for fault in faults}

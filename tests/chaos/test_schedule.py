@@ -118,6 +118,18 @@ def test_which_ranks_join(schedules):
     assert any(phase.root_dies for phase, _ in after)
 
 
+def test_a_rank_is_put_out_by_one_of_its_host():
+    """All other ranks live, and so one of its host."""
+    seen = 0
+    for seed in SEEDS:
+        drawn = schedule(seed, 9, hosts=True)
+        for phase in drawn.phases:
+            if phase.puts_out:
+                assert len(phase.living) == 9 and len(phase.dead) == 1
+                seen += 1
+    assert seen
+
+
 def test_no_rank_joins_on_several_hosts():
     assert not any(schedule(seed, 9, hosts=True).joining for seed in SEEDS)
 

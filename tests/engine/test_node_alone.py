@@ -79,6 +79,20 @@ def test_a_rank_that_failed_alone_enters_no_sum_until_it_resyncs(tree):
         assert world.ends[rank][3].error.startswith(words)
 
 
+def test_a_rank_that_failed_alone_learns_of_the_death_before_the_last_result():
+    """No resync can follow: its next call fails as those of all others."""
+    world, others = failed_alone(TREES["star"])
+    world.recovers = False
+    for rank in others:
+        world.nodes[rank].lost(0)
+    world.sweep_all()  # the result that the root had sent
+    for rank in others:
+        assert world.nodes[rank].desynchronized()
+        assert outcomes(world, rank) == {1: DONE, 2: FAILED, 3: FAILED}
+        words = "round 3 cannot be decided: the root, rank 0, is dead: go on with group.recovered()"
+        assert world.ends[rank][3].error == f"CodedError: {words}"
+
+
 @pytest.mark.parametrize("tree", TREES)
 def test_a_rank_that_failed_alone_continues_in_the_roots_round(tree):
     """No later snapshot can come, as the root waits for this rank."""

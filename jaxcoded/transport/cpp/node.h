@@ -513,6 +513,7 @@ class Node {
   static std::string too_late(Round round, double seconds);
   void watch_above();
   void decide_alone(const std::string& text);
+  std::string without_a_root(Round round) const;
   // The first round of which the root may know more than this rank; 0: there is none, or no word of it is of use.
   Round unsure_of() const { return upstream_.rootless() ? 0 : failed_alone_.first(); }
   void on_overdue(Child& child, const Message& message);

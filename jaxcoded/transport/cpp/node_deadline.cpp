@@ -183,17 +183,18 @@ void Node::watch_above() {
     up_.forsaken = false;
     return;
   }
-  if (upstream_.rootless()) {
-    return decide_alone("CodedError: round " + std::to_string(frontier_) +
-                        " cannot be decided: the root, rank " + std::to_string(family_.ancestors.back()) +
-                        ", is dead: go on with group.recovered()");
-  }
+  if (upstream_.rootless()) return decide_alone(without_a_root(frontier_));
   const double seconds = deadline(1);
   const double since = calling() ? up_.started : upstream_.stuck_since();
   up_.forsaken = now - since >= seconds && *silent >= limits_.silent_seconds;
   if (up_.forsaken && limits_.on_deadline != OnDeadline::wait) {
     decide_alone(too_late(frontier_, seconds) + lacking());
   }
+}
+
+std::string Node::without_a_root(Round round) const {
+  return "CodedError: round " + std::to_string(round) + " cannot be decided: the root, rank " +
+         std::to_string(family_.ancestors.back()) + ", is dead: go on with group.recovered()";
 }
 
 // The round at the frontier fails here without the root. If that decides it after all, or has

@@ -384,17 +384,19 @@ void Node::take_back() {
   desynchronize();
 }
 
-// This rank's calls fail from now on, until it has fetched a snapshot.
+// This rank's calls fail from now on, until it has fetched a snapshot. From a dead root there is none: then they fail as
+// those of the others.
 void Node::desynchronize(const std::string& why) {
   desynchronized_ = true;
-  if (calling()) {
-    finish(Outcome::desynchronized,
-           why + (failed_alone_.first() ? "round " + std::to_string(failed_alone_.first()) +
-                                              " failed at this rank alone, and others may have its "
-                                              "result: call group.resync"
-                                        : "the results that this rank lacks are no longer kept anywhere: call "
-                                          "group.resync"));
-  }
+  if (!calling()) return;
+  const bool rootless = upstream_.rootless();
+  finish(Outcome::desynchronized,
+         rootless ? without_a_root(next_)
+         : failed_alone_.first()
+             ? why + "round " + std::to_string(failed_alone_.first()) +
+                   " failed at this rank alone, and others may have its result: call group.resync"
+             : why + "the results that this rank lacks are no longer kept anywhere: call group.resync");
+  if (rootless) outcome_ = Outcome::failed;
 }
 
 void Node::tell_gone(Rank rank, Round round, Round oldest) {
