@@ -113,6 +113,10 @@ class Gpu:
         stream.
         """
         self._lib.fake_context()
+        return self.stream()
+
+    def stream(self):
+        """Make one more stream."""
         stream = ctypes.c_void_p()
         assert self._lib.cuStreamCreate(ctypes.byref(stream), 0) == 0
         return stream.value

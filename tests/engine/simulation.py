@@ -762,6 +762,7 @@ class World:
             known: whether MPI reports the death to its peers. Then their requests to it
                 fail.
         """
+        assert rank not in self.dead
         self.dead.add(rank)
         self.left_behind[rank], self.running[rank] = self.running[rank], None
         for link, queue in self.queues.items():

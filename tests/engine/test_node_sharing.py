@@ -616,8 +616,9 @@ def test_a_part_of_the_batch_after_the_deadline(seed):
         run.idle = some(rng, range(run.plan.size), run.plan.size - 1)
         for _ in range(rng.randint(1, 150)):
             run.step()
-        if rng.random() < 0.2:
-            run.kill(rng.choice(sorted(workers)), known=known)
+        living = sorted(workers - run.dead)
+        if living and rng.random() < 0.2:
+            run.kill(rng.choice(living), known=known)
     run.idle = set()
     run.frozen -= run.dead
     run.settle()

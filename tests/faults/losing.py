@@ -1,7 +1,8 @@
 """MPI loses one message of the engine and reports an error, see `refusing.c`.
 
 ``losing.py DIRECTORY WHICH RANK NUMBER``: the message with this number that a rank has
-sent, or received, is lost. Rounds that fail end on all ranks, and sums are right.
+sent or received, or that asks for a piece or brings one, is lost. Rounds that fail end
+on all ranks, and sums are right.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ total = board.size * (board.size + 1) // 2
 errors = {}
 for step in range(1, ROUNDS + 1):
     if step == BEFORE and board.rank == rank:
-        (mpi.lose_sent if which == "sent" else mpi.lose_received)(number)
+        getattr(mpi, f"lose_{which}")(number)
     own = np.full(100 if step % 2 else 10_000, (board.rank + 1.0) * step)
     try:
         out = np.asarray(allreduce(own, group))

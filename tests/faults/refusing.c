@@ -5,10 +5,10 @@
 #include <string.h>
 #include <sys/uio.h>
 
-enum { control = 1, most = 64 };
+enum { control = 1, first_vector = 5, pull = 10, most = 64 };  // as in mpi_wire.h and message.h
 
 static int each = 0, asked = 0, pieces = 0;
-static int loses_sent = 0, loses_received = 0, lost = 0;
+static int loses_sent = 0, loses_received = 0, loses_asking = 0, loses_piece = 0, lost = 0;
 static MPI_Request inboxes[most];
 static int count_of_inboxes = 0;
 
@@ -21,6 +21,10 @@ int refused(void) { return each ? asked / each : 0; }
 void lose_sent(int number) { loses_sent = number; }
 void lose_received(int number) { loses_received = number; }
 
+// Or the one that asks for a piece, or that brings one.
+void lose_asking(int number) { loses_asking = number; }
+void lose_piece(int number) { loses_piece = number; }
+
 int has_lost(void) { return lost; }
 
 // Vectors go through MPI, as between hosts.
@@ -31,7 +35,7 @@ ssize_t process_vm_readv(pid_t process, const struct iovec* to, unsigned long pl
 }
 
 int MPI_Irecv(void* data, int count, MPI_Datatype type, int from, int tag, MPI_Comm comm, MPI_Request* request) {
-  if (each && tag >= 5 && ++pieces % each == 0) {
+  if (each && tag >= first_vector && ++pieces % each == 0) {
     if (pieces / each % 2) return MPI_ERR_NO_MEM;
     --count;
   }
@@ -42,7 +46,9 @@ int MPI_Irecv(void* data, int count, MPI_Datatype type, int from, int tag, MPI_C
 
 int MPI_Isend(const void* data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request* request) {
   if (each && tag == control && ++asked % each == 0) return MPI_ERR_NO_MEM;
-  if (tag == control && loses_sent && --loses_sent == 0) {
+  const int asks = tag == control && *(const unsigned char*)data == pull, brings = tag >= first_vector;
+  if ((tag == control && loses_sent && --loses_sent == 0) || (asks && loses_asking && --loses_asking == 0) ||
+      (brings && loses_piece && --loses_piece == 0)) {
     lost = 1;
     *request = MPI_REQUEST_NULL;  // of which the engine asks next
     return MPI_SUCCESS;

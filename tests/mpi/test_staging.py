@@ -286,6 +286,37 @@ def test_parts(comm, gpu, stream, apart, flagged):
             check(comm, group, out, tree)
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_parts_on_two_streams(comm, gpu, stream, same):
+    """Each part is read after its own stream has computed it, and each stream sees the
+    result.
+    """
+    last = stream if same else gpu.stream()
+    tree = gradients(2 * CHUNK, 2 * CHUNK)
+    with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
+        own = vectors_of(group, tree)
+        streams = stream, last
+        operands = [
+            gpu.array(on, values, seconds=seconds)
+            for on, values, seconds in zip(streams, own, (0.01, 0.3))
+        ]
+        outs = [gpu.array(last, np.full(2 * CHUNK, 7, np.float32)) for _ in own]
+        message, total = [[vector(v) for v in them] for them in (operands, outs)]
+        index = group._session.index
+        call = NAME, CALL
+        error = _engine.device_extend(
+            index, stream, *call, False, 0, message[:1], message, total
+        )
+        assert error == ""
+        outcome, text = _engine.device_run(
+            index, last, *call, True, True, True, 0, 0, 0, message[1:], total
+        )
+        assert outcome == DONE, text
+        check(comm, group, [out.read() for out in outs], tree)
+        for array in (*operands, *outs):
+            array.free()
+
+
 @redundant
 def test_a_call_that_fails_between_its_parts(comm, gpu, stream):
     with jaxcoded.CodedGroup(

@@ -226,7 +226,11 @@ void Engine::note_lost_part(std::uint64_t index) {
   std::unique_lock lock(mutex_);
   if (const auto found = members_.find(index); found != members_.end()) {
     Member& its = found->second;
-    if (its.has_open_call()) fail_for_memory(its, *its.queue.back());
+    if (its.has_open_call()) {
+      fail_for_memory(its, *its.queue.back());
+    } else if (its.failure.empty()) {
+      its.failure = " out of memory";  // short, so that it takes none
+    }
   }
   page_->wake_up.send();
 }

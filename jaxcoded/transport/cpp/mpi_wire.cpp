@@ -417,6 +417,14 @@ void MpiWire::remove(Transfers& from, Transfers::iterator it) {
   }
 }
 
+// Whether it is a piece, or asks for one. These may come twice, and in any order: the receiver looks at the stamp.
+bool MpiWire::is_of_fetch(const Transfer& it) {
+  if (it.tag != tag::control) return true;
+  Header header;
+  std::memcpy(&header, it.bytes.data(), sizeof header);
+  return header.kind == Kind::pull;
+}
+
 bool MpiWire::poll(Node& node, bool anyway) {
   sent_ = messages_.load();
   if (!anyway && sent_ == had_ && !hears_nothing()) return false;
@@ -435,15 +443,22 @@ bool MpiWire::poll(Node& node, bool anyway) {
     return true;
   });
   post(std::exchange(refused_, {}));
+  Transfers again;
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
     const auto at = it++;
     if (at->state == Transfer::pending) {
       tell(at->other);  // MPI sends a long one in parts
       continue;
     }
+    if (at->state == Transfer::lost && is_of_fetch(*at)) {
+      at->state = Transfer::pending;
+      again.splice(again.end(), outgoing_, at);
+      continue;
+    }
     const auto note = [&] { return at->state == Transfer::lost ? node.lost_message(at->other), true : true; };
     if (attempts.make(note)) remove(outgoing_, at);
   }
+  post(std::move(again));
   // What has come may make the node ask for more, at the end of the list.
   for (auto it = fetches_.begin(); it != fetches_.end();) {
     const auto at = it++;

@@ -88,7 +88,7 @@ class MpiWire : public Wire {
     std::uint32_t piece = 0;
     MPI_Request request = MPI_REQUEST_NULL;
     // refused: nothing is on its way; lost: what was is of no use. The other rank lives: what was refused is tried
-    // again, and a lost piece, too. The node hears of a lost message, as others may have followed it.
+    // again, and what was lost of a fetch, too. The node hears of a lost message, as others may have followed it.
     enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };
@@ -108,6 +108,7 @@ class MpiWire : public Wire {
   void receive(std::size_t peer);
   void complete_some();
   bool end_fetch(Transfer& it, Node& node);
+  static bool is_of_fetch(const Transfer& it);
   void remove(Transfers& from, Transfers::iterator it);
   void post(Transfers ready) noexcept;
   bool refused(Transfer& it) noexcept;

@@ -128,6 +128,13 @@ struct Retired {
   std::shared_ptr<Batch> batch;
 };
 
+// Nobody knows what still uses it: it is never destroyed.
+template <class T>
+void leave_behind(T it) noexcept {
+  alignas(T) std::byte place[sizeof(T)];
+  new (place) T(std::move(it));
+}
+
 // The pinned memory and the lanes. A lane's context is current where a lane is passed.
 class Depot {
  public:
@@ -176,15 +183,17 @@ class Depot {
     }
   }
 
-  void retire(Retired&& retired) {
+  // One. It takes no memory.
+  void retire(std::list<Retired> one) noexcept {
     std::unique_lock lock(mutex_);
-    retired_.push_back(std::move(retired));
+    retired_.splice(retired_.end(), one);
   }
 
   // Nothing uses it any more.
-  void drop(Retired&& retired) {
+  void drop(Buffer memory, std::shared_ptr<Batch> batch) noexcept {
     std::unique_lock lock(mutex_);
-    const Retired gone = std::move(retired);
+    const Buffer gone = std::move(memory);
+    batch.reset();
   }
 
   std::pair<std::size_t, std::size_t> bytes() {
@@ -202,8 +211,7 @@ class Depot {
         ++it;
         continue;
       }
-      // Where the GPU is lost, nobody knows what still uses the memory.
-      if (state != cuda::success) new Retired(std::move(*it));
+      if (state != cuda::success) leave_behind(std::move(*it));  // the GPU is lost
       else lane.events.push_back(it->event);
       it = retired_.erase(it);
     }
@@ -268,6 +276,7 @@ class DeviceFlight : public Feed {
     if (!lane_) return;
     for (auto& batch : batches_) retire(lane_->news, {}, std::move(batch));
     retire(lane_->news, std::move(scratch_), std::move(next_));
+    retire(stream_, std::move(memory_), {});
   }
 
   // What the operands on the GPU say of the call. Where it `waits`, the stream has then come to it,
@@ -280,7 +289,11 @@ class DeviceFlight : public Feed {
         stream_ = call.stream;
         lane_ = &Depot::instance().lane(context);
       }
+      if (context != lane_->context) throw cuda::Failure{"the parts of a call are on different GPUs"};
       const Current current(context);
+      // What this part is computed from, on whatever stream, comes before what uses it.
+      caller_ = call.stream;
+      if (caller_ != stream_) Mark(*lane_, caller_).hold(stream_);
       if (!waits) return;
       const std::size_t words = call.skipped ? alignment : 0;
       if (scratch_.capacity() < words + call.ranks) {
@@ -428,7 +441,10 @@ class DeviceFlight : public Feed {
         action(Mark(*lane_, lane_->copies));
         return true;
       } catch (const cuda::Failure& failure) {
-        note(failure);
+        note(failure.text);
+        return false;
+      } catch (const std::bad_alloc&) {
+        note("too little memory for this call");
         return false;
       }
     };
@@ -436,7 +452,11 @@ class DeviceFlight : public Feed {
     either([&](const Mark& mark) {
       mark.hold(lane_->news);
       mark.hold(stream_);
-    }) || either([&](const Mark& mark) { mark.wait(); });
+      if (caller_ != stream_) Mark(*lane_, stream_).hold(caller_);
+    }) || either([&](const Mark& mark) {
+      mark.wait();
+      if (caller_ != stream_) driver().synchronize(stream_);
+    });
   }
 
   // The call is over, and the rest of the result follows, if it is `done`. Why it could not be
@@ -477,15 +497,20 @@ class DeviceFlight : public Feed {
     try {
       action();
     } catch (const cuda::Failure& failure) {
-      note(failure);
+      note(failure.text);
     } catch (const std::bad_alloc&) {
-      note({"too little memory for this call"});
+      note("too little memory for this call");
     }
   }
 
-  void note(const cuda::Failure& failure) {
+  void note(std::string_view text) noexcept {
     std::unique_lock lock(mutex_);
-    if (failure_.empty()) failure_ = failure.text;
+    if (!failure_.empty()) return;
+    try {
+      failure_ = text;
+    } catch (const std::bad_alloc&) {
+      failure_ = "out of memory";  // short, so that it takes none
+    }
   }
 
   // What was to be read at once may still be on its way.
@@ -493,8 +518,8 @@ class DeviceFlight : public Feed {
     try {
       const Current current(lane_->context);
       Mark(*lane_, stream_).hold(lane_->news);
-    } catch (const cuda::Failure&) {  // nobody knows when it ends
-      new std::pair(std::move(scratch_), std::move(next_));
+    } catch (...) {  // nobody knows when it ends
+      leave_behind(std::pair(std::move(scratch_), std::move(next_)));
     }
   }
 
@@ -529,23 +554,28 @@ class DeviceFlight : public Feed {
   }
 
   // For the next calls, once the stream no longer uses it.
-  void retire(cuda::Stream stream, Buffer memory, std::shared_ptr<Batch> batch) {
+  void retire(cuda::Stream stream, Buffer memory, std::shared_ptr<Batch> batch) noexcept {
     if (!memory && !batch) return;
-    Retired retired{lane_, nullptr, std::move(memory), std::move(batch)};
     try {
       const Current current(lane_->context);
-      retired.event = Mark(*lane_, stream).keep();
-      Depot::instance().retire(std::move(retired));
-    } catch (const std::bad_alloc&) {
-      driver().wait_for_event.address(retired.event);
-      Depot::instance().drop(std::move(retired));
-    } catch (const cuda::Failure&) {
-      new Retired(std::move(retired));  // the GPU is lost: nobody knows what still uses it
+      try {
+        std::list<Retired> one(1);
+        cuda::Event event = Mark(*lane_, stream).keep();
+        one.front() = {lane_, event, std::move(memory), std::move(batch)};
+        return Depot::instance().retire(std::move(one));
+      } catch (const std::bad_alloc&) {
+        if (driver().synchronize.address(stream) == cuda::success) {
+          return Depot::instance().drop(std::move(memory), std::move(batch));
+        }
+      }
+    } catch (...) {  // the GPU is lost
     }
+    leave_behind(std::pair(std::move(memory), std::move(batch)));
   }
 
   Lane* lane_ = nullptr;
-  cuda::Stream stream_ = nullptr;
+  cuda::Stream stream_ = nullptr;  // of the first part, where the result goes
+  cuda::Stream caller_ = nullptr;  // of this part
   Buffer scratch_;  // what the operands say
   Buffer memory_;   // of the result
   std::vector<Out> outs_;

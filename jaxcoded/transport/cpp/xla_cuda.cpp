@@ -44,16 +44,18 @@ DeviceCall device_call(XlaCall& call, cuda::Stream stream, std::int64_t group) {
 // As `guarded`, where the driver may refuse what is not a round's: the others hear of it in the next round.
 template <class Action>
 ffi::Error guarded_on_device(std::int64_t group, bool begins, Action action) {
-  try {
-    return guarded(group, begins, action);
-  } catch (const cuda::Failure& failure) {
+  return guarded(group, begins, [&] {
     try {
-      Engine::instance().leave_share(static_cast<std::uint64_t>(group));
-      Engine::instance().note_failure(static_cast<std::uint64_t>(group), " after an error in the last call: " + failure.text);
-    } catch (const Closed&) {  // nobody waits for this rank
+      return action();
+    } catch (const cuda::Failure& failure) {
+      try {
+        Engine::instance().leave_share(static_cast<std::uint64_t>(group));
+        Engine::instance().note_failure(static_cast<std::uint64_t>(group), " after an error in the last call: " + failure.text);
+      } catch (const Closed&) {  // nobody waits for this rank
+      }
+      return ffi::Error(ffi::ErrorCode::kInternal, "CodedError: " + failure.text);
     }
-    return ffi::Error(ffi::ErrorCode::kInternal, "CodedError: " + failure.text);
-  }
+  });
 }
 
 ffi::Error round_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::RemainingRets results,
