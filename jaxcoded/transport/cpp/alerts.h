@@ -1,4 +1,4 @@
-// What ranks tell the root that is wrong, until a round fails with it.
+// Faults that ranks report to the root, until a round fails with them.
 #pragma once
 
 #include <string>
@@ -10,24 +10,24 @@ namespace jaxcoded {
 
 class Alerts {
  public:
-  // False if as much was said of this round, or a later one, before: several ranks notice the same.
+  // False if a fault of this round or a later one is already known: several ranks notice the same fault.
   bool add(Round round, const std::string& text) {
     if (round <= newest_) return false;
     newest_ = round;
     pending_ = text;
     return true;
   }
-  // What the next undecided round fails with; empty if nothing is wrong.
+  // The text with which the next undecided round fails; empty if nothing is wrong.
   const std::string& pending() const { return pending_; }
   // A round has failed.
   void over() { pending_.clear(); }
 
-  // What is wrong only if the root leaves the group. Ranks say it again in each round: the first word of the latest
-  // round is kept, as nobody calls a round before the one before it is decided.
+  // A fault only if the root leaves the group. Ranks report it again in each round. The first report of the
+  // latest round is kept, as no rank calls a round before the previous one is decided.
   void if_left(Round round, const std::string& text) {
     if (round > if_left_.first) if_left_ = {round, text};
   }
-  // The root leaves: this is wrong, and in no round, 0, if nothing is.
+  // The root leaves. Returns this fault and its round; round 0 if there is none.
   std::pair<Round, std::string> left() { return std::exchange(if_left_, {}); }
 
  private:

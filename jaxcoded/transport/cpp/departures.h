@@ -1,4 +1,4 @@
-// Who has left the group: this rank, and those below.
+// Which ranks have left the group: this rank, and ranks below.
 #pragma once
 
 #include <algorithm>
@@ -13,8 +13,7 @@ namespace jaxcoded {
 
 class Departures {
  public:
-  // This rank makes no more calls, after a failure in words or as it should. False if it has said
-  // so before.
+  // This rank makes no more calls: after `failure` or, if that is empty, as planned. False if it has said so before.
   bool leave(Rank self, const std::string& failure) {
     if (std::exchange(leaving_, true)) return false;
     closed({self});
@@ -22,7 +21,7 @@ class Departures {
     return true;
   }
   bool leaving() const { return leaving_; }
-  // Ranks that left after a failure, here or below, and its words.
+  // Ranks that left after a failure, here or below, and the words of the failure.
   void failed(Rank rank, const std::string& words) { failures_.emplace(rank, words); }
   const std::map<Rank, std::string>& failures() const { return failures_; }
   // How a rank has left, in words.
@@ -32,8 +31,8 @@ class Departures {
            (failure == failures_.end() ? " closed the group" : " failed: " + failure->second);
   }
 
-  // The error of a call that these ranks do not make: one of them, or the caller, is mistaken, unless
-  // they have failed.
+  // The kind of error if these ranks do not make a call: one of them, or the caller, is mistaken, unless all have
+  // failed.
   std::string kind(const std::vector<Rank>& ranks) const {
     const auto failed = [&](Rank rank) { return failures_.contains(rank); };
     return std::ranges::all_of(ranks, failed) ? "CodedError: " : "GroupMismatch: ";
@@ -46,10 +45,10 @@ class Departures {
   void given_up(const std::vector<Rank>& ranks) { append(absent_, ranks); }
   const std::vector<Rank>& absent() const { return absent_; }
 
-  // The parent has heard that there will be no more offers.
+  // The parent has been told that no more offers will come.
   void retire() { retired_ = true; }
   bool retired() const { return retired_; }
-  // It has heard that nobody needs anything here or below.
+  // The parent has been told that no rank needs anything, here or below.
   void said_bye() { gone_ = true; }
   bool gone() const { return gone_; }
 

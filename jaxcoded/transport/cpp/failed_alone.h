@@ -1,5 +1,5 @@
-// The rounds that failed here without the root, and of which it has said nothing since. Until it has, this rank may have
-// another state than the others.
+// The rounds that failed here without the root, and that the root has not mentioned since. Until it does, this
+// rank may have another state than the others.
 #pragma once
 
 #include "message.h"
@@ -12,11 +12,10 @@ class FailedAlone {
     if (!first_) first_ = round;
     last_ = round;
   }
-  Round first() const { return first_; }  // 0: there is none
+  Round first() const { return first_; }  // 0: none
   void clear() { first_ = 0; }
 
-  // The root says something of a round: it is not among them, failed there too, or has a result
-  // that others may have got.
+  // The root mentions a round: it is not among these, failed there too, or has a result that others may have.
   enum class Heard { unrelated, confirmed, contradicted };
   Heard heard(Round round, bool failed) {
     if (!first_ || round < first_) return Heard::unrelated;

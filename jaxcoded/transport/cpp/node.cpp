@@ -10,7 +10,7 @@
 namespace jaxcoded {
 namespace {
 
-// After a long wait, too, a rank that has stopped must be found out.
+// A stopped rank must be found out even after a long wait.
 constexpr double longest_patience = 10;
 
 }  // namespace
@@ -43,14 +43,14 @@ Header Node::header(Kind kind, Round round) const {
   return {.kind = kind, .round = round, .last = newest_, .done = done()};
 }
 
-// The first round whose result this rank, or one below it, still lacks, or has to hear of from the root. One that has left
-// needs none, which its parent takes into account once it knows.
+// The first round whose result this rank or a rank below still lacks, or must hear about from the root. A rank
+// that has left needs no result, once its parent knows that it has left.
 Round Node::done() const {
   const Round unsure = unsure_of();
   return lacked_below(departures_.retired() && has_left() ? frontier_ : unsure ? std::min(unsure, next_) : next_);
 }
 
-// That round, or an earlier one that a child still lacks.
+// `round`, or an earlier round whose result a child still lacks.
 Round Node::lacked_below(Round round) const {
   for (const Child& child : children_) {
     if (!needs_nothing(child)) round = std::min(round, child.done);
@@ -82,19 +82,19 @@ void Node::submit(Call call) {
   }
 }
 
-// The round fails, on all ranks; or here alone, if others have its result, which cannot be kept. Until the program calls
-// it, others can do without this rank.
+// The round fails on all ranks. If others have its result, which this rank cannot keep, it fails at this rank
+// alone. Until the program calls the round, the others do not need this rank.
 void Node::lack_memory(bool for_call) {
   if (!calling()) return;
-  up_.call.lacks_memory |= for_call && !up_.call.complete;  // otherwise nothing is lost of it
+  up_.call.lacks_memory |= for_call && !up_.call.complete;  // a complete call loses nothing
   const std::string text = me() + " has too little memory for this call";
   const Entry* entry = history_.find(next_);
   const bool here = entry && entry->complete();
   if (here && (entry->failed || !up_.call.lacks_memory)) {
-    if (!root()) stop_contributing();  // there may be no place for its sum
+    if (!root()) stop_contributing();  // memory for its sum may be missing
     return hand_over(*entry);
   }
-  if (root() && here) {  // others may have it: they hear of it in the next round
+  if (root() && here) {  // others may have the result: they hear of this in the next round
     alerts_.add(next_ + 1, "CodedError: " + text + ", round " + std::to_string(next_) +
                                ", whose result others have: go on from a checkpoint, on all ranks");
     return finish(Outcome::failed, "CodedError: " + text);
@@ -102,7 +102,7 @@ void Node::lack_memory(bool for_call) {
   if (root()) return decide_error("CodedError: " + text);
   if (is_over(next_)) {
     failed_alone_.add(next_);
-    if (next_ == frontier_) skip_to(next_);  // it may lie in the caller's memory
+    if (next_ == frontier_) skip_to(next_);  // the result may lie in the caller's memory
     return desynchronize(text + ", and ");
   }
   if (up_.told_little_memory) return;
@@ -112,15 +112,15 @@ void Node::lack_memory(bool for_call) {
   up_.told_little_memory = true;
 }
 
-// Neither this rank's vectors nor what it forms from them are used in this round any more.
+// From now on this round uses neither this rank's vectors nor sums of them.
 void Node::stop_contributing() {
   withdraw(Object::What::message, next_ + 1);
   if (!std::exchange(up_.call.skipped, true)) abandon_sections();
 }
 
-// Once the root has the whole sum, the result may go where this rank's vectors are. Whoever compares messages,
-// here or further up, must not take what is left of them for this rank's message. Where messages are compared,
-// the root tells of no part of a sum before it has all of it.
+// Once the root has the whole sum, the result may overwrite this rank's vectors. A rank that compares messages,
+// here or further up, must not take the remains for this rank's message. If messages are compared, the root
+// announces no part of a sum before it has the whole.
 void Node::stop_contributing_to_what_is_decided() {
   if (!root() && calling() && decoder_.checked() && newest_ >= next_) stop_contributing();
 }
@@ -129,13 +129,13 @@ void Node::begin(Call call) {
   const double now = wire_.now();
   up_ = WayUp();
   up_.call = std::move(call);
-  outcome_ = Outcome::pending;  // whatever there is too little memory for, this call fails
+  outcome_ = Outcome::pending;  // if memory is too short from here on, this call fails
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
   if (lacks_state()) skip("it has not got what the root has");
   if (up_.call.shared) begin_share();
   error_.clear();
-  // Ranks below may wait for the result already, which this one is not to put off with every call.
+  // Ranks below may already wait for the result. A new call must not give the rank above more time.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped, up_.call.shared,
                      up_.call.shared && !up_.call.lends());
@@ -152,7 +152,7 @@ void Node::begin(Call call) {
   up_.lay_out(decoder_, piece_bytes(up_.call.total));
   if (up_.call.lacks_memory) return lack_memory();
   if (root()) {
-    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // is a term of sections of the sum
+    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // a term of the sum's sections
     const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
     if (lacks_state()) return decide_error(what_it_lacks());
@@ -191,13 +191,13 @@ void Node::begin(Call call) {
   if (up_.call.shared) deals() ? begin_sharing() : tell_share();
 }
 
-// The program's vectors are not to get into the sum. Why, in words for the others.
+// Keep the program's vectors out of the sum. `why` tells the others the reason.
 void Node::skip(const std::string& why) {
   up_.call.skipped = true;
   up_.call.lacks = me() + " (" + why + ")";
 }
 
-// What lies where the sum will be, if that may be formed more than once.
+// Copy this rank's vectors, which lie where the sum will be, if that may be formed more than once.
 void Node::keep_own() {
   if (!root() || !up_.call.up || up_.call.down || up_.own_copy) return;
   up_.own_copy = pool_.take(up_.outgoing.bytes());
@@ -222,19 +222,19 @@ void Node::complete(std::vector<std::byte*> out) {
   if (!calling()) return;
   up_.call.out = std::move(out);
   up_.call.complete = true;
-  // with no place for the result, it is only waited for
+  // without a place for the result, the call only waits for it
   if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
 void Node::break_off(Call call) {
   if (calling()) {
     withdraw(Object::What::message, next_ + 1);
-    call.skipped = true;  // whoever fetched a part of the first one must not mix them
+    call.skipped = true;  // a rank that has fetched a part of the first call must not mix the two
     try {
       call.lacks = me() + " (another call took the place of this one)";
       abandon_sections();
     } catch (const std::bad_alloc&) {
-      end_sections();  // the others are not told, and get the result all the same
+      end_sections();  // the others are not told, and still get the result
     }
   }
   submit(std::move(call));
@@ -249,7 +249,7 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
   family_.children = children;
 }
 
-// Nor is the sum of others to get into what it has.
+// The sum of others must not get into this rank's state either.
 std::string Node::what_it_lacks() const {
   return "CodedError: rank " + std::to_string(family_.rank) +
          " has not got what the root has, as ranks have joined, or the root died and ranks had had the sums of "
@@ -272,7 +272,7 @@ void Node::finish(Outcome outcome, std::string error) {
   const double started = began();
   error_ = std::move(error);
   outcome_ = outcome;
-  // whatever there is too little memory for from here on, the next call is of the next round
+  // even if memory is too short from here on, the next call is of the next round
   const Round round = outcome == Outcome::desynchronized ? next_ : next_++;
   if (up_.call.shared) telemetry_.worked(round, up_.busy, up_.blocks);
   if (up_.call.shared && !up_.call.lends()) {
@@ -280,7 +280,7 @@ void Node::finish(Outcome outcome, std::string error) {
     work_.computed = up_.share.blocks();
     work_.computed_round = round;
   }
-  if (outcome == Outcome::desynchronized && up_.delegated) end_sections();  // what comes of it has no place
+  if (outcome == Outcome::desynchronized && up_.delegated) end_sections();  // their sum has no place any more
   up_.sum = {};
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();
@@ -297,8 +297,7 @@ void Node::finish(Outcome outcome, std::string error) {
   forget();
 }
 
-// Never goes back, also where this rank does: what others have heard of before must not be valid
-// again.
+// `first_valid` never goes back, even if this rank does: objects announced before must not become valid again.
 void Node::withdraw(Object::What what, Round first_valid) {
   Round& valid = first_valid_[static_cast<std::size_t>(what)];
   if (first_valid <= valid) return;
@@ -306,8 +305,8 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-// For which a rank that is relied on may say nothing. It grows while nothing comes, as cables may be
-// slow, and waiting for long is to cost little. Nor is an answer late that takes no longer than others have.
+// For how many seconds a rank that this one relies on may be silent. This grows while nothing comes, as cables
+// may be slow, and a long wait must cost little. An answer that takes no longer than earlier ones is not late.
 double Node::patience(double stuck_since) const {
   return std::max({limits_.orphan_seconds, 2 * durations_.median(), 2 * upstream_.answer_seconds(wire_.now()),
                    share_of_wait(stuck_since)});
@@ -325,8 +324,8 @@ Round Node::decided() const {
   return is_over(latest) ? latest : latest - 1;
 }
 
-// Whether a round's result is whole somewhere, or its error. While pieces are still formed, a child that
-// dies or breaks off may leave it to others to contribute.
+// Whether some rank has the whole result of a round, or its error. While pieces are still formed, others may have
+// to contribute in place of a child that dies or breaks off.
 bool Node::is_over(Round round) const {
   if (round < frontier_ || round < newest_) return true;
   const auto found = announced_.find(round);
@@ -340,7 +339,7 @@ bool Node::advance() {
   bool more = false;
   attempts.make([&] {
     stop_contributing_to_what_is_decided();
-    tell_alerts();  // before it is told that this rank skips
+    tell_alerts();  // before the parent hears that this rank skips
     offer_what_is_held_back();
     return false;
   });
@@ -453,7 +452,7 @@ void Node::understand(Rank from, const Message& message) {
       child->behind.in_program = !(head.flags & calls);
       child->behind.next = head.last;
       if (head.last) child->told = std::max(child->told, head.last - !(head.flags & calls));
-      child->behind.called = child->called();  // it is no news
+      child->behind.called = child->called();  // the answer is not a new call
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);
@@ -482,7 +481,7 @@ void Node::lost(Rank rank) {
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
-  // its words may wait behind it
+  // the child's messages may wait behind the piece
   if (Child* child = child_of(from)) {
     child->asked = 0;
     child->heard = wire_.now();
@@ -495,7 +494,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     if (!child || !calling() || object.round != next_ || child->offer.round != next_) return;
     const auto slot = child->offer.slots.find(piece);
     if (slot == child->offer.slots.end() || slot->second.here) return;
-    if (object.version != version_of(child->offer)) return;  // it was asked for before
+    if (object.version != version_of(child->offer)) return;  // it was requested for an earlier version
     if (data.empty()) {
       child->offer.withdraw();
       return check_offers();
@@ -509,7 +508,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     Entry* entry = history_.find(frontier_);
     if (source == announced_.end() || !entry || entry->complete()) return;
     if (data.empty()) {
-      if (source->second.from == from) {  // a piece may be faster than the word of an error
+      if (source->second.from == from) {  // a piece may overtake the announcement of an error
         announced_.erase(source);
         asked_pieces_.clear();
         want(from);
@@ -564,7 +563,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
     if (first_valid_[static_cast<std::size_t>(object.what)] > object.round) return std::nullopt;
     const bool delegates = root() || up_.delegated;
-    const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);  // of theirs
+    const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);  // of a child's message
     const bool offered = of_own ? delegates && adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;

@@ -1,12 +1,12 @@
-// One rank's part in the rounds: what it does with messages, in whatever order they come.
+// The state machine of one rank: what it does with messages, in whatever order they arrive.
 //
-// A round goes up and down the tree. On the way up a child *offers* its message and its parent
-// fetches it, piece by piece, from as many children as decode, adds its own vector and offers the
-// sum. What the root has is the *result*; it is announced down the tree, and every rank fetches it
-// from above. Receivers fetch, nobody pushes: a rank that is late, stuck or gone has nothing
-// waiting in its mailbox but a few headers, and surplus messages are never moved.
+// A round goes up and down the tree. On the way up a child *offers* its message. Its parent fetches messages
+// piece by piece, from as many children as decode, adds its own vector and offers the sum. The root's sum is the
+// *result*: ranks announce it down the tree, and every rank fetches it from above. Receivers fetch and no rank
+// pushes. So only a few headers wait in the mailbox of a rank that is late, stuck or gone, and surplus messages
+// are never moved.
 //
-// No MPI, no threads, no clock in here: see `Wire`. docs/engine.md has the protocol in words.
+// A node has no MPI, no threads and no clock: see `Wire`. docs/engine.md describes the protocol.
 #pragma once
 
 #include <algorithm>
@@ -45,8 +45,8 @@
 
 namespace jaxcoded {
 
-// A block to compute. `fresh`: nothing that was computed before is to be in the vector. `audit`:
-// whether what comes of it is to be told of, or told of and not added.
+// A block to compute. `fresh`: the vector must not contain earlier blocks. `audit`: whether to report its norm
+// and sum (`told`), and not add the block (`only_told`).
 enum class Audit : std::uint8_t { none, told, only_told };
 struct Work {
   Block block;
@@ -56,7 +56,7 @@ struct Work {
 
 enum class Outcome { pending, done, failed, desynchronized };
 
-// What an error says of such a rank.
+// How an error describes a dead rank.
 inline constexpr const char* is_dead = ", which is dead";
 
 struct Family {
@@ -64,60 +64,60 @@ struct Family {
   std::vector<Rank> ancestors = {};    // the parent first, the root last; empty at the root
   std::vector<Rank> children = {};     // in the order of the code's rows
   std::vector<Rank> descendants = {};  // children and all below them
-  std::vector<Rank> leaves = {};       // children with nobody below them
-  std::vector<Rank> siblings = {};     // which this rank exchanges sections with
+  std::vector<Rank> leaves = {};       // children without children
+  std::vector<Rank> siblings = {};     // ranks with which this rank exchanges sections
   bool delegates = false;              // children form sections of sums, which their parent can move
 };
 
-// What a parent does that still waits for its children at the deadline.
+// What a parent does if it still waits for its children at the deadline.
 enum class OnDeadline {
-  wait,         // it waits on
-  raise,        // the round fails, unless the root can do without this parent
-  approximate,  // it goes on with what has come
+  wait,         // it continues to wait
+  raise,        // the round fails if the root needs this parent's message
+  approximate,  // it sums the messages that have arrived
 };
 
-// Which messages of its children a parent compares, if it does.
+// Which messages of its children a parent compares, if it has a `check`.
 enum class Compares {
-  what_has_come,   // when the sum can be formed
-  until_deadline,  // those of all who live, as far as they come before the deadline
+  what_has_come,   // those that have arrived when the sum can be formed
+  until_deadline,  // those of living children that arrive before the deadline
   all,
 };
 
-// What it does where they do not fit.
+// What a parent does if messages do not fit.
 enum class OnContradiction {
   raise,  // the round fails
-  warn,   // it says so, and goes on
-  drop,   // it goes on without the child that is wrong; if it does not know which one, the round fails
+  warn,   // it says so, and continues
+  drop,   // it continues without the wrong child; if it cannot tell which one is wrong, the round fails
 };
 
 struct Limits {
-  std::uint64_t piece_bytes = 256 << 10;     // what is decoded at a time
-  std::uint64_t announced_bytes = 1 << 20;   // what is announced at a time
-  std::uint64_t history_bytes = 256 << 20;   // of results kept for late ranks,
-  std::uint64_t history_rounds = 64;         // but at least so many rounds
+  std::uint64_t piece_bytes = 256 << 10;     // decoded at a time
+  std::uint64_t announced_bytes = 1 << 20;   // announced at a time
+  std::uint64_t history_bytes = 256 << 20;   // results kept for late ranks,
+  std::uint64_t history_rounds = 64;         // but at least this many rounds
   std::uint64_t history_most = 1ull << 30;   // up to this many bytes
-  std::uint64_t ahead_bytes = 32 << 20;      // of results a late leaf keeps for its own calls
+  std::uint64_t ahead_bytes = 32 << 20;      // results that a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least time before a silent rank is asked, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
   double stuck_seconds = std::numeric_limits<double>::infinity();  // before a child is asked why it does not call
-  double silent_seconds = 1;                 // least time before who does not answer is not waited for
+  double silent_seconds = 1;                 // least time before a rank that does not answer is given up
   OnDeadline on_deadline = OnDeadline::wait;
   Compares compares = Compares::all;
-  bool waits_for_all = false;  // where work is shared, nobody computes what others are late with
+  bool waits_for_all = false;  // with shared work: no rank computes blocks of late ranks
   OnContradiction on_contradiction = OnContradiction::raise;
   double deadline_seconds = 0;               // from the start of a round; 0: none
-  double deadline_rounds = 0;                // or so many times the median of such rounds; 0: none
-  double deadline_share = 1;                 // of this rank: those below it come earlier
-  std::uint64_t telemetry_rounds = 1024;     // that are remembered
-  double step_times_seconds = 1;             // between messages of how fast ranks are
-  std::uint64_t sections_from = 0;           // bytes of a sum that is formed in sections; 0: none
-  std::uint64_t section_pieces = 0;          // in which so many pieces are wanted of a sum
-  std::uint32_t slices = 1;                  // a piece of a message makes so many of the sum then,
-  std::uint32_t parts = 1;                   // and a message has so many parts
-  std::uint64_t least_piece_bytes = 16 << 10;  // but none shorter,
-  std::uint64_t most_piece_bytes = 32 << 10;   // and none longer: MPI sends them at once
+  double deadline_rounds = 0;                // or this multiple of the median of such rounds; 0: none
+  double deadline_share = 1;                 // this rank's share of it: ranks below it have less
+  std::uint64_t telemetry_rounds = 1024;     // remembered rounds
+  double step_times_seconds = 1;             // between messages about the speed of ranks
+  std::uint64_t sections_from = 0;           // least bytes of a sum in sections; 0: no sections
+  std::uint64_t section_pieces = 0;          // the wanted number of pieces of such a sum
+  std::uint32_t slices = 1;                  // a piece of a message then makes this many of the sum,
+  std::uint32_t parts = 1;                   // and a message has this many parts
+  std::uint64_t least_piece_bytes = 16 << 10;  // pieces are not shorter,
+  std::uint64_t most_piece_bytes = 32 << 10;   // and not longer: MPI sends these at once
 
-  // Of a vector of so many bytes.
+  // The length of the pieces of a vector of this many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
     const std::uint64_t countable = std::max(piece_bytes, bytes >> 24);  // pieces have numbers of 32 bits
     if (!section_pieces || !sections_from || bytes < sections_from) return countable;
@@ -130,146 +130,142 @@ class Node {
  public:
   Node(Family family, Decoder decoder, Limits limits, Wire& wire);
 
-  // The call in progress. At most one at a time; `outcome` stays until the next `submit`.
+  // Begin a call. There is at most one at a time; `outcome` stays until the next `submit`.
   void submit(Call call);
-  // There was too little memory for what this rank had to do; or for the call itself, which cannot be carried out.
+  // Memory was too short for this rank's work or, if `for_call`, for the call itself, which cannot be carried out.
   void lack_memory(bool for_call = false);
-  // The next of this rank's vectors in a call that was not complete. Nothing if it is over.
+  // Add this rank's next vectors to a call that is not complete. Does nothing if the call is over.
   void extend(const std::vector<const std::byte*>& own);
-  // No more of them, and where the result goes.
+  // No more vectors follow; the result goes to `out`.
   void complete(std::vector<std::byte*> out);
 
-  // Where the work of a round is shared: which ranks hold each block, its owner first.
+  // For shared work: which ranks hold each block, its owner first.
   void share_blocks(const std::vector<std::vector<Rank>>& holders);
-  // Who has computed what in the latest such round, as the root has it.
+  // Which blocks each rank computed in the latest such round, by the root's ledger.
   Division division() const { return work_.ledger ? work_.ledger->division() : Division(); }
-  // Called at the root with each such round, once its work is done.
+  // The root calls `hook` with each such round, once its work is done.
   void on_dealt(std::function<void(const Dealt&)> hook) { work_.hook = std::move(hook); }
-  // From now on it is divided as it was in these rounds, which the root has. On every rank.
+  // From now on divide the work as in these rounds, which only the root needs. Call it on every rank.
   void replay(const std::vector<Dealt>& rounds);
-  // The program has computed its block, if it had one, and waits for the next; its vectors as they
-  // are, which are there until it has one.
+  // The program has computed its block, if it had one, and waits for the next. Its vectors `own` stay valid until then.
   void come_for_block(const std::vector<const std::byte*>& own);
-  // It, if there is one.
+  // The next block, if there is one.
   std::optional<Work> take_block();
-  // Whether `take_block` is certain to have one, or to say that there is none any more, so that nobody
-  // uses the program's vectors before it goes on.
+  // Whether `take_block` will certainly have a block, or say that no more come. Then no rank uses the program's
+  // vectors before the program continues.
   bool goes_on_at_once() const { return up_.share.has_blocks() || no_more_blocks(); }
-  // Whether there will be none any more in this call.
+  // Whether this call gets no more blocks.
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
-  // The program comes for no more. Others compute what it has, and the round ends without it.
+  // The program takes no more blocks. Others compute the blocks that it has, and the round ends without it.
   void leave_share();
-  // What this rank has computed in the round before, if that was of blocks whose sum is the next one.
+  // The blocks that this rank computed in the previous round, if the next round sums them.
   std::optional<std::vector<Block>> computed() const {
     const bool follows = work_.computed_round && work_.computed_round + 1 == next_;
     return follows ? std::optional(work_.computed) : std::nullopt;
   }
 
-  // What came of a call that was not complete is not to be used. Another one takes its place, in
-  // the same round.
+  // Discard a call that was not complete. Another call takes its place, in the same round.
   void break_off(Call call);
   Outcome outcome() const { return outcome_; }
   const std::string& error() const { return error_; }
 
   void deliver(Rank from, const Message& message);
-  // A message came from that rank which says nothing that it can have meant; which one, in words.
+  // A message from this rank cannot be understood; `which` describes the message.
   void garbled(Rank from, const std::string& which);
-  // This rank is known to be dead: it says nothing any more.
+  // `rank` is known to be dead: it sends nothing any more.
   void lost(Rank rank);
-  // The end of a pending fetch; `piece_data` is empty if `from` no longer had it.
+  // The end of a pending fetch; `data` is empty if `from` no longer had the piece.
   void arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
-  // Do what can be done now. Whether there is more to do at once: the caller may look at its
-  // mailbox first.
+  // Do what can be done now. Returns whether there is more to do at once; the caller may look at its mailbox first.
   bool advance();
 
-  // A piece of an object of this rank, if it has it.
+  // A piece of an object of this rank, if this rank has it.
   std::optional<std::span<const std::byte>> read(Object object, std::uint32_t piece) const;
 
-  // Another code from the next round on, the same on all ranks. `children` in the order of its rows.
+  // Use another code from the next round on, the same on all ranks. `children` are in the order of its rows.
   void replan(const std::vector<Rank>& children, Decoder decoder);
 
-  // Programs compute what is summed in numbers of this eps.
+  // Programs compute the vectors to sum in numbers of this eps.
   void computes_with(double eps) { program_eps_ = std::max(program_eps_, eps); }
 
-  // Rounds that are decided, down to the last piece, and that this rank has not called yet.
+  // How many rounds are decided, down to the last piece, and not yet called by this rank.
   std::uint64_t lag() const;
   Round decided() const;  // the latest round that is over, as far as this rank knows
-  // Whether a rank below waits, in a call, for a result that is not here yet.
+  // Whether a rank below waits, in a call, for a result that this rank lacks.
   bool awaited_below() const;
-  // Whether to ask what others do also while this rank calls nothing, as where ranks change.
+  // Whether to ask the ranks above also while this rank makes no call, as when ranks change.
   void watch(bool whether) { watches_ = whether; }
-  Round next() const { return next_; }       // that this rank will call next
-  Round frontier() const { return frontier_; }  // the first whose result is not here
+  Round next() const { return next_; }       // the round that this rank will call next
+  Round frontier() const { return frontier_; }  // the first whose result this rank lacks
 
-  // Snapshots of the user's state, which rounds before `round` have made.
-  // Returns the one before, whose memory may take a while to free.
+  // Keep a snapshot of the user's state, as the rounds before `round` have made it. Returns the previous one,
+  // whose memory may take a while to free.
   State keep_state(Round round, State state);
   void ask_state();
   void ask_no_more() { recovery_.reset(); }
-  // The fetched snapshot, once it is there; its round, 0 while it is on its way.
+  // The round of the fetched snapshot; 0 while it is on its way.
   Round state_round() const { return recovery_ && recovery_->complete() ? recovery_->round() : 0; }
   bool state_missing() const { return recovery_ && recovery_->missing(); }
-  // Whoever takes it has it alone.
+  // Move the fetched snapshot to the caller.
   State take_state() { return recovery_ ? recovery_->take() : State(); }
   // Continue at the round of the fetched snapshot.
   void resume();
   bool desynchronized() const { return desynchronized_; }
 
-  // This rank makes no more calls, after a failure in words or, where they are empty, as it should.
-  // `left`: nobody below needs it any more.
+  // This rank makes no more calls: after `failure` or, if that is empty, as planned. `left`: no rank below needs
+  // it any more.
   void leave(const std::string& failure = {});
-  // What it calls is of no use, as it says: a round fails on every rank.
+  // This rank's calls are of no use, for the reason `why`: a round fails on every rank.
   void alarm(const std::string& why);
-  // MPI has lost a message to a living rank, or from it. Nobody says it again.
+  // MPI has lost a message to or from a living rank. No rank sends it again.
   void lost_message(Rank other);
   bool left() const { return departures_.gone(); }
-  // Leave without those below that still need it.
+  // Leave without the ranks below that still need this rank.
   void give_up();
-  // The process ends, whatever is still needed of it. The ranks below that had not left.
+  // The process ends, even if ranks still need it. Returns the ranks below that had not left.
   std::vector<Rank> end();
   // Ranks below that make no more calls, and the error that ended their program, if one did.
   std::vector<std::pair<Rank, std::string>> departed() const;
   // Ranks below that were given up, here or below.
   const std::vector<Rank>& absent() const { return departures_.absent(); }
 
-  // Whom the call in progress waits for, in words; empty if it lacks nobody's message.
+  // Which ranks the call in progress waits for, in words; empty if it lacks no message.
   std::string waiting_for() const;
   // Which children are in a round that this rank has not called, in words; empty if none is.
   std::string waited_for() const;
-  // Whether it has waited for longer than the deadline: 1, for those below; 2, and nobody above
-  // answers.
+  // Whether the call has waited longer than the deadline: 1, for ranks below; 2, and no rank above answers.
   int overdue() const { return up_.forsaken ? 2 : up_.overdue; }
-  // What is wrong with a call that no round has failed with yet, at the root; or empty.
+  // At the root: a reported fault with which no round has failed yet; or empty.
   const std::string& untold() const { return alerts_.pending(); }
-  // When something is to be done although nothing has come; in the time of the wire.
+  // When the node must act although nothing has come, by the clock of the wire.
   double wakes_at() const;
-  // Where this rank stands, in words for its user: in which round, since when, for whom it waits, and
-  // when its neighbours were heard of.
+  // Where this rank stands, in words for its user: in which round, since when, for which ranks it waits, and when
+  // its neighbours last sent something.
   std::string standing() const;
-  // What is new of children that are stuck or dead, in words; each is said once.
+  // News of children that are stuck or dead, in words; each item is returned once.
   std::vector<std::string> take_news();
-  // The same in the words of the protocol, for whoever looks for the cause of a hang.
+  // Where this rank stands in terms of the protocol, to find the cause of a hang.
   std::string status() const;
   const Telemetry& telemetry() const { return telemetry_; }
   const Decoder& decoder() const { return decoder_; }
-  // Called with each round of this rank at its end, if there is any telemetry.
+  // `hook` is called at the end of each round of this rank, if it has telemetry.
   void on_round(std::function<void(const RoundRecord&)> hook) { hook_ = std::move(hook); }
-  // The ranks that its children stand for, in that order.
+  // The children's ranks, in the order of the telemetry's columns.
   const std::vector<Rank>& columns() const { return columns_; }
-  // Of this rank and those below, where it is known.
+  // The step times of this rank and the ranks below, as far as they are known.
   std::vector<StepTime> step_times() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const {
     return pool_.used() + snapshot_.bytes() + (recovery_ ? recovery_->bytes() : 0);
   }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
-  // Of sections of sums, see `Section`.
+  // Bytes of the sections that this rank has formed, see `Section`.
   std::uint64_t formed_bytes() const { return formed_bytes_; }
-  // Of the rounds of this rank: in how many it had more messages than it needed, and compared them.
+  // In how many rounds this rank had more messages than it needed, and compared them.
   std::uint64_t compared_rounds() const { return compared_rounds_; }
-  // The first round that failed here without the root, which it does not know of; 0: there is none.
+  // The first round that failed at this rank alone, unknown to the root; 0: none.
   Round failed_alone() const { return failed_alone_.first(); }
-  // Ranks come with different states: a sum is an error until this one has what the root hands on.
+  // Ranks have different states: a sum is an error until this rank has received the root's state.
   void expect_state() { alike_ = false; }
   bool alike() const { return alike_; }
 
@@ -278,30 +274,30 @@ class Node {
   struct Child {
     Rank rank;
     std::size_t column;  // in the telemetry
-    double heard;  // of it last
-    double asked = 0;  // when it was asked whether it is there, and has said nothing since; or 0
+    double heard;  // when it last sent something
+    double asked = 0;  // when it was asked whether it is there, if it is silent since; or 0
     Round asked_round = 0;
-    Round there = 0;  // the round in which it has answered that it is in it
+    Round there = 0;  // the round that it has confirmed to be in
     Offer offer = {};         // the latest
-    Round overdue_round = 0;  // in which it waits after its deadline,
-    std::string overdue = {};  // and for whom
-    Round not_finite_round = 0;  // in which NaN or infinities below it have been told of
+    Round overdue_round = 0;  // a round in which it waits past its deadline,
+    std::string overdue = {};  // and for which ranks
+    Round not_finite_round = 0;  // a round for which NaN or infinities below it were reported
     Round done = 1;
-    Round told = 0;  // a round that it has called, as it says
+    Round told = 0;  // the latest round that it says it has called
     bool dead = false;
     bool retired = false;  // makes no more offers
-    bool left = false;     // nor does anybody below it need anything
+    bool left = false;     // and no rank below it needs anything
     struct Behind {
       Round called = 0;   // its latest call
-      double since = 0;   // for so long it has called nothing while rounds are decided without it,
-      double asked = 0;   // it was asked where it is,
-      double answered = 0;  // and said so:
+      double since = 0;   // since when rounds are decided without a call of it,
+      double asked = 0;   // when it was asked where it is,
+      double answered = 0;  // when it answered, and its answer:
       bool in_program = false;
       Round next = 0;
-      bool said = false;  // it is told
+      bool said = false;  // the user has been told
     };
     Behind behind = {};
-    // What one that makes no more offers is done with says nothing of its calls.
+    // The `done` of a child that makes no more offers says nothing about its calls.
     Round called() const { return std::max({offer.round, retired ? 0 : done - 1, told}); }
   };
   // A result that a rank above has.
@@ -312,7 +308,7 @@ class Node {
     std::uint64_t fingerprint;
     std::vector<Segment> segments;
     std::vector<std::uint64_t> addresses;
-    std::vector<std::byte> body;  // the result, or the error, if it came along
+    std::vector<std::byte> body;  // the result, or the error, if the message contained it
   };
 
   bool root() const { return family_.ancestors.empty(); }
@@ -375,7 +371,7 @@ class Node {
   bool deals() const;
   bool deal();
   bool follows_blocks() const { return work_.dealt != 0 && work_.dealt + 1 == next_; }
-  // Whether the call in progress is the sum of what was computed in the round before.
+  // Whether the call in progress sums the blocks that were computed in the previous round.
   bool sums_blocks() const { return follows_blocks() && work_.dealt_all && !up_.call.shared; }
   void dealt(bool all) { work_.dealt = next_, work_.dealt_all = all; }
   std::string why_not_after_blocks() const;
@@ -464,7 +460,7 @@ class Node {
   std::optional<bool> follow_sections();
   double sections_at() const;
 
-  // Whether this rank has what the others have.
+  // Whether this rank has the state that the others have.
   bool lacks_state() const { return !alike_ && up_.call.up; }
   std::string what_it_lacks() const;
   std::string me() const { return "rank " + std::to_string(family_.rank); }  // in texts
@@ -486,7 +482,7 @@ class Node {
   bool counted();
   bool all_may_come() const;
 
-  // Where it stands.
+  // Where this rank stands.
   bool in_program() const;
   void watch_children();
 
@@ -514,7 +510,7 @@ class Node {
   void watch_above();
   void decide_alone(const std::string& text);
   std::string without_a_root(Round round) const;
-  // The first round of which the root may know more than this rank; 0: there is none, or no word of it is of use.
+  // The first round of which the root may know more than this rank; 0: none, or the root is dead.
   Round unsure_of() const { return upstream_.rootless() ? 0 : failed_alone_.first(); }
   void on_overdue(Child& child, const Message& message);
   std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
@@ -555,7 +551,7 @@ class Node {
   void forget();
   Entry& fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone);
 
-  // Calls that do not fit.
+  // Calls that do not match.
   std::string unreadable(Rank from, const std::string& which) const;
   void introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprint);
   std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
@@ -602,8 +598,8 @@ class Node {
   static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
   static std::string listed(const std::vector<Rank>& ranks);
 
-  // Pieces that are asked for at a time of one rank where it takes time. With more, those of one
-  // child crowd out its siblings' in the port of their parent, and layers take turns.
+  // Pieces requested from one rank at a time, if a fetch takes time. With more, one child's pieces crowd out its
+  // siblings' in the port of their parent, and layers take turns.
   static constexpr std::uint32_t pieces_ahead = 2;
 
   Family family_;
@@ -614,7 +610,7 @@ class Node {
 
   // This rank's calls.
   Round next_ = 1;
-  WayUp up_;  // of that round
+  WayUp up_;  // this rank's way up in that round
   Outcome outcome_ = Outcome::done;
   bool alike_ = true;
   bool watches_ = false;
@@ -626,15 +622,15 @@ class Node {
   std::vector<Rank> columns_;
   std::map<Rank, StepTime> step_times_;  // of ranks below
   double told_step_times_ = 0;
-  double ended_at_ = 0;     // the latest of this rank's rounds
-  double parent_heard_;     // of it last
+  double ended_at_ = 0;     // when this rank's latest round ended
+  double parent_heard_;     // when the parent last sent something
   std::vector<std::string> news_;
 
-  // Those below.
+  // The ranks below.
   std::vector<Child> children_;
   std::uint64_t offers_seen_ = 0;
   std::vector<std::size_t> rows_;  // see `rows_in_order`
-  std::uint64_t rows_sorted_ = 0;  // when so many offers were seen
+  std::uint64_t rows_sorted_ = 0;  // the `offers_seen_` when they were sorted
   SharedWork work_;
 
   // The way down.
@@ -646,20 +642,20 @@ class Node {
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
-  std::vector<std::byte> zeros_ = {};  // a piece of a root's vector that is nothing else
-  Sections sections_;  // of the round at the frontier, if it is formed so
-  std::vector<std::pair<Rank, Message>> early_ = {};  // words of sections that overtook the parent's
-  SectionVersions section_versions_;  // given so far, in all rounds: a round may come again
-  double section_seconds_ = 0;  // that a byte of a sum takes here, from the plan on
-  // Where that takes time: pieces that a section is formed from, and of sections.
+  std::vector<std::byte> zeros_ = {};  // a piece of a root's vector of zeros
+  Sections sections_;  // of the round at the frontier, if it has sections
+  std::vector<std::pair<Rank, Message>> early_ = {};  // messages about sections that overtook the plan
+  SectionVersions section_versions_;  // used so far, in all rounds, as a round may come again
+  double section_seconds_ = 0;  // for a byte of a sum in sections, from the plan on
+  // If a fetch takes time, how many pieces to request: to form a section, and of sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};
-  Formed formed_;  // by this rank, of the latest such round
+  Formed formed_;  // by this rank, in the latest such round
   struct {
     Round round = 0;
     std::size_t index = 0;
     std::uint32_t version = 0;
     std::vector<Rank> members = {};
-  } copied_ = {};  // its section of the latest copy, and who may fetch it
+  } copied_ = {};  // this rank's section of the latest copy, and the ranks that may fetch it
   FailedAlone failed_alone_;
   bool desynchronized_ = false;
 
@@ -669,7 +665,7 @@ class Node {
   std::optional<Recovery> recovery_;
   Departures departures_;
 
-  // Calls that do not fit.
+  // Calls that do not match.
   Signatures signatures_;
   Alerts alerts_;  // at the root
   std::uint64_t fetched_bytes_ = 0, formed_bytes_ = 0, compared_rounds_ = 0;

@@ -13,7 +13,7 @@ namespace jaxcoded {
 void Node::leave(const std::string& failure) {
   if (!departures_.leave(family_.rank, failure)) return;
   leave_share();
-  // nobody is to wait for what this rank gives no more
+  // others must not wait for what this rank no longer gives
   if (copied_.round) tell_unformed(copied_.round, copied_.index, copied_.version, copied_.members);
   if (!std::ranges::all_of(children_, &Child::left)) retire();
   for (Child& child : children_) check_offer(child);
@@ -45,14 +45,15 @@ void Node::on_bye(Child& child, const Message& message) {
   say_bye();
 }
 
-// It has made all calls before the next one, although the parent may not have heard of those that had a result already.
+// `last`: this rank has made all calls before the next one. The parent may not have heard of calls that had a
+// result already.
 Message Node::bye(Round round) const {
   Message message{header(Kind::bye, round)};
   message.header.last = next_ - 1;
   return message;
 }
 
-// Tell the parent that there will be no more offers, and who has closed the group.
+// Tell the parent that no more offers will come, and which ranks have closed the group.
 void Node::retire() {
   if (root() || departures_.retired()) return;
   Message message = bye(0);
@@ -73,7 +74,7 @@ std::vector<std::pair<Rank, std::string>> Node::departed() const {
   return out;
 }
 
-// These ranks, and a line for each that failed.
+// Append these ranks, and a line for each rank that failed.
 void Node::append_departed(Message& message, const std::vector<Rank>& ranks) const {
   message.header.ready = static_cast<std::uint32_t>(ranks.size());
   message.append(ranks.data(), ranks.size() * sizeof(Rank));
@@ -96,7 +97,7 @@ void Node::learn_failures(std::string_view lines) {
   }
 }
 
-// The dead need nothing; those below them may.
+// Dead ranks need nothing; ranks below them may.
 bool Node::needs_nothing(const Child& child) const {
   const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
   return child.left || (child.dead && alone);
@@ -121,7 +122,7 @@ void Node::say_bye() {
   departures_.said_bye();
 }
 
-// In each turn: there may have been too little memory for it before.
+// Called in each turn, as memory may have been too short for it before.
 void Node::go_on_leaving() {
   if (!departures_.leaving() || left()) return;
   if (!std::ranges::all_of(children_, &Child::left)) retire();
@@ -143,7 +144,7 @@ std::vector<Rank> Node::end() {
   }
   if (root() || !calling() || !up_.offering) return out;
   Message message = bye(next_);
-  // Those below may be on their way, served from above: whoever is there waits for them.
+  // Ranks below may still be on their way, served from above: the remaining ranks wait for them.
   message.header.flags = left() ? ended : ended | relays;
   wire_.send(family_.ancestors.front(), message);
   return out;
@@ -151,7 +152,7 @@ std::vector<Rank> Node::end() {
 
 // --- Calls after the end ---
 
-// Ranks of which nothing comes any more; of those that failed, in their own words.
+// Ranks from which nothing comes any more, with the errors of those that failed, in words.
 std::string Node::who_left() const {
   std::vector<Rank> others = departures_.closed();
   std::erase_if(others, [&](Rank rank) { return departures_.failures().contains(rank); });
@@ -162,17 +163,16 @@ std::string Node::who_left() const {
   return out;
 }
 
-// A call that can never be answered, since the root has left the group, for a reason that it alone
-// knows. If it has.
+// Refuse a call that can never be answered if the root has left the group. Only the root knows whether and why it has.
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
-    // Where the parent says nothing, whoever waits asks further up, and the root finds out.
+    // If the parent is silent, a rank that waits asks further up, and the root finds out.
     return tell_alert(round, closed, text);
   }
   if (!departures_.leaving()) {  // not yet
     alerts_.if_left(round, text);
   } else if (round >= frontier_ && !calling()) {
-    next_ = frontier_;  // those that its program never called have failed
+    next_ = frontier_;  // the rounds that its program never called have failed
     up_.call = {};
     outcome_ = Outcome::pending;
     decide_error(departures_.kind({family_.rank}) + text + ", but " +

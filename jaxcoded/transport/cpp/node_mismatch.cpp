@@ -1,4 +1,4 @@
-// What a node does with calls that do not fit: an error in words, the same on every rank.
+// Calls that do not match: a node turns them into an error in words, the same on every rank.
 #include "node.h"
 
 #include <algorithm>
@@ -54,10 +54,10 @@ void Node::check_offer(Child& child) {
 
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
-  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // nobody is waited for
-  if (up_.call.shared) return;  // others do what those gone for good would have done
+  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // it waits for no child
+  if (up_.call.shared) return;  // others compute the blocks of children gone for good
   if (sums_blocks()) {
-    if (approximates()) return;  // it goes on without them
+    if (approximates()) return;  // it continues without them
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
       if (up_.call.leaves_out(i) || usable(i, up_.decoded.pieces)) continue;
@@ -81,7 +81,7 @@ void Node::check_offers() {
                            ", but " + who_left();
   if (root()) {
     decide_error(text);
-  } else {  // in other rounds it may offer
+  } else {  // in other rounds this rank may offer
     alert(next_, text);
   }
 }
@@ -102,12 +102,12 @@ void Node::alert(Round round, const std::string& text) {
   if (!root()) return tell_alert(round, 0, text);
   if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
-  if (entry && entry->complete()) return;  // others may have it, although this rank still calls it
-  // pieces of this very round may lack that rank for ever
+  if (entry && entry->complete()) return;  // others may have its result, although this rank still calls it
+  // that rank may be missing from pieces of this very round for ever
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
-// Nothing piles up before a parent that has stopped.
+// Alerts must not pile up before a parent that has stopped.
 void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) {
   Message message{header(Kind::alert, round)};
   message.header.flags = flags;
@@ -116,8 +116,8 @@ void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) 
   tell_alerts();
 }
 
-// A root that this rank has failed rounds without is in an earlier round, which this is not to end. A rank that is
-// desynchronized speaks for those below.
+// If this rank has failed rounds without the root, the root is in an earlier round, which the alert must not end.
+// A desynchronized rank speaks for the ranks below.
 void Node::tell_alerts() {
   if (unsure_of() && !desynchronized_) return;
   upstream_.send_alerts([&](const Message& message) { wire_.send(upstream_.parent(), message); });

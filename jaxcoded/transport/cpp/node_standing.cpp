@@ -1,4 +1,4 @@
-// Where a rank stands, in words for its user; and children that are alive, and stuck.
+// Where a rank stands, in words for its user; and children that are alive but stuck.
 #include "node.h"
 
 #include <algorithm>
@@ -63,9 +63,9 @@ bool Node::in_program() const {
   return !calling() || (!up_.call.complete && !up_.lent);
 }
 
-// Of a child whose calls do not come while rounds are decided without it, it is said once what is
-// known. Its engine answers where its program is stuck, and tells where that is. So it is where a child
-// has left while this rank makes more calls: as a rule its program has made fewer steps.
+// Report once what is known of a child that makes no calls while rounds are decided without it. Its engine
+// answers even if its program is stuck, and tells in which round. Report also a child that has left while this
+// rank makes more calls: usually its program has made fewer steps.
 void Node::watch_children() {
   for (Child& child : children_) {
     Child::Behind& it = child.behind;

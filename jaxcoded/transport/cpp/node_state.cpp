@@ -1,4 +1,4 @@
-// A node and snapshots of the user's state: who is told of the one kept here, and who is asked.
+// A node and snapshots of the user's state: which ranks hear of the one kept here, and which ranks are asked.
 #include "node.h"
 
 #include <new>
@@ -7,13 +7,13 @@
 namespace jaxcoded {
 
 State Node::keep_state(Round round, State state) {
-  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // without memory for it nothing changes
+  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // if memory is short, nothing changes
   withdraw(Object::What::state, snapshot_.number() + 1);
   return snapshot_.keep(round, std::move(state), std::move(layout));
 }
 
 void Node::tell_state(Rank rank, Listener& listener) {
-  // A snapshot is of use while the rounds after it can be had, and if others have had the same ones before.
+  // A snapshot is of use while the rounds after it are available, and if others had the same rounds before it.
   const bool alike = !failed_alone_.first() || snapshot_.round() <= failed_alone_.first();
   const bool useful = alike && (snapshot_.round() >= frontier_ || history_.find(snapshot_.round()));
   Message message{header(Kind::state, useful ? snapshot_.round() : 0)};
@@ -38,8 +38,8 @@ void Node::ask_next_state() {
 
 void Node::on_state(Rank from, const Message& message) {
   if (!recovery_ || recovery_->round()) return;
-  // One of a round whose result is gone leads back to where this rank is stuck. From the first that failed here alone on,
-  // others keep them for it.
+  // A snapshot of a round whose result is gone leads back to where this rank is stuck. Others keep results for
+  // this rank from the first round that failed here alone.
   const Round lost = failed_alone_.first() ? failed_alone_.first() - 1 : next_;
   if (message.header.round <= (desynchronized_ ? lost : 0)) {
     recovery_->without(from);
@@ -72,7 +72,7 @@ void Node::resume() {
   const Round round = state_round();
   recovery_.reset();
   desynchronized_ = false;
-  alike_ = true;  // it was kept by a rank that is
+  alike_ = true;  // a rank that is alike kept the snapshot
   const Round failed = failed_alone_.first();
   if (failed && snapshot_.round() > failed) keep_state(0, {});
   failed_alone_.clear();

@@ -1,4 +1,4 @@
-// What a node remembers of its rounds, and what it tells of it.
+// What a node remembers of its rounds, and what it reports.
 #include "node.h"
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 namespace jaxcoded {
 namespace {
 
-constexpr Round latest = 31;  // rounds that a step time is of
+constexpr Round latest = 31;  // rounds that a step time covers
 
 }  // namespace
 
@@ -17,7 +17,7 @@ void Node::sum_complete() {
                      up_.approximating || lacks_blocks());
 }
 
-// Who has computed what of a round, in the order of the telemetry's columns.
+// Record how many blocks each rank computed in a round, in the order of the telemetry's columns.
 void Node::remember_division() {
   const std::vector<Computed> by_member = work_.ledger->computed();
   std::vector<Computed> out(by_member.size());
@@ -26,9 +26,8 @@ void Node::remember_division() {
   telemetry_.divided(next_, out);
 }
 
-// Median seconds between calls that this rank took part in; `never` if there were none. Where work is
-// shared, what its own blocks take, at the pace of those that it has computed, counts as if it had
-// computed just these between the calls.
+// Median seconds between calls that this rank took part in; `never` if there were none. With shared work, its own
+// blocks count at the pace of those that it computed, as if it had computed just its own.
 double Node::own_work() const {
   std::vector<double> works;
   const Round first = next_ > latest ? next_ - latest : 1;
