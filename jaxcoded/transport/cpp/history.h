@@ -16,12 +16,12 @@ struct Entry {
   std::uint64_t fingerprint = 0;
   bool failed = false;
   std::string error = {};  // of a round that failed
-  bool alone = false;      // without the root, which others may have heard of
+  bool alone = false;      // without the root, whose word others may have
   Layout layout = {};
   std::vector<std::byte*> at = {};  // by segment
   Buffer buffer = {};               // empty if the result lies in the caller's memory
   std::uint32_t ready = 0;          // pieces
-  std::uint32_t remains = 0;        // pieces of a round that failed which were known before
+  std::uint32_t remains = 0;        // pieces that were known before the round failed
   std::vector<bool> here = {};      // pieces that came out of order
   std::uint64_t counted = 0;        // bytes, see `History::account`
 
@@ -46,7 +46,7 @@ class History {
     account(out);
     return out;
   }
-  // Count the memory of an entry, again once it has more. Short results cost what is known of them.
+  // Count the memory of an entry; call it again when the entry has more. Short results cost what describes them.
   void account(Entry& entry) {
     bytes_ -= entry.counted;
     entry.counted = sizeof entry + entry.error.size() + entry.buffer.capacity();

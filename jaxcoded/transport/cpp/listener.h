@@ -11,7 +11,7 @@ namespace jaxcoded {
 struct Listener {
   Round first = 1, last = 0;  // the results that it wants and does not know of
   std::uint32_t told = 0;     // pieces of `first` that it knows of
-  Round called = 0;           // a round it waits for in a call
+  Round called = 0;           // a round that it waits for in a call
   bool wants_state = false;
   Signatures::Known introduced = {};
 
@@ -21,7 +21,7 @@ struct Listener {
     told = 0;
   }
   void want_nothing() { last = 0; }
-  // A result has become another one.
+  // The result of a round has become another one.
   void changed(Round round) {
     if (first == round) told = 0;
   }
@@ -33,8 +33,8 @@ struct Listener {
 
   // It has sent something.
   void heard() { noted_ = false; }
-  // Whether it is to hear that this round is decided, which it has not asked for: of each round
-  // once, and of no other one until it has sent something.
+  // Whether to tell it that this round is decided, although it has not asked. It hears this once for each round,
+  // and about no other round until it has sent something.
   bool note(Round newest) {
     if (noted_ || last >= newest || noted_round_ >= newest) return false;
     noted_ = true;

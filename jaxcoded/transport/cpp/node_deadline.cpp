@@ -1,4 +1,4 @@
-// A node that has waited for its children for long enough.
+// Deadlines: what a node does once it has waited long enough.
 #include "node.h"
 
 #include <algorithm>
@@ -16,18 +16,18 @@ constexpr std::size_t fewest_rounds = 5;
 
 }  // namespace
 
-// Seconds from the beginning of such a round, for a parent of this share of the root's.
+// The deadline, in seconds from the beginning of such a round, of a parent with this share of the root's.
 double Node::deadline(double share, std::uint64_t fingerprint) const {
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
   const auto such = waits_.find(fingerprint);
   if (such != waits_.end() && such->second.size() >= fewest_rounds) {
-    // between what such a round takes as a rule and the root's deadline
+    // between the usual time of such a round and the root's deadline
     return such->second.median() * (1 + (limits_.deadline_rounds - 1) * share);
   }
   return std::numeric_limits<double>::infinity();
 }
 
-// The round has begun when its first message was there, also where this rank is late itself.
+// When the round began: with its first message, even if this rank itself is late.
 double Node::began() const {
   double first = up_.started;
   for (const Child& child : children_) {
@@ -40,8 +40,8 @@ bool Node::waits_for_children() const {
   return up_.call.sums() && !children_.empty();
 }
 
-// The round is over after so many seconds. A deadline is a multiple of what the same call takes as
-// a rule: a program may sum a gradient, which waits for who computes it, and then a single number.
+// The round took this many seconds. A deadline is a multiple of the usual time of the same call: a program may
+// sum a gradient, which waits for its computation, and then a single number.
 void Node::waited(double seconds) {
   if (limits_.deadline_rounds <= 0 || !up_.in_time || !up_.call.sums()) return;
   if (waits_.size() >= Signatures::most && !waits_.contains(up_.call.fingerprint)) waits_.clear();
@@ -52,14 +52,14 @@ double Node::wakes_at() const {
   return std::min({overdue_at(), uncalled_at(), shares_at(), sections_at()});
 }
 
-// When the call in progress has waited for the children for long enough.
+// When the call in progress has waited long enough for the children.
 double Node::overdue_at() const {
   const bool waits = calling() && waits_for_children() && !up_.overdue;
   return waits ? began() + deadline(limits_.deadline_share) : std::numeric_limits<double>::infinity();
 }
 
-// When those below have waited for long enough for the root's program to call the round that they
-// are in. Its engine answers them meanwhile, so that they have no reason to give it up.
+// When the ranks below have waited long enough for the root's program to call their round. The root's engine
+// answers them meanwhile, so they have no reason to give it up.
 double Node::uncalled_at() const {
   double out = std::numeric_limits<double>::infinity();
   const bool called = calling() && next_ == frontier_;
@@ -71,7 +71,7 @@ double Node::uncalled_at() const {
   return out;
 }
 
-// Then the round fails. The program hears of it when it calls, as any rank that is late.
+// At that time the round fails. The program learns of it when it calls, like any late rank.
 void Node::fail_uncalled() {
   const double at = uncalled_at();
   if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
@@ -85,7 +85,7 @@ void Node::fail_uncalled() {
   fail_round(frontier_, fingerprint, text);
 }
 
-// The children that lack have had their time, or the root's own program.
+// The missing children, or the root's own program, have had their time.
 void Node::miss_the_deadline() {
   if (!up_.call.shared && !own_ready(up_.decoded.pieces)) {
     if (root() && limits_.on_deadline == OnDeadline::raise) {
@@ -112,9 +112,9 @@ std::string Node::too_late(Round round, double seconds) {
          " s: ";
 }
 
-// --- Children that are not there ---
+// --- Children that do not answer ---
 
-// Whether a message of this child's is missing.
+// Whether a message of this child is missing.
 bool Node::lacks(std::size_t child) const {
   if (up_.call.leaves_out(child)) return false;
   for (std::size_t row = child * decoder_.parts(); row < (child + 1) * decoder_.parts(); ++row) {
@@ -123,15 +123,15 @@ bool Node::lacks(std::size_t child) const {
   return stalled(children_[child]);
 }
 
-// It was there neither in an earlier round, before whose deadline it was asked, nor since.
+// Whether a child is dead or frozen: it was asked before the deadline of an earlier round, and has been silent since.
 bool Node::silent(const Child& child) const {
   if (child.dead) return true;
   return child.asked != 0 && child.asked < began() &&
          wire_.now() - child.asked >= std::min(limits_.silent_seconds, deadline(limits_.deadline_share / 2));
 }
 
-// An engine answers at once, also where the program computes: halfway to the deadline, those that
-// lack are asked whether they are there, so that later rounds need not wait for those that are not.
+// Halfway to the deadline, ask the missing children whether they are there. An engine answers at once, even while
+// its program computes, so later rounds need not wait for silent children.
 void Node::ask_children() {
   if (!approximates() || up_.all_decoded()) return;
   const double now = wire_.now();
@@ -149,14 +149,14 @@ void Node::ask_whether_it_is_there(Child& child) {
   child.asked_round = next_;
 }
 
-// Whether its whole message is here, without some rank below it: no better one comes.
+// Whether the child offers its whole message, without some rank below it: no better message comes.
 bool Node::offers_approximation(const Child& child) const {
   const Offer& offer = child.offer;
   return offer.round == next_ && !offer.withdrawn && offer.fingerprint == up_.call.fingerprint &&
          offer.exact < offer.ready && offer.ready == up_.of_child().size();
 }
 
-// Whether nobody who lacks would come before the deadline.
+// Whether no missing child would come before the deadline.
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
   if (deals()) return only_silent_hold();
@@ -171,10 +171,10 @@ bool Node::only_silent_lack() {
   return some;
 }
 
-// --- Nobody above ---
+// --- No answer from above ---
 
-// Without the root no round is decided. All ranks that hear of none who is in touch with it find
-// out by themselves, and tell those below: these may wait for a rank whose program makes no call.
+// Without the root no round is decided. Each rank that gets no answer from any rank above notices this by itself.
+// It tells the ranks below, which may wait for a rank whose program makes no call.
 void Node::watch_above() {
   const double now = wire_.now();
   const bool waits = calling() ? next_ == frontier_ : awaited_below();
@@ -197,8 +197,8 @@ std::string Node::without_a_root(Round round) const {
          std::to_string(family_.ancestors.back()) + ", is dead: go on with group.recovered()";
 }
 
-// The round at the frontier fails here without the root. If that decides it after all, or has
-// decided it, then others know more than this rank and those below it, see `on_result`.
+// The round at the frontier fails here without the root. If the root still decides it, or has decided it, others
+// know more than this rank and the ranks below; see `on_result`.
 void Node::decide_alone(const std::string& text) {
   failed_alone_.add(frontier_);
   fail_round(frontier_, up_.call.fingerprint, text, true);
@@ -209,15 +209,15 @@ void Node::on_overdue(Child& child, const Message& message) {
   child.overdue = readable(message.text());
 }
 
-// From here on what is summed is of what has come.
+// From this piece on, sum only the messages that have arrived.
 void Node::begin_approximating() {
   keep_own();
   up_.exact = up_.decoded;
   up_.approximating = true;
 }
 
-// The best sum that can be formed from what has come. All of it, as far as it is not summed yet,
-// is of the same messages: what is said of how good it is holds for every number in it.
+// The best sum of the messages that have arrived. All pieces that are not summed yet use the same messages, so
+// the residual holds for every number in them.
 std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   if (!up_.approximating) begin_approximating();
   std::vector<bool> answered(decoder_.rows());
@@ -227,7 +227,7 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   return decoder_.approximate(answered);
 }
 
-// Whether messages that suffice can be fetched: of ranks that answer.
+// Whether messages that suffice can be fetched from ranks that answer.
 bool Node::can_be_had() const {
   const auto answer = [&](const std::shared_ptr<const Decoding>& it) {
     return it && std::ranges::none_of(it->rows, [&](std::size_t row) { return stalled(child_of_row(row)); });
@@ -235,7 +235,7 @@ bool Node::can_be_had() const {
   return up_.delegated ? std::ranges::all_of(up_.delegated->decodings, answer) : answer(up_.decoding);
 }
 
-// Whom this rank waits for, or why it cannot go on; empty if it can.
+// Which ranks this rank waits for, or why it cannot continue; empty if it can.
 std::string Node::lacking() const {
   if (up_.forsaken) {
     return me() + " waits for " + listed(family_.ancestors) +

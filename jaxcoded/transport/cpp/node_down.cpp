@@ -1,4 +1,4 @@
-// A node on the way down: results from above, for this rank and for those below.
+// A node on the way down: results from above, for this rank and the ranks below.
 #include "node.h"
 
 #include <algorithm>
@@ -14,7 +14,7 @@ constexpr std::size_t most_announced = 64;
 
 }  // namespace
 
-// Memory of its own for an entry.
+// Give an entry its own memory.
 void Node::place(Entry& entry) {
   entry.buffer = pool_.take(entry.layout.bytes());
   entry.at.clear();
@@ -23,7 +23,7 @@ void Node::place(Entry& entry) {
   }
 }
 
-// So many pieces of the newest result are here.
+// The first `ready` pieces of the newest result are here.
 void Node::decided(Entry& entry, std::uint32_t ready) {
   if (ready == entry.ready) return;
   entry.ready = ready;
@@ -33,7 +33,7 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
     upstream_.advanced();
     asked_pieces_.clear();
-    end_sections();  // for which there may be too little memory
+    end_sections();  // for which memory may be too short
     if (formed_.round < entry.round) drop_formed();
   }
   upstream_.moved(wire_.now());
@@ -45,12 +45,12 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
   const bool theirs = !(head.flags & alone);
-  // what is known of it in part may fail
+  // a result that is known only in part may still fail
   const bool settled = (head.flags & (failed | inlined)) || head.round != failed_alone_.first() ||
                        head.ready == laid_out(segments_of(message)).size();
   if (theirs && settled && !desynchronized_) {
     const auto heard = failed_alone_.heard(head.round, (head.flags & failed) != 0);
-    if (heard == FailedAlone::Heard::confirmed) {  // for all
+    if (heard == FailedAlone::Heard::confirmed) {  // the round failed for all
       if (Entry* entry = history_.find(head.round)) entry->alone = false;
       for (const Child& child : children_) wire_.send(child.rank, message);
     } else if (heard == FailedAlone::Heard::contradicted) {
@@ -58,14 +58,14 @@ void Node::on_result(Rank from, const Message& message) {
     }
   }
   if (head.round < frontier_) return;
-  // What was asked for further up when a nearer rank was silent: that has spoken since, and all below would
-  // crowd out each other there.
+  // A rank further up was asked for this while a nearer rank was silent. The nearer rank has spoken since, and
+  // all ranks below would crowd out each other further up.
   if (!(head.flags & failed) && !upstream_.may_use(height(from))) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {
-    if (known->second.failed) return;  // pieces may be known of elsewhere, but it stays an error
-    // The nearest rank that has it is asked.
+    if (known->second.failed) return;  // other ranks may know of pieces, but it stays an error
+    // Fetch from the nearest rank that has the result.
     const bool better = from == known->second.from ? head.ready > known->second.ready
                                                    : height(from) < height(known->second.from);
     if (!better && !(head.flags & failed)) return;
@@ -100,7 +100,7 @@ std::vector<Segment> Node::segments_of(const Message& message) {
   return out;
 }
 
-// Where a result is that a rank above has, or the result itself.
+// Read where the result of a rank above lies, or the result itself.
 void Node::read_announcement(Announcement& news, const Message& message) const {
   const Header& head = message.header;
   news.segments = segments_of(message);
@@ -120,7 +120,7 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
   if (news.ready > layout.size()) throw Damaged();
 }
 
-// The entry of the round at the frontier, made if need be; null where there is no room for it yet.
+// The entry of the round at the frontier, made if necessary; null if there is no room for it yet.
 Entry* Node::entry_at_frontier(const Announcement& news) {
   const std::string error =
       news.failed ? readable({reinterpret_cast<const char*>(news.body.data()), news.body.size()})
@@ -136,14 +136,13 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .alone = news.alone,
               .layout = laid_out(news.segments)};
   const bool mine = calling() && next_ == frontier_;
-  // its program comes for it at once
+  // the program comes for the result at once
   const bool comes = mine && up_.call.shared && !up_.call.complete && !up_.call.lacks_memory;
   if (comes && listeners_.empty()) return nullptr;
   const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
-  // Without anybody below, results are kept for this rank alone: the first it needs, not the last.
-  // Those above keep the rest.
+  // A leaf keeps results for itself alone: the first that it needs, not the last. Ranks above keep the rest.
   if (!mine && listeners_.empty() && !history_.empty() &&
       history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;
@@ -156,8 +155,8 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   return &history_.add(std::move(entry));
 }
 
-// The newest result, of which pieces may be known, is an error. What is known of it stays where it
-// is, as others may be reading it.
+// Turn the newest result, of which pieces may be known, into an error. The known pieces stay in place, as others
+// may be reading them.
 Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone) {
   Entry& entry = history_.newest();
   entry.fingerprint = fingerprint;
@@ -172,12 +171,12 @@ Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bo
 
 bool Node::follow() {
   if (root()) return false;
-  // what is decided may soon be where this rank's own vector is
+  // the result may soon overwrite this rank's own vector
   if (up_.delegated && announced_.contains(frontier_)) abandon_sections();
   const auto found = announced_.find(frontier_);
   const bool known = found != announced_.end();
   if (known && !found->second.alone && failed_alone_.first() && !desynchronized_) {
-    take_back();  // the root had said so before
+    take_back();  // the root had announced it before
     return true;
   }
   if (const auto more = follow_sections()) return *more;
@@ -201,7 +200,7 @@ bool Node::follow() {
     return true;
   }
   entry->here.resize(entry->layout.size());
-  // others fetch it from here, or it is handed over
+  // others fetch the result from here, or it goes to the program
   const Copy how = entry->buffer ? Copy::cached : for_program(entry->layout.bytes());
   const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
   std::uint64_t bytes = 0;
@@ -239,7 +238,7 @@ bool Node::follow() {
   return more || (last && announced_.contains(frontier_));
 }
 
-// Whoever announced the result at the frontier has lost it.
+// The rank that announced the result at the frontier no longer has it.
 void Node::lost_source() {
   const Rank from = announced_.at(frontier_).from;
   announced_.erase(frontier_);
@@ -247,7 +246,7 @@ void Node::lost_source() {
   on_gone(from, frontier_, 0);
 }
 
-// Copy what is here of the result of the call in progress to the caller.
+// Copy the pieces that are here of the result of the call in progress to the caller.
 void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
   if (entry.failed) {
@@ -284,7 +283,8 @@ void Node::hand_over(const Entry& entry) {
   if (entry.complete()) finish(Outcome::done);
 }
 
-// What is at the feed's place: of slices that take turns all at once, as it is told of bytes in order.
+// Tell the feed which bytes are in place. With slices, which take turns, it learns of a whole vector at once, as
+// it expects bytes in order.
 void Node::give(const Layout& layout, std::uint32_t piece) {
   const Piece it = layout[piece];
   if (limits_.slices == 1) return up_.call.feed->given(it.segment, it.offset, it.bytes);
@@ -298,7 +298,7 @@ std::size_t Node::height(Rank ancestor) const {
                                   family_.ancestors.begin());
 }
 
-// Siblings, with whom it exchanges sections, know no results for it.
+// Siblings, with which this rank exchanges sections, know no results for it.
 bool Node::is_above(Rank rank) const { return height(rank) < family_.ancestors.size(); }
 
 bool Node::awaited_below() const {
@@ -306,22 +306,22 @@ bool Node::awaited_below() const {
                              [&](const auto& it) { return it.second.called >= frontier_; });
 }
 
-// Ask above for the results that are decided, and elsewhere for one that does not come.
+// Ask above for decided results, and ask another rank for a result that does not come.
 void Node::ask() {
   if (root() || left()) return;
-  // what has come of shared work waits for its program
+  // an announced result of shared work waits for its program
   const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
   const bool mine = calling() && next_ == frontier_ && !there;
   const bool decided = newest_ >= frontier_;
-  // nor does an offer ask for it that is held back until the root's word is here
+  // an offer that is held back until the root is heard does not ask for it either
   const bool unsure = mine && unsure_of() && upstream_.may_ask(upstream_.source());
   if (((decided || unsure) && upstream_.wanted() < frontier_) ||
       (mine && upstream_.stand_in_unasked(frontier_))) {
     want(upstream_.source());
   }
   if (!mine && !watches_ && !awaited_below()) return;
-  // Whoever has it, or will have it, may only be slow: it is given up if it does not say a word
-  // when it is asked. A rank that has not answered is not asked again.
+  // The rank that has the result, or will have it, may only be slow. It is given up if it stays silent when it is
+  // asked. A rank that has not answered is not asked again.
   const auto source = announced_.find(frontier_);
   const bool announced = source != announced_.end();
   const Rank silent = announced ? source->second.from : upstream_.source();
@@ -334,7 +334,7 @@ void Node::ask() {
     asked_pieces_.clear();
   }
   if (const auto next = upstream_.next()) return want(*next);
-  // All have been asked. If it is gone where an answer came from, silence elsewhere is no hope.
+  // All have been asked. If a rank has answered that the result is gone, the silent ranks give no hope.
   if (upstream_.gone_somewhere()) lose_frontier();
 }
 
@@ -357,17 +357,17 @@ void Node::on_gone(Rank from, Round round, Round oldest) {
   if (upstream_.gone_everywhere()) lose_frontier();
 }
 
-// The result at the frontier can be had nowhere. Go on relaying from a later round.
+// No rank has the result at the frontier any more. Continue to relay from a later round.
 void Node::lose_frontier() {
   skip_to(upstream_.oldest());
   desynchronize();
 }
 
-// Forget all results, and go on with this one.
+// Forget all results, and continue with this round.
 void Node::skip_to(Round round) {
   end_sections();
-  // Where they go back, results of the same rounds will lie elsewhere: those below must get them
-  // from somebody else, for what they know of them is no longer true.
+  // If the frontier goes back, results of the same rounds will lie elsewhere. Ranks below must get them from
+  // another rank, for the addresses that they know are no longer valid.
   withdraw(Object::What::result, history_.empty() ? round : std::max(round, history_.last() + 1));
   history_.clear();
   frontier_ = round;
@@ -376,16 +376,16 @@ void Node::skip_to(Round round) {
   asked_pieces_.clear();
 }
 
-// Others may have the result of a round that failed here alone: those below must not take it from here that it failed,
-// and get it, and what follows, from above.
+// Others may have the result of a round that failed here alone. Ranks below must not take that failure from here:
+// they get this result and later ones from above.
 void Node::take_back() {
   skip_to(failed_alone_.first());
   for (const Child& child : children_) tell_gone(child.rank, frontier_, frontier_);
   desynchronize();
 }
 
-// This rank's calls fail from now on, until it has fetched a snapshot. From a dead root there is none: then they fail as
-// those of the others.
+// This rank's calls fail from now on, until it has fetched a snapshot. A dead root has none to give: then the
+// calls fail like those of the others.
 void Node::desynchronize(const std::string& why) {
   desynchronized_ = true;
   if (!calling()) return;
@@ -405,7 +405,7 @@ void Node::tell_gone(Rank rank, Round round, Round oldest) {
   wire_.send(rank, message);
 }
 
-// Tell a rank below of the results that it wants and does not know of.
+// Announce to a rank below the results that it wants and does not know of.
 void Node::tell(Rank rank, Listener& listener) {
   while (listener.first <= listener.last) {
     const Entry* entry = history_.find(listener.first);
@@ -469,7 +469,7 @@ void Node::note(Rank rank, Round newest) {
 
 void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   Round first = head.fingerprint ? std::min(head.fingerprint, head.round) : head.round;
-  const auto alone = [&](const Entry* entry) { return entry && entry->alone; };  // is no news
+  const auto alone = [&](const Entry* entry) { return entry && entry->alone; };  // is not the root's word
   while (first < head.round && alone(history_.find(first))) ++first;
   listener.want(first, head.last);
   if (head.flags & calls) {
@@ -478,7 +478,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   }
   if (root() && departures_.leaving()) refuse_called(rank, listener);
   tell(rank, listener);
-  // Whoever asks is to know that somebody is here, also if there is nothing yet.
+  // A rank that asks must hear that this rank is here, even if there is no result yet.
   const bool answered = listener.first > head.round || listener.told || !listener.last;
   if (!answered) note(rank, newest_);
 }
@@ -488,8 +488,8 @@ bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
          (rounds > limits_.history_rounds || bytes > limits_.history_most);
 }
 
-// Drop the results that nobody lacks any more, and the oldest ones where memory is short. The root's own calls can get
-// theirs nowhere else.
+// Drop the results that no rank lacks any more, and the oldest ones if memory is short. The root keeps the
+// results of its own calls, which it can get nowhere else.
 void Node::forget() {
   const Round needed = lacked_below(desynchronized_ || has_left() ? frontier_ : next_);
   const auto drop = [&] {

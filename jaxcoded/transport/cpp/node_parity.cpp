@@ -1,5 +1,5 @@
-// A node that compares the messages of its children before it hands on their sum, and what it does
-// where they do not fit. And a root that knows how many examples the sum is of.
+// A node that compares its children's messages before it passes on their sum, and what it does if they do not
+// fit. Also a root that knows the number of examples in the sum.
 #include "node.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ constexpr const char* without =
 
 }  // namespace
 
-// Whether no child is waited for that has closed the group.
+// Whether this rank waits for no child that has closed the group.
 bool Node::all_may_come() const {
   const std::vector<bool> possible = may_offer(up_.decoded.pieces);
   for (std::size_t row = 0; row < possible.size(); ++row) {
@@ -41,7 +41,7 @@ bool Node::all_may_come() const {
   return true;
 }
 
-// Whether more messages are waited for than these, before they are compared.
+// Whether to wait for more messages than these before they are compared.
 bool Node::awaits_more(const std::vector<bool>& heard) const {
   if (limits_.compares == Compares::what_has_come) return false;
   if (limits_.compares == Compares::until_deadline && up_.overdue) return false;
@@ -55,8 +55,8 @@ bool Node::awaits_more(const std::vector<bool>& heard) const {
   return false;
 }
 
-// What to decode from, once all that is compared is here: whole messages, as what has gone up cannot
-// be taken back.
+// The messages to decode from, once all messages to compare are offered. They must be whole, as pieces that have
+// gone up cannot be taken back.
 std::shared_ptr<const Decoding> Node::choose_checked() {
   if (up_.decoding) return up_.decoding;
   const std::uint32_t last = up_.incoming.size() - 1;
@@ -74,7 +74,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
     up_.decoding = decoder_.decode(up_.brought, may_come(last));
     if (!up_.decoding) continue;
     const auto begin = [&](Parity& parity, const std::vector<bool>& rows) {
-      const Call& call = up_.call;  // of all parts the vectors are alike
+      const Call& call = up_.call;  // all parts have the same vectors
       parity.begin(call.fingerprint, rows,
                    std::span(up_.incoming.segments()).first(call.total.size()), call.apart,
                    program_eps_);
@@ -92,7 +92,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
   return nullptr;
 }
 
-// Look at a piece of the messages that were brought. Those of the decoding.
+// Check one piece of the messages that were brought. Returns the pieces to decode.
 std::vector<const std::byte*> Node::checked(const Decoding& decoding,
                                             std::span<const std::byte* const> messages) {
   std::vector<const std::byte*> of_rows(decoder_.rows());
@@ -113,8 +113,7 @@ std::vector<const std::byte*> Node::checked(const Decoding& decoding,
   return out;
 }
 
-// Whether the examples that were counted are as many as there are. Where they are not a number,
-// neither is what is divided by it.
+// Whether the counted number of examples is the stated one. If the count is NaN, so is whatever is divided by it.
 bool Node::counted() {
   const auto [number, allowed] = up_.call.examples;
   const Layout& incoming = up_.incoming;
@@ -132,8 +131,7 @@ std::string Node::about_round() const {
   return "round " + std::to_string(next_) + ", " + up_.call.signature + ": ";
 }
 
-// All messages were looked at. Whether the sum is to be handed on; otherwise the round fails, or it is
-// formed again.
+// All messages were checked. Returns whether to pass on the sum; otherwise the round fails, or the sum is formed again.
 bool Node::accepted() {
   Parity& parity = *decoder_.parity();
   const std::vector<std::size_t> not_finite = parity.not_finite();
@@ -184,14 +182,14 @@ bool Node::accepted(const Contradiction& wrong) {
   return false;
 }
 
-// The same where there are NaN or infinities in what these children have sent, or in what this rank
-// adds itself. Nobody hands them on, unless it only warns of them.
+// The same if these children's messages, or this rank's own vectors, have NaN or infinities. No rank passes them
+// on, unless it only warns of them.
 bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   const bool warns = limits_.on_contradiction == OnContradiction::warn;
   std::vector<Rank> ranks;
   for (const std::size_t number : children) {
     const Child& child = children_[number];
-    if (child.not_finite_round != next_) ranks.push_back(child.rank);  // those below it have not said it
+    if (child.not_finite_round != next_) ranks.push_back(child.rank);  // ranks below it have not reported it
   }
   const std::string mine = me();
   std::string text;
@@ -205,7 +203,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
     return true;
   }
   if (limits_.on_contradiction == OnContradiction::drop) {
-    if (children.empty() && !root()) return true;  // its parent does without it
+    if (children.empty() && !root()) return true;  // its parent leaves it out
     if (!children.empty() && can_do_without(children)) {
       if (decoder_.parity()->newly_wrong(children)) news_.push_back(text + without);
       leave_out(children);
@@ -216,13 +214,13 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   return false;
 }
 
-// Let it be said at the root.
+// Report NaN or infinities at the root.
 void Node::tell_not_finite(Round round, const std::string& text) {
   if (root()) return news_.push_back(text);
   tell_alert(round, Flag::not_finite, text);
 }
 
-// Whether this rank has, or may get, what it needs without these children.
+// Whether this rank has, or may get, the messages that it needs without these children.
 bool Node::can_do_without(const std::vector<std::size_t>& children) {
   std::vector<bool> possible = may_come(up_.incoming.size() - 1);
   for (const std::size_t child : children) {

@@ -38,7 +38,7 @@ bool Node::usable(std::size_t row, std::uint32_t piece) const {
          offer.fingerprint == up_.call.fingerprint && !up_.call.leaves_out(number);
 }
 
-// First parts before others, and of each the children in the order in which they came.
+// First parts before others, and for each part the children in the order in which they came.
 const std::vector<std::size_t>& Node::rows_in_order() {
   if (rows_.size() == decoder_.rows() && rows_sorted_ == offers_seen_) return rows_;
   rows_.resize(decoder_.rows());
@@ -95,8 +95,8 @@ std::vector<bool> Node::may_come(std::uint32_t piece) const {
   return out;
 }
 
-// Whether this piece cannot be decoded, whoever comes yet, since children are dead or have nothing to
-// contribute.
+// Whether this piece can no longer be decoded, whichever children still come, since others are dead or have
+// nothing to contribute.
 bool Node::too_few_left(std::uint32_t piece) {
   if (up_.call.shared) return false;
   const auto lacks = [&](const Child& child) { return child.dead || skips(child); };
@@ -110,7 +110,7 @@ bool Node::too_few_left(std::uint32_t piece) {
   return !sums_blocks() && !decoder_.decode(rows, possible);
 }
 
-// Then there is no sum here: this rank's message is left out like theirs.
+// Too few children are left for a sum here: this rank's message is left out like theirs.
 void Node::go_without_sum() {
   std::string lacks;
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -125,7 +125,7 @@ void Node::go_without_sum() {
   if (root()) {
     const auto& tensor = decoder_.tensor();
     const bool dead = lacks.find(is_dead) != std::string::npos;
-    // their messages are for their parent: nobody else can add them up
+    // their messages are for their parent: no other rank can add them
     if (dead && family_.descendants.size() > children_.size()) lacks += ", and what any below them have";
     return decide_error(
         "TooManyErasures: round " + std::to_string(next_) + ": " + me() + " cannot rebuild its sum, as " +
@@ -143,22 +143,22 @@ void Node::go_without_sum() {
   offer();
 }
 
-// The child's pieces do not come: the others' are used if they suffice, and it is the last to be
-// asked otherwise, so that all are tried in turn.
+// The child's pieces do not come. The others' pieces are used if they suffice. Otherwise this child is asked
+// last, so that all are tried in turn.
 void Node::stall(Child& child) {
   up_.stalled.insert(child.rank);
   child.offer.order = ++offers_seen_;
 }
 
-// Whoever has answered since it was asked can be had again.
+// A child that has answered since it was asked can be used again.
 void Node::believe_answers() {
   for (const Child& child : children_) {
     if (!child.asked) up_.stalled.erase(child.rank);
   }
 }
 
-// Forget what is summed: it is of messages that no longer come. Nobody has been told of it yet. What
-// is on its way from the children stays wanted.
+// Forget what is summed, as it uses messages that no longer come. No rank has been told about it yet. Pieces on
+// their way from the children are still wanted.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
   for (std::size_t row : rows) {
     if (!usable(row, up_.decoded.pieces)) stall(child_of_row(row));
@@ -204,7 +204,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   return slot.here ? slot.buffer.data() : nullptr;
 }
 
-// Whether this rank's own vectors are here as far as that piece of `up_.incoming`.
+// Whether this rank's own vectors are here up to this piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
   const Piece it = up_.incoming[piece];
   if (up_.call.shared) return up_.lent || !work_.ledger->version(0).blocks;
@@ -215,11 +215,11 @@ bool Node::own_ready(std::uint32_t piece) const {
   return up_.call.feed->ready(it.segment) >= last + it.offset + it.bytes;
 }
 
-// This rank cannot contribute, and every rank is to hear why.
+// This rank cannot contribute, and every rank must hear why.
 void Node::fail(const std::string& text) {
   if (root()) return decide_error(text);
   alert(next_, text);
-  up_.call.skipped = true;  // the result, or the error, comes as to any other
+  up_.call.skipped = true;  // the result, or the error, comes as to any other rank
 }
 
 bool Node::gather() {
@@ -251,7 +251,7 @@ bool Node::gather() {
   if (!calling()) return false;
   std::uint64_t bytes = 0;
   while (up_.decoded.pieces < up_.incoming.size()) {
-    // What is decided is not needed any more, and may lie where this rank's own vector was.
+    // Decided pieces are no longer needed, and may lie where this rank's own vector was.
     if (const Entry* entry = root() ? nullptr : history_.find(next_);
         entry && entry->ready > up_.decoded.pieces &&
         entry->layout.segments() == up_.incoming.segments()) {
@@ -284,7 +284,7 @@ bool Node::gather() {
         if (!calling()) return false;
         continue;
       }
-      // Those above go on with what is summed while the rest is on its way.
+      // Ranks above continue with what is summed while the rest is on its way.
       if (bytes && !as_a_whole()) announce_sum();
       return false;
     }
@@ -297,7 +297,7 @@ bool Node::gather() {
     if (root() && all && !audited_alike()) return false;
     up_.waiting_since = wire_.now();
     if (!all && bytes < limits_.announced_bytes) continue;
-    // What may be formed again is announced as a whole.
+    // A sum that may be formed again is announced as a whole.
     if (all || !as_a_whole()) announce_sum();
     return calling() && !all;
   }
@@ -375,8 +375,8 @@ void Node::offer() {
   send_offer(message);
 }
 
-// Whether the parent is not to hear of a call now. One that has not answered to an earlier round's offer gets no second
-// one; and what comes of a state that others may not have is in no sum.
+// Whether to hold back an offer. A parent that has not answered an earlier round's offer gets no second one. No
+// sum may use a message from a state that others may not have.
 bool Node::holds_back() const { return upstream_.unanswered() || unsure_of(); }
 
 void Node::offer_what_is_held_back() {
@@ -384,7 +384,7 @@ void Node::offer_what_is_held_back() {
   up_.call.shared ? tell_share() : offer();
 }
 
-// Let the parent know what is called, if it may be told now.
+// Tell the parent what is called, if it may hear that now.
 bool Node::begin_offer() {
   if (up_.offering) return true;
   up_.held_back = holds_back();
@@ -401,7 +401,7 @@ void Node::send_offer(const Message& message) {
   up_.offering = true;
 }
 
-// This rank's message itself, or where it is.
+// Append this rank's message itself, or where it is.
 void Node::append_vectors(Message& message, bool inline_them) const {
   if (!inline_them) return append_addresses(message, up_.sum_at);
   message.header.flags |= inlined;
@@ -414,12 +414,12 @@ void Node::append_vectors(Message& message, bool inline_them) const {
   }
 }
 
-// A child whose pieces do not come while others' could be used instead.
+// Find children whose pieces do not come while others' could be used instead.
 void Node::watch_for_stalls() {
   if (up_.call.shared) return watch_members();
   if (up_.delegated) return;  // see `mend_sections`
   if (!calling() || !up_.decoding || up_.all_decoded()) return;
-  // Until the deadline they are waited for where nobody's message will do instead.
+  // Until the deadline, wait for children whose messages no others can replace.
   const bool others_only = !up_.overdue;
   if (others_only && awaits_all()) return;
   const double now = wire_.now();
@@ -427,7 +427,7 @@ void Node::watch_for_stalls() {
   if (now - up_.waiting_since < least) return;
   up_.waiting_since = now;
   if (pinned()) {
-    // until the deadline those that live are waited for
+    // until the deadline, wait for living children
     const bool waits = decoder_.checked() && limits_.compares == Compares::until_deadline && !up_.overdue;
     std::vector<std::size_t> late;
     for (std::size_t row : decoder_.checked() ? up_.brought : up_.decoding->rows) {
@@ -443,7 +443,7 @@ void Node::watch_for_stalls() {
     }
     if (late.empty()) return;
     const bool known = std::ranges::all_of(late, [&](std::size_t row) { return stalled(child_of_row(row)); });
-    if ((others_only || known) && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // nobody else
+    if ((others_only || known) && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // no others
     for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});
   }

@@ -1,4 +1,4 @@
-// What a child offers of its message in a round: made anew for each.
+// What a child offers of its message in a round. Each round has a new one.
 #pragma once
 
 #include <cstdint>
@@ -17,28 +17,28 @@ struct Offer {
   Round round = 0;  // 0: it has offered nothing yet
   std::uint64_t fingerprint = 0;
   std::uint64_t order = 0;  // among all offers
-  double seen = 0;          // when the first word of it came
+  double seen = 0;          // when its first message came
 
   std::uint32_t ready = 0;  // pieces
-  std::uint32_t exact = 0;  // of these
+  std::uint32_t exact = 0;  // exact ones of these
   bool skips = false;       // the child has nothing to contribute,
-  std::string why = {};     // as those below it have not
+  std::string why = {};     // and the reason
   bool withdrawn = false;
-  Progress progress = {};  // where the work is shared
+  Progress progress = {};  // with shared work
   std::vector<std::uint64_t> addresses = {};
-  std::vector<std::byte> body = {};  // the message itself, if it came along
+  std::vector<std::byte> body = {};  // the message itself, if the offer contained it
   struct Slot {
     Buffer buffer;
     bool here = false;
   };
   std::map<std::uint32_t, Slot> slots = {};  // pieces asked for
 
-  // The child says how much can be had now. False if it has said more already.
+  // The child says how much is available now. False if it has already offered more.
   bool grow(const Message& message) {
     const Header& head = message.header;
     std::size_t start = 0;
     Progress its = head.flags & shares ? Progress::from(message, start) : Progress();
-    // too little memory for it changes nothing
+    // if memory is too short for this, nothing changes
     std::vector<std::uint64_t> places;
     std::vector<std::byte> whole;
     if (head.flags & inlined) {
@@ -49,7 +49,7 @@ struct Offer {
     if (head.flags & shares) {
       if (its.before(progress)) return false;
       if (its.version() != progress.version()) slots.clear();
-      if (progress.before(its)) {  // less may be there than before, or more again
+      if (progress.before(its)) {  // less may be available than before, or more again
         ready = 0;
         withdrawn = false;
       }
@@ -70,12 +70,12 @@ struct Offer {
     const auto slot = slots.find(piece);
     return !body.empty() || (slot != slots.end() && slot->second.here);
   }
-  // Nothing more can be had.
+  // Nothing more is available.
   void withdraw() {
     withdrawn = true;
     slots.clear();
   }
-  // Whether what the child says of its message fits what is to be read of it.
+  // Whether the child's description of its message fits the layout with which it is read.
   bool fits(const Layout& layout) const {
     if (ready == 0) return true;
     if (ready > layout.size()) return false;

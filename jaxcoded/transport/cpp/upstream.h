@@ -1,4 +1,4 @@
-// The ranks above: which of them this one asks for results, and who has not answered.
+// The ranks above: which of them this rank asks for results, and which have not answered.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +14,14 @@
 
 namespace jaxcoded {
 
-// The parent is asked first, and again as soon as it sends something. A rank that does not answer is
-// not asked twice, so that nothing piles up in front of one that is frozen or dead.
+// The parent is asked first, and again as soon as it sends something. A rank that does not answer is not asked
+// twice, so that nothing piles up in front of a frozen or dead rank.
 class Upstream {
  public:
   explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
 
-  // A rank has sent something. Where it only asks whether this one is there, it lives, but nobody
-  // knows whether it has what this one waits for.
+  // A rank has sent something. If it only asks whether this rank is there, it lives, but may not have what this
+  // rank waits for.
   void heard(Rank rank, bool asks, double now) {
     if (const auto asked = asked_.find(rank); asked != asked_.end()) {
       const double took = now - asked->second;
@@ -33,45 +33,46 @@ class Upstream {
     if (rank == parent()) {
       unanswered_ = false;
       for (auto& [kind, alert] : alerts_) alert.told = 0;
-      if (std::exchange(source_, 0)) wanted_ = 0;  // was asked for elsewhere
+      if (std::exchange(source_, 0)) wanted_ = 0;  // those were asked of another rank
     }
   }
-  // It is dead, and will not answer.
+  // A rank is dead, and will not answer.
   void lost(Rank rank) {
     dead_.insert(rank);
   }
   bool dead(Rank rank) const { return dead_.contains(rank); }
   bool rootless() const { return !above_.empty() && dead(above_.back()); }
-  // Something of the result came, or this rank calls: whoever is asked gets all of its time.
+  // Some of the result came, or this rank calls: the source gets all of its time again.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
-  // A result is waited for from now on, although whoever is asked may have had some of its time.
+  // A wait for a result begins now, although the source may have had some of its time.
   void waits(double now) { stuck_since_ = now; }
 
   Rank parent() const { return above_.front(); }
-  // The calls that it knows.
+  // The calls that the parent knows.
   Signatures::Known& introduced() { return introduced_; }
-  // Who is relied on.
+  // The source: the rank from which this rank expects results.
   Rank source() const { return above_[source_]; }
-  // For how long it has said nothing but questions, and nothing has come.
+  // Since when the source has sent nothing but questions, and nothing has come.
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
-  // What the slowest of the latest answers took: a word may wait for much that was sent before it.
+  // The seconds of the slowest of the latest answers: a message may wait for much that was sent before it.
   double answer_seconds(double now) const { return now - answer_.at < remembered ? answer_.took : 0; }
 
-  // The parent was told that this rank has something of a round, or more of it. That asks for the
-  // result, and takes the place of what was asked for before.
+  // The parent was offered something of a round, or more of it. An offer asks for the result, too, and replaces
+  // what was asked for before.
   void offered(Round round, bool more) {
     unanswered_ |= !more;
     wanted_ = round;
   }
-  // Whether the parent was offered something and has said nothing since.
+  // Whether the parent was offered something and has been silent since.
   bool unanswered() const { return unanswered_; }
-  // The parent is to hear what is wrong: of each kind a few times until it says something, and then of the latest round.
+  // An alert for the parent. Until the parent sends something, it gets a few of each kind; then the one of the
+  // latest round waits.
   void alert(Message message) {
     auto& waiting = alerts_[message.header.flags].waiting;
     if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
   }
-  // Send what it may hear now. What `send` has no memory for still waits.
+  // Send the alerts that it may hear now. An alert for which `send` has no memory still waits.
   void send_alerts(const std::function<void(const Message&)>& send) {
     for (auto& [kind, alert] : alerts_) {
       if (!alert.waiting || alert.told == most_alerts) continue;
@@ -81,7 +82,7 @@ class Upstream {
     }
   }
 
-  // A rank was asked for the results from the frontier up to that of `last`.
+  // A rank was asked for the results from the frontier up to that of round `last`.
   void asked(Rank rank, Round frontier, Round last, double now) {
     source_ = static_cast<std::size_t>(std::ranges::find(above_, rank) - above_.begin());
     asked_.try_emplace(rank, now);
@@ -90,14 +91,14 @@ class Upstream {
     heard_at_ = now;
   }
   Round wanted() const { return wanted_; }  // the newest round asked for
-  // Whether a rank other than the parent was asked for nothing yet that this rank calls, and may
-  // be. An offer asks for its result too, but it is made to the parent alone.
+  // Whether the source is not the parent, was not asked for this rank's call yet, and may be asked. An offer asks
+  // for the result too, but only the parent gets it.
   bool stand_in_unasked(Round frontier) const {
     return source_ > 0 && asked_for_ < frontier && !silent(source());
   }
-  // It may be asked: it has answered what it was asked before, and it may have the result.
+  // Whether a rank may be asked: it has answered all questions, and it may have the result.
   bool may_ask(Rank rank) const { return !silent(rank) && !gone_from_.contains(rank); }
-  // The nearest one that may be asked, the parent only if it has answered what it was offered.
+  // The nearest rank that may be asked; the parent only if it has answered the last offer.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
       if (may_ask(rank) && !(unanswered_ && rank == parent())) return rank;
@@ -105,26 +106,26 @@ class Upstream {
     return std::nullopt;
   }
 
-  // A rank no longer has the result at the frontier, but those from `oldest` on.
+  // A rank no longer has the result at the frontier, only those from `oldest` on.
   void gone(Rank rank, Round oldest) {
     gone_from_.insert(rank);
     oldest_ = std::max(oldest, oldest_);
   }
-  // Whether a result of a rank so far up is of use: nobody nearer is relied on that may have it.
+  // Whether a result of a rank at this height is of use: the source is not nearer, or no longer has it.
   bool may_use(std::size_t height) const { return height <= source_ || gone_from_.contains(source()); }
   bool gone_somewhere() const { return !gone_from_.empty(); }
   bool gone_everywhere() const { return gone_from_.size() == above_.size(); }
-  Round oldest() const { return oldest_; }  // the first that those have
+  Round oldest() const { return oldest_; }  // the first result that those ranks have
   // The result at the frontier is here: the next one may be anywhere.
   void advanced() { gone_from_.clear(); }
-  // This rank goes on at another round.
+  // This rank continues at another round.
   void restart() {
     gone_from_.clear();
     wanted_ = asked_for_ = oldest_ = 0;
   }
 
-  // For how many seconds all above were asked and none has answered, while this rank or one below
-  // waits; none if none does, or one has. To be called often.
+  // For how many seconds all ranks above were asked and none has answered, while this rank or one below waits.
+  // Nothing if none waits, or one above has answered. Call it often.
   std::optional<double> forsaken(bool waits, double now) {
     const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
     if (!waits || !std::ranges::all_of(above_, [&](Rank rank) { return silent(rank); })) {
@@ -135,19 +136,19 @@ class Upstream {
   }
 
  private:
-  // A process may be stopped itself, and is not to take that time for the silence of others.
+  // A process that was stopped itself must not take that time for the silence of others.
   static constexpr double longest_step = 0.25;
-  static constexpr double longest_answer = 0.25;  // who took longer was stopped, as a rule
+  static constexpr double longest_answer = 0.25;  // a rank that took longer was usually stopped
   static constexpr double remembered = 10;  // seconds
   static constexpr int most_alerts = 4;
 
   bool silent(Rank rank) const { return asked_.contains(rank) || dead(rank); }
 
   const std::vector<Rank>& above_;  // the parent first, the root last
-  std::size_t source_ = 0;          // in it
-  double heard_at_ = 0;             // of the source, or when it was asked, or something came
+  std::size_t source_ = 0;          // the source's index in `above_`
+  double heard_at_ = 0;             // when the source sent something or was asked, or something came
   double stuck_since_ = 0;
-  std::map<Rank, double> asked_;  // when, who has said nothing since
+  std::map<Rank, double> asked_;  // when, of ranks that have been silent since
   std::set<Rank> dead_;
   struct {
     double took = 0, at = 0;
@@ -155,12 +156,12 @@ class Upstream {
   Signatures::Known introduced_;
   bool unanswered_ = false;
   struct Alert {
-    int told = 0;  // so many, since when nothing was heard
+    int told = 0;  // sent since the parent was last heard
     std::optional<Message> waiting = {};
   };
   std::map<std::uint8_t, Alert> alerts_;  // by flags
   Round wanted_ = 0;
-  Round asked_for_ = 0;  // the frontier when something was asked for last
+  Round asked_for_ = 0;  // the frontier when this rank last asked
 
   std::set<Rank> gone_from_;
   Round oldest_ = 0;

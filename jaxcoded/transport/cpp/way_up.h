@@ -1,4 +1,4 @@
-// How far this rank's call has come on its way up: one round of it, made anew for each.
+// How far this rank's call has come on its way up. Each round has a new one.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@ struct WayUp : Incoming {
   double started = 0;    // when this rank called
   bool in_time = false;  // the round was not decided then
 
-  Layout outgoing = {};   // this rank's
+  Layout outgoing = {};   // this rank's message
 
   // Where the sum is formed.
   Buffer sum = {};
-  Buffer own_copy = {};  // of what lies in its place, if it may be formed again
+  Buffer own_copy = {};  // of the vectors in its place, if it may be formed again
   std::vector<std::byte*> sum_at = {};  // by segment
 
   // What is summed.
@@ -36,14 +36,13 @@ struct WayUp : Incoming {
     std::vector<std::uint64_t> elements = {};  // by segment
   };
   Extent decoded = {};
-  bool complete = false;  // the sum is, or is not needed any more
+  bool complete = false;  // the sum is complete, or no longer needed
 
-  // What it is formed from.
+  // What the sum is formed from.
   std::shared_ptr<const Decoding> decoding = {};
-  std::vector<std::size_t> brought = {};  // rows that are fetched to be checked
+  std::vector<std::size_t> brought = {};  // rows that are fetched for the check
   bool own_finite = true;                 // as far as it is checked
-  // Whether the messages fit without a child, for each that may be wrong. They are looked at once
-  // more for it.
+  // For each child that may be wrong: whether the messages fit without it. They are checked once more for this.
   struct Without {
     std::size_t child;
     Parity others;
@@ -52,18 +51,18 @@ struct WayUp : Incoming {
   double waiting_since = 0;               // for a piece
   std::set<Rank> stalled = {};            // children whose pieces do not come
 
-  // What is computed of it, where the work is shared.
+  // With shared work: what this rank computes.
   Share share = Share();
-  double added_at = 0;  // when the latest block was
-  double busy = 0;      // seconds for which blocks were computed,
-  std::uint32_t blocks = 0;     // so many,
-  double computing_since = 0;   // and the one that is
-  bool audits = false;  // it is to compute a block first that is another one's
-  std::vector<Version> versions = {};  // of all members: what the pieces so far are formed from
-  bool lent = false;        // `call.own` is there as long as the program waits
-  std::uint64_t orders = 0;  // so many were given, or heard
+  double added_at = 0;  // when the latest block was added
+  double busy = 0;      // seconds spent on computing blocks,
+  std::uint32_t blocks = 0;     // the number of these blocks,
+  double computing_since = 0;   // and when the current one began
+  bool audits = false;  // it must first compute another rank's block
+  std::vector<Version> versions = {};  // of all members' vectors in the pieces so far
+  bool lent = false;        // `call.own` stays valid as long as the program waits
+  std::uint64_t orders = 0;  // the number given, or heard
 
-  // What the parent knows of it.
+  // What the parent knows of the call.
   bool offering = false;      // an offer was made,
   bool held_back = false;     // or waits for the parent to speak
   std::uint32_t offered = 0;  // pieces of `outgoing`
@@ -73,14 +72,14 @@ struct WayUp : Incoming {
   // After the deadline.
   bool overdue = false;
   bool told_overdue = false;   // and the parent knows
-  bool forsaken = false;       // and nobody above answers
-  bool approximating = false;  // the pieces from here on are of what has come:
+  bool forsaken = false;       // and no rank above answers
+  bool approximating = false;  // pieces from `exact` on use only messages that have arrived
   Extent exact = {};
 
-  // Where children form the sum in sections.
+  // If children form the sum in sections.
   std::optional<Delegated> delegated = {};
-  bool whole = false;        // it is not, for good
-  double sufficient_at = 0;  // when the messages for it were there, while latecomers are waited for
+  bool whole = false;        // the sum is never formed in sections
+  double sufficient_at = 0;  // when enough messages had arrived, while it waits for latecomers
 
   std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
 
@@ -99,8 +98,8 @@ struct WayUp : Incoming {
     return piece_of_part(row % parts, piece);
   }
 
-  // The pieces of this rank's message, or of the result at the root, that are summed: all before
-  // this one. Those before `piece` are known to be.
+  // The first piece of this rank's message, or of the result at the root, that is not summed yet. Those before
+  // `piece` are known to be summed.
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const {
     if (all_decoded()) return layout.size();
     for (; piece < layout.size(); ++piece) {
