@@ -1,17 +1,16 @@
-// A block of shared work that two ranks compute, so that it shows if one of them is at fault.
+// Audits: two ranks compute one block of shared work, so that a fault of one of them shows.
 //
-// In each round one block is audited, another one each time: of those who hold its data besides its
-// owner, one computes it before its own blocks, and does not add it. Whoever computes it for the sum,
-// and that one, tell of it in the last vector of the sum, of float32:
+// Each round audits another block. The auditor, one of the ranks that hold its data besides its owner, computes
+// the block before its own and does not add it. The auditor and the rank that computes the block for the sum both
+// report on it, in the last vector of the sum, of float32:
 //
-//     rank by rank, how many of its blocks had NaN or infinities;
-//     whether the block was computed for the sum (1), and of each of its vectors an exponent of 2, and
-//     times that, the Euclidean norm, and the sum of its numbers, each with a sign of its own that
-//     looks like chance;
-//     the same of whoever computed it a second time.
+//     First, rank by rank, how many of its blocks had NaN or infinities.
+//     Then whether the block was computed for the sum (1). For each of its vectors follow an exponent of 2
+//     and, in units of that power, the Euclidean norm and the sum of the numbers with pseudo-random signs.
+//     Last, the same from the auditor.
 //
-// Where one of the two is not in the sum, as it was late, there is nothing to compare; nor where the
-// auditor has taken the block over from a late rank.
+// Nothing is compared if one of the two is late and so not in the sum, or if the auditor has taken the block over
+// from a late rank.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -28,7 +27,7 @@ constexpr const char* different =
     ". Likely causes: memory or a processor at fault; parameters, data or a loss that are not the same "
     "on all ranks; dropout or augmentation that belongs to the rank and not to the example";
 
-// As SplitMix64 ends.
+// The last steps of SplitMix64.
 std::uint64_t mixed(std::uint64_t x) {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
@@ -37,20 +36,20 @@ std::uint64_t mixed(std::uint64_t x) {
 
 }  // namespace
 
-// The block of the call in progress, if there is one.
+// The audited block of the call in progress, if there is one.
 std::optional<Block> Node::audited() const {
   if (up_.call.audits.empty() || work_.holders.empty()) return {};
   return static_cast<Block>(mixed(2 * next_) % work_.holders.size());
 }
 
-// Who computes it a second time.
+// The rank that computes the block a second time.
 Rank Node::auditor(Block block) const {
   const std::vector<Rank>& holders = work_.holders[block];
   if (holders.size() < 2) return holders.front();
   return holders[1 + mixed(2 * next_ + 1) % (holders.size() - 1)];
 }
 
-// Whether what was told of the round's blocks fits together. If not, it may be said and no more.
+// Whether the reports on the round's blocks fit together. With `warn` a mismatch is only logged, and the sum is used.
 bool Node::audited_alike() {
   const auto block = audited();
   if (!block) return true;
@@ -93,7 +92,7 @@ bool Node::audited_alike() {
     const double* const its = whose + 1 + 3 * v;
     return std::ldexp(its[i], static_cast<int>(its[0]));
   };
-  // A wrong one cannot raise what is allowed.
+  // The smaller one, so that a wrong size cannot raise the bound.
   const auto size = [&](std::size_t v) { return std::min(number(first, v, 1), number(second, v, 1)); };
   double largest = 0;
   for (std::size_t v = 0; v < vectors; ++v) largest = std::max(largest, size(v));

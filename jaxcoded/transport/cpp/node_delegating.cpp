@@ -1,8 +1,8 @@
-// A parent whose children form a long sum in sections: it chooses the messages, as for any sum, and says
-// who forms which section from which of them.
+// A parent whose children form a long sum in sections. It chooses the messages, as for any sum, and tells each
+// child which section to form from which messages.
 //
-// The root's sum is the result, which everybody takes; that of another parent is its message, which it takes
-// alone. Once it has all of it, the round goes on as any other.
+// The root's sum is the result, which all ranks take. Another parent's sum is its message, which it takes alone.
+// Once a parent has its whole sum, the round continues like any other.
 #include "node.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t most_choices = 16;  // of messages
 constexpr std::size_t most_attempts = 3;  // by others than the parent
-constexpr double unformed = 4;  // times as long may it take until any of a sum is formed
+constexpr double unformed = 4;  // times the usual patience, until some of a sum is formed
 
 }  // namespace
 
@@ -28,8 +28,8 @@ bool Node::may_delegate() const {
          up_.outgoing.size() == up_.incoming.size() * limits_.slices;
 }
 
-// Another parent than the root forms its message so if that is as long as the result, and while that is not
-// known: then this rank's own vector may be where it goes.
+// A parent below the root delegates its message only if that is as long as the result, and the result is not
+// known yet: a known result may overwrite this rank's own vector.
 bool Node::may_delegate_message() const {
   if (root()) return true;
   const bool known = announced_.contains(next_) || history_.find(next_);
@@ -37,22 +37,22 @@ bool Node::may_delegate_message() const {
          limits_.slices == 1 && limits_.parts == 1 && decoder_.slices() == 1 && decoder_.parts() == 1;
 }
 
-// Form the sum in sections, if it can be. Whether there is more to do at once; nothing if it is to be
-// formed here.
+// Form the sum in sections, if possible. Returns whether there is more to do at once, or nothing if this rank
+// must form the sum itself.
 std::optional<bool> Node::delegate() {
   if (up_.delegated) return oversee();
   const double sufficient_at = std::exchange(up_.sufficient_at, 0);
   if (!may_delegate()) return {};
   const std::uint32_t last = up_.incoming.size() - 1;
   const auto decoding = own_ready(last) ? choose(last) : nullptr;
-  if (!may_delegate()) return {};  // it is to be of what has come
+  if (!may_delegate()) return {};  // the sum will use only the messages that have arrived
   if (!decoding) {
     up_.whole = gives_up() || too_few_left(last);
     if (up_.whole) return {};
     if (up_.overdue && !root()) miss_the_deadline();
     return false;
   }
-  // Whoever comes a little later is of use, too.
+  // A child that comes a little later is of use, too.
   const double now = wire_.now();
   up_.sufficient_at = sufficient_at ? sufficient_at : now;
   if (now < latecomers_until()) return false;
@@ -64,11 +64,12 @@ std::optional<bool> Node::delegate() {
   return true;
 }
 
-// When nobody waits for them any more: no later than it would save that they send and form a part, too. From
-// another host nobody comes sooner than that. A parent that alone takes what is formed needs as long without them.
+// Until when to wait for latecomers: no longer than it would save if they also send and form a part. Between
+// hosts at least `stall_seconds`, as no child comes sooner. A parent that alone takes the sum needs as long
+// without them.
 double Node::latecomers_until() const {
   if (!root()) return up_.sufficient_at;
-  // of some it was said that they are stuck
+  // some are already reported as stuck
   const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.said; };
   const auto here = [&](const Child& child) { return takes_part(child); };
   const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
@@ -83,7 +84,7 @@ double Node::latecomers_until() const {
   return up_.sufficient_at + (near ? saved : std::max(limits_.stall_seconds, saved));
 }
 
-// Whether a child waits for this round and may form a part of it.
+// Whether a child waits in this round and may form a section.
 bool Node::takes_part(const Child& child) const {
   return child.offer.round == next_ && !child.offer.withdrawn && !child.dead && !stalled(child) &&
          child.offer.fingerprint == up_.call.fingerprint;
@@ -120,8 +121,8 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
   return true;
 }
 
-// Whether this rank hands in zeros: a root without data does. They are added all the same, so that the
-// bits do not depend on where.
+// Whether this rank's vectors are zeros, as those of a root without data. Makers still add them, so that the bits
+// do not depend on where the sum is formed.
 bool Node::own_is_zero() const {
   for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
     const std::byte* begin = up_.call.own[s];
@@ -131,14 +132,14 @@ bool Node::own_is_zero() const {
   return true;
 }
 
-// Whether others can fetch these messages: short ones come within offers.
+// Whether others can fetch these messages: short ones come within offers, without addresses.
 bool Node::fetchable(const Decoding& choice) {
   return std::ranges::all_of(choice.rows, [&](std::size_t row) {
     return child_of_row(row).offer.addresses.size() == up_.of_child().segments().size();
   });
 }
 
-// Who of the members, and of this rank as the last one, forms how much, and from which messages.
+// How much each member, and this rank as the last one, forms, and from which messages.
 SectionShares Node::shares_of(const Delegated& it,
                               const std::vector<std::shared_ptr<const Decoding>>& choices) const {
   const std::size_t own = children_.size();
@@ -164,7 +165,7 @@ SectionShares Node::shares_of(const Delegated& it,
   return section_shares(makers, messages, own + 1, up_.incoming.size(), taker);
 }
 
-// Choices of messages, of which the first is known, that use all messages about equally often.
+// Choices of messages, beginning with `first`, that use all messages about equally often.
 std::vector<std::shared_ptr<const Decoding>> Node::decodings_in_turn(
     std::shared_ptr<const Decoding> first) {
   std::vector<std::size_t> order(decoder_.rows()), used(decoder_.rows());
@@ -179,15 +180,15 @@ std::vector<std::shared_ptr<const Decoding>> Node::decodings_in_turn(
   return out;
 }
 
-// Whether nobody is waited for any more.
+// Whether this rank has stopped waiting for late children.
 bool Node::gives_up() const {
   return up_.overdue && limits_.on_deadline != OnDeadline::wait;
 }
 
-// Whether all of the sum is of one choice of messages, which is not this function's.
+// Whether the whole sum uses one choice of messages, which is made elsewhere.
 bool Node::chosen_by_all() const { return pinned() || up_.call.shared || sums_blocks(); }
 
-// Messages that suffice for all of the sum, the first of them in this order.
+// Messages that suffice for the whole sum, the first ones in this order.
 std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_t>& order, bool in_time) {
   const std::uint32_t last = up_.incoming.size() - 1;
   std::vector<std::size_t> here;
@@ -198,14 +199,14 @@ std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_
   return decoder_.decode(here, may_offer(last));
 }
 
-// The same, those from `first` on before others.
+// The same, with rows from `first` on before others.
 std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
   std::vector<std::size_t> order(decoder_.rows());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = (first + i) % order.size();
   return decoding_from(order, in_time);
 }
 
-// Say who forms which section, where that has changed.
+// Tell the members which rank forms which section, if that has changed.
 void Node::assign(std::vector<Section> sections) {
   Delegated& it = *up_.delegated;
   const auto is_new = [&](std::size_t i) {
@@ -276,7 +277,7 @@ void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const 
   wire_.send(to, message);
 }
 
-// A child comes while others form the sum: it can have what they have formed.
+// A child comes while others form the sum: it can fetch what they have formed.
 void Node::join_sections(const Child& child) {
   if (!root() || !up_.delegated || !takes_part(child)) return;
   Delegated& it = *up_.delegated;
@@ -291,7 +292,7 @@ void Node::join_sections(const Child& child) {
   }
 }
 
-// One more turn of the sections. Whether there is more to do at once.
+// One more turn of the sections. Returns whether there is more to do at once.
 bool Node::oversee() {
   if (up_.call.shared) {
     const std::vector<Version> before = up_.versions;
@@ -300,7 +301,7 @@ bool Node::oversee() {
       return true;
     }
   }
-  // with too little memory to begin with them there are none
+  // there are no sections if memory was too short to begin them
   if (sections_.all.empty() || !mend_sections()) {
     abandon_sections();
     return true;
@@ -320,20 +321,20 @@ bool Node::oversee() {
   return false;
 }
 
-// What the children of another parent than the root form is whole, or not needed any more.
+// Below the root: the message that the children form is whole, or no longer needed.
 void Node::end_delegation() {
   withdraw(Object::What::own, next_ + 1);
   up_.delegated.reset();
   sections_ = {};
-  formed_.parts.clear();  // by itself, for want of others
+  formed_.parts.clear();  // those that this rank formed itself, for want of others
 }
 
-// See to it that somebody forms every section. False if nobody can.
+// Make sure that some rank forms each section. False if none can.
 bool Node::mend_sections() {
   Delegated& it = *up_.delegated;
   const double now = wire_.now();
   believe_answers();
-  // On slow cables all are slow. Before any of it is formed, that none is says little.
+  // On slow cables all sections are slow. Until the first piece is formed, its absence says little.
   double longest = 0;
   for (const Flow& flow : it.flows) longest = std::max(longest, flow.longest);
   const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
@@ -351,8 +352,8 @@ bool Node::mend_sections() {
       late |= !is_responsive(child);
     }
     if (lost && chosen_by_all()) return false;
-    // One choice of messages for all of the sum: another one is a matter of the ordinary way, and where
-    // the work is shared, of the ledger (`watch_members`), which has not chosen another one.
+    // If the whole sum uses one choice of messages, the ordinary path makes another one. With shared work the
+    // ledger does so (`watch_members`), and has not chosen another one.
     if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
@@ -364,8 +365,8 @@ bool Node::mend_sections() {
     }
     if (other && !fetchable(*other)) return false;
     if (late && !other) it.flows[i].wait(now);
-    // Of what is begun anew all that was fetched is lost. So each time there is more patience, and this rank,
-    // the last to try, does not lose it: not on slow networks either is there no end to it.
+    // A section that begins again loses all fetched pieces. So patience doubles with each attempt, and this rank,
+    // the last to try, never loses it: even on slow networks there is an end.
     const bool stuck = now - it.flows[i].moved >= std::ldexp(patience, static_cast<int>(it.attempts[i]));
     if (!other && (!maker || !(left || stuck))) continue;
     other_messages |= late && other;
@@ -379,9 +380,9 @@ bool Node::mend_sections() {
   return true;
 }
 
-// Whether a child that is relied on answers. It is asked if it has said nothing for a while. On the
-// way to another host a word may have to wait for much that was sent before. How long rounds take says nothing
-// of that: their most is what programs compute.
+// Whether a child that this rank relies on answers. A child that has been silent for a while is asked. Between
+// hosts a message may have to wait behind much earlier data. How long rounds take says nothing about that wait:
+// programs compute for most of a round.
 bool Node::is_responsive(Child& child) {
   if (child.dead || stalled(child)) return false;
   const double now = wire_.now();
@@ -397,7 +398,7 @@ bool Node::is_responsive(Child& child) {
   return true;
 }
 
-// Who forms a section in place of its maker.
+// The rank that forms a section in place of its maker.
 Rank Node::stand_in(std::size_t index) {
   Delegated& it = *up_.delegated;
   if (++it.attempts[index] > most_attempts) return family_.rank;
@@ -409,7 +410,7 @@ Rank Node::stand_in(std::size_t index) {
   return family_.rank;
 }
 
-// The sum is formed in another way, or anew. What is known of the sections is forgotten everywhere.
+// The sum is formed in another way, or again. All ranks forget what they know of the sections.
 void Node::abandon_sections() {
   up_.sufficient_at = 0;
   if (!up_.delegated) return;
@@ -426,13 +427,13 @@ void Node::abandon_sections() {
 
 // --- On the way down ---
 
-// Whether children fetch a result from here in sections.
+// Whether children fetch this result from here in sections.
 bool Node::spreads(const Entry& entry) const {
   return family_.delegates && !root() && !entry.failed && entry.buffer && limits_.slices == 1 &&
          entry.layout.size() > 1 && entry.layout.bytes() >= limits_.sections_from;
 }
 
-// Children that wait for this result and know nothing of it; none if there is only one.
+// Children that wait for this result and know nothing of it yet; empty if there is only one.
 std::vector<Rank> Node::those_waiting(const Entry& entry) const {
   std::vector<Rank> out;
   for (const Child& child : children_) {
@@ -447,13 +448,13 @@ std::vector<Rank> Node::those_waiting(const Entry& entry) const {
   return out;
 }
 
-// Whether this rank will get it so once it is whole.
+// Whether `rank` will get the result in sections once it is whole.
 bool Node::will_spread_to(Rank rank, const Entry& entry) const {
   return spreads(entry) && std::ranges::count(those_waiting(entry), rank);
 }
 
-// Let them fetch a part of it each, and the rest from each other, before they hear that all of it can be had
-// from here. Who lacks something after a while fetches it from here all the same.
+// Let waiting children fetch a section each, and the rest from each other, before they hear that this rank has
+// the whole result. A child that still lacks something after a while fetches it from here.
 void Node::spread(const Entry& entry) {
   if (!spreads(entry)) return;
   SectionPlan plan{.purpose = Purpose::copy, .members = those_waiting(entry), .of_parent = OfParent::term};

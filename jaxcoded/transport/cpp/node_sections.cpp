@@ -1,9 +1,9 @@
-// A long sum that is formed in sections, each by one rank of a family: what its ranks do.
+// A long sum that is formed in sections, each by one rank of a family: what these ranks do.
 //
-// Whoever has formed some of its section tells those who take it. Nobody ends its call before the root
-// has all sections of the result: until then messages stay where they are, so that a section can be formed
-// again, and what was fetched of it before is not used. From then on the round is decided as any
-// other, and a rank that lacks something gets it from its maker, or else from its parent.
+// A maker that has formed some of its section tells the ranks that take it. No rank ends its call before the root
+// has all sections of the result. Until then messages stay in place, so that a section can be formed again;
+// pieces of its old version are not used. Then the round is decided like any other, and a rank gets what it lacks
+// from the maker, or else from its parent.
 #include "node.h"
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 namespace jaxcoded {
 namespace {
 
-// Of pieces that are on their way, those from one rank at least.
+// At least this many of the requested pieces may come from one rank.
 constexpr std::size_t results_from_one = 4;
-constexpr std::size_t early_of_each = 32;  // messages of a rank that overtook the parent's
+constexpr std::size_t early_of_each = 32;  // messages of a rank that overtook the plan
 
 }  // namespace
 
-// Of all messages of a round with this result.
+// The length of pieces in all messages of a round with this result.
 std::uint64_t Node::piece_bytes(const std::vector<Segment>& total) const {
   return limits_.piece_for(bytes_of(total));
 }
@@ -30,7 +30,7 @@ Layout Node::laid_out(const std::vector<Segment>& total) const {
   return Layout(total, piece_bytes(total), limits_.slices);
 }
 
-// Of a sum of vectors like these, and of the messages that it is formed from.
+// The shape of a sum of vectors like these, and of its messages.
 SumShape Node::sum_shape(const std::vector<Segment>& total) const {
   return {laid_out(total).size(), total.size(), limits_.slices, limits_.parts};
 }
@@ -39,15 +39,15 @@ Incoming Node::messages_of(const std::vector<Segment>& total) const {
   return Incoming::of(total, total.size(), limits_.slices, limits_.parts, piece_bytes(total));
 }
 
-// --- What is told ---
+// --- Messages about sections ---
 
 void Node::on_delegate(Rank from, const Message& message) {
   const Header& head = message.header;
   if (root() || from != upstream_.parent()) return;
   const Entry* entry = history_.find(next_);
-  // for what there is no memory, the messages behind it must not wait
+  // if memory is short, the messages behind this one must not wait
   const bool waits = calling() && !up_.told_little_memory && head.round == next_ && frontier_ == next_ &&
-                     head.fingerprint == up_.call.fingerprint;  // it is told so otherwise
+                     head.fingerprint == up_.call.fingerprint;  // a mismatch is reported in other ways
   const bool has_some = entry && (entry->failed || !entry->buffer || entry->ready);
   if (!waits || has_some) return decline(message);
   const std::vector<Segment>& total = up_.call.total;
@@ -63,7 +63,7 @@ void Node::on_delegate(Rank from, const Message& message) {
   }
   const bool mine = !plan.terms.empty();
   if (mine) {
-    // a sum that no messages of the family's code can make, such as of a length that its slices do not divide
+    // no messages of the family's code can make such a sum, for example if its slices do not divide its length
     if (shape.pieces != messages_of(total).incoming.size() * limits_.slices) throw Damaged();
     if (head.ready >= plan.sections.size()) throw Damaged();
     if (plan.sections[head.ready].maker != family_.rank) throw Damaged();
@@ -81,7 +81,7 @@ void Node::on_delegate(Rank from, const Message& message) {
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }
 
-// Who needs no part of a copy says so, as nobody sees to it that others form it.
+// A rank that needs no part of a copy says so, as no rank oversees the sections of a copy.
 void Node::decline(const Message& message) {
   const auto anybody = [](Rank) { return true; };
   const SectionPlan plan = SectionPlan::from(message, nullptr, anybody);
@@ -98,7 +98,7 @@ Message Node::about_section(Round round, std::size_t index, std::uint32_t versio
   return message;
 }
 
-// Nobody is to wait for that section of a copy.
+// Tell the members not to wait for this section of a copy.
 void Node::tell_unformed(Round round, std::size_t index, std::uint32_t version,
                          const std::vector<Rank>& members) {
   Message message = about_section(round, index, version);
@@ -108,7 +108,7 @@ void Node::tell_unformed(Round round, std::size_t index, std::uint32_t version,
   }
 }
 
-// What is the same as before stays, the rest is to be fetched again.
+// Learn a plan. Unchanged sections stay, and the rest must be fetched again.
 void Node::learn_sections(SectionPlan plan) {
   if (sections_.round != next_) {
     if (formed_.round != next_) drop_formed();
@@ -119,7 +119,7 @@ void Node::learn_sections(SectionPlan plan) {
                  .slices = limits_.slices};
   }
   Sections& it = sections_;
-  // where there is too little memory for it, nothing has changed
+  // if memory is too short for this, nothing has changed
   std::vector<Sections::Known> all;
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
@@ -153,15 +153,15 @@ void Node::learn_sections(SectionPlan plan) {
   if (it.all.empty()) it = {};
 }
 
-// Whether some of it comes from another host. On one host nothing is gained by copying before the
-// round is decided, and from then on it can be copied to where the program wants it.
+// Whether some sections come from another host. On one host copies before the round is decided gain nothing. From
+// then on sections can be copied directly to where the program wants them.
 bool Node::from_afar() const {
   return std::ranges::any_of(sections_.all, [&](const Sections::Known& it) {
     return it.section.maker != family_.rank && !wire_.direct(it.section.maker);
   });
 }
 
-// The entry of the round in the history, in memory of its own.
+// The entry of the round in the history, with its own memory.
 Entry* Node::begin_entry() {
   Entry* entry = history_.find(sections_.round);
   if (!entry) {
@@ -223,7 +223,7 @@ void Node::drop_formed() {
 
 // --- Forming a section ---
 
-// A turn of the section that this rank forms. Whether there is more to do at once.
+// A turn of the section that this rank forms. Returns whether there is more to do at once.
 bool Node::form() {
   if (sections_.forming.empty()) return false;
   Forming& it = sections_.forming.front();
@@ -270,14 +270,14 @@ bool Node::form() {
   return over ? !sections_.forming.empty() : bytes >= limits_.announced_bytes;
 }
 
-// Ask for what a section is formed from, and find what is here for its next piece. False if some of it
-// can be had no more.
+// Request the messages of a section, and find those that are here for its next piece. False if one of them is no
+// longer available.
 bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   static const std::byte nothing[1] = {};
   const std::size_t count = it.terms.size(), ahead = terms_ahead_.pieces();
   for (std::uint32_t p = it.next; p < it.section.last; ++p) {
     for (std::size_t turn = 0; turn < count; ++turn) {
-      const std::size_t i = (turn + it.index) % count;  // everybody begins with another one
+      const std::size_t i = (turn + it.index) % count;  // each rank begins with another one
       const Term& term = it.terms[i];
       const std::uint32_t number = sections_.number(it, i, p);
       const Piece piece = sections_.of_term(it, i, number);
@@ -327,8 +327,8 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   return true;
 }
 
-// Somebody's message can be had no more: the parent is to know. A copy of what it has can be had from it in
-// another way.
+// A message is no longer available: tell the parent. For a copy tell the members, which can get the result from
+// the parent in another way.
 void Node::cannot_form(std::size_t index, Rank term) {
   const Section section = sections_.all[index].section;
   std::erase_if(sections_.forming, [&](const Forming& it) { return it.section == section; });
@@ -343,7 +343,7 @@ void Node::cannot_form(std::size_t index, Rank term) {
   wire_.send(family_.ancestors.front(), message);
 }
 
-// What all have decided does not fail for want of memory to hand it on.
+// A decided round must not fail because memory is too short to pass it on.
 void Node::unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act) {
   try {
     act();
@@ -362,7 +362,7 @@ void Node::lose_term(Rank rank) {
   }
 }
 
-// A piece that a section is formed from. False if none is waited for.
+// A piece from which a section is formed. False if no section waits for it.
 bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
                           std::span<const std::byte> data) {
   if (!sections_.round || object.round != sections_.round) return false;
@@ -386,7 +386,7 @@ bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
   return false;
 }
 
-// --- What is formed ---
+// --- Formed sections ---
 
 // A piece of a section, if it is here.
 const std::byte* Node::piece_of_section(std::size_t index, std::uint32_t piece) const {
@@ -398,7 +398,7 @@ const std::byte* Node::piece_of_section(std::size_t index, std::uint32_t piece) 
   return entry && piece < entry->here.size() && entry->here[piece] ? entry->data(piece) : nullptr;
 }
 
-// Tell a rank how much of a section can be had, and where; or all of it, if that is short.
+// Tell a rank how much of a section is available, and where; or send all of it, if it is short.
 void Node::tell_formed(Rank to, std::size_t index) {
   const Sections::Known& known = sections_.all[index];
   Message message = about_section(sections_.round, index, known.section.version);
@@ -415,7 +415,7 @@ void Node::tell_formed(Rank to, std::size_t index) {
       message.append(piece_of_section(index, p), sections_.layout[p].bytes);
     }
   } else if (known.addresses.empty()) {
-    message.header.flags = failed;  // it came to this rank in a message, and goes on with the result
+    message.header.flags = failed;  // this rank got it in a message, and sends it on with the result
   } else {
     message.header.segments = static_cast<std::uint32_t>(known.addresses.size());
     message.append(known.addresses.data(), known.addresses.size() * sizeof(std::uint64_t));
@@ -427,13 +427,13 @@ void Node::on_formed(Rank from, const Message& message) {
   const Header& head = message.header;
   if (!calling() || up_.told_little_memory || head.round != next_ || frontier_ != next_) return;
   const bool relayed = !root() && from == family_.ancestors.front();
-  const bool of_mine = !relayed && !is_sibling(from);  // of what is formed for this rank, or was
+  const bool of_mine = !relayed && !is_sibling(from);  // about the message that is, or was, formed for this rank
   if (of_mine && !up_.delegated) return;
   const bool known = sections_.round == next_ && head.last < sections_.all.size() &&
                      of_mine == up_.delegated.has_value();
   if (!known || head.fingerprint > sections_.all[head.last].section.version) {
     if (of_mine) return;
-    std::erase_if(early_, [&](const auto& it) {  // it says more
+    std::erase_if(early_, [&](const auto& it) {  // the new message says more
       return it.first == from && it.second.header.last == head.last;
     });
     if (early_.size() < early_of_each * (family_.siblings.size() + 1)) early_.emplace_back(from, message);
@@ -471,7 +471,7 @@ void Node::on_formed(Rank from, const Message& message) {
   }
 }
 
-// So many pieces of a section can be had from its maker, there.
+// The pieces of a section before `ready` are available from its maker, at these addresses.
 void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses) {
   Sections::Known& it = sections_.all[index];
   it.formed = ready;
@@ -482,21 +482,21 @@ void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint6
   for (const Rank rank : up_.delegated->joined) tell_formed(rank, index);
 }
 
-// Some of it came.
+// The sections have made progress.
 void Node::sections_came_on() {
   const double now = wire_.now();
   sections_.flow.move(now);
   if (!up_.delegated) upstream_.moved(now);
 }
 
-// Fetch what has been formed. Whether there is more to do at once.
+// Fetch what has been formed. Returns whether there is more to do at once.
 bool Node::take_sections(Destination to) {
   const std::size_t count = sections_.all.size();
   std::uint64_t bytes = 0;
   const std::size_t ahead = results_ahead_.pieces();
   const std::size_t from_one = std::max(results_from_one, ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
-    // everybody begins with another one
+    // each rank begins with another one
     Sections::Known& it = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
     const Rank maker = it.section.maker;
     std::size_t on_their_way = 0;
@@ -540,13 +540,13 @@ bool Node::take_sections(Destination to) {
   return false;
 }
 
-// Whether all of the sum is here, or all that can still be had.
+// Whether the whole sum is here or, with `or_gone`, all that is still available.
 bool Node::all_taken(bool or_gone) const {
   const auto is_taken = [&](const Sections::Known& it) { return it.taken == it.section.last || (or_gone && it.gone); };
   return std::ranges::all_of(sections_.all, is_taken);
 }
 
-// A piece of a section, or word that it can be had no more.
+// A piece of a section, or the news that it is no longer available.
 void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
                            std::span<const std::byte> data) {
   const auto asked = sections_.asked.find(piece);
@@ -568,8 +568,8 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
   if (up_.delegated) up_.delegated->flows[sections_.of_piece(piece)].move(wire_.now());
 }
 
-// Go on with the sections of the round at the frontier. Whether there is more to do at once; nothing
-// if there are none, or the rest is to be had from above.
+// Continue with the sections of the round at the frontier. Returns whether there is more to do at once, or
+// nothing if there are no sections or the rest must come from above.
 std::optional<bool> Node::follow_sections() {
   if (!sections_.round || sections_.round != frontier_ || sections_.purpose == Purpose::message) return {};
   const auto found = announced_.find(frontier_);
@@ -596,7 +596,7 @@ std::optional<bool> Node::follow_sections() {
   return {};
 }
 
-// When somebody who says nothing of the sections is to be asked, or given up.
+// When to ask, or to give up, a rank that is silent about the sections.
 double Node::sections_at() const {
   if (calling() && up_.sufficient_at) return latecomers_until();
   return sections_.round ? wire_.now() + limits_.orphan_seconds

@@ -1,8 +1,8 @@
-// A round whose work is shared: blocks of the batch go to whoever has time for them.
+// A round of shared work: blocks of the batch go to the ranks that have time for them.
 //
-// The root's ledger says who computes what. A rank's vector is its program's, and lent while the
-// program waits for its next block: the root takes the vectors of all once they hold every block
-// once, and only then a program is told that the round is over.
+// The root's ledger says which rank computes which block. A rank's vector belongs to its program, which lends it
+// while it waits for its next block. The root takes all vectors once they hold every block exactly once. Only
+// then are programs told that the round is over.
 #include "node.h"
 
 #include <algorithm>
@@ -33,14 +33,14 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
 }
 
 void Node::replay(const std::vector<Dealt>& rounds) {
-  work_.own.clear();  // whose they are the root says
+  work_.own.clear();  // the root says which rank computes a block
   work_.replayed.emplace();
   for (const Dealt& dealt : rounds) work_.replayed->emplace(dealt.round, dealt);
 }
 
 // --- The program and its blocks ---
 
-// With its own blocks, unless it is to ask first, or the round is over already.
+// Begin with this rank's own blocks, unless it must ask first or the round is already over.
 void Node::begin_share() {
   const bool claims = up_.in_time && !work_.asks_first;
   up_.share = Share(up_.call.lends(), claims ? work_.own : std::vector<Block>());
@@ -69,7 +69,7 @@ void Node::come_for_block(const std::vector<const std::byte*>& own) {
 
 std::optional<Work> Node::take_block() {
   if (no_more_blocks()) {
-    withdraw(Object::What::message, next_ + 1);  // who is late may still form a section from it
+    withdraw(Object::What::message, next_ + 1);  // a late rank may still form a section from it
     stop_lending();
     return std::nullopt;
   }
@@ -97,16 +97,16 @@ void Node::leave_share() {
   withdraw(Object::What::message, next_ + 1);  // its vectors may be fetched this very moment
   stop_lending();
   up_.share.leave();
-  up_.call.complete = true;  // first: there may be too little memory to tell
+  up_.call.complete = true;  // first, as memory may be too short to tell others
   tell_share();
   complete({});
 }
 
-// --- What ranks say of it ---
+// --- Progress and orders ---
 
 Progress Node::progress() { return up_.share.progress(wire_.now() - up_.added_at); }
 
-// What can be said of this rank's share, and its vectors where they are all that it will have.
+// Report this rank's progress, and its vectors if they hold all blocks that it will have.
 void Node::tell_share() {
   if (newest_ >= next_) return;
   if (root()) {
@@ -132,11 +132,11 @@ void Node::on_order(const Message& message) {
     wire_.send(family_.ancestors.front(), Message{header(Kind::will_ask, next_ + calling())});
     return;
   }
-  // What is not of this call is old: who gives orders has heard of a call before.
+  // An order for another call is old: the root gives orders only after it has heard of a call.
   if (!calling() || !up_.call.shared || head.round != next_ || head.last <= up_.orders) return;
   up_.orders = head.last;
   auto blocks = message.values<Block>(0, head.segments);
-  // no program can compute what is not in its data
+  // no program can compute a block that is not in its data
   for (const Block block : blocks) {
     if (!work_.holds(family_.rank, block)) throw Damaged();
   }
@@ -151,7 +151,7 @@ void Node::follow_order(const Order& order) {
     case Order::Kind::grant:
       work_.asks_first = false;
       up_.share.grant(order.blocks);
-      return;  // how much of it is computed says that it was heard
+      return;  // the number of computed blocks acknowledges the grant
     case Order::Kind::recall:
       up_.share.recall(order.blocks);
       break;
@@ -166,7 +166,7 @@ void Node::follow_order(const Order& order) {
 
 // --- The root ---
 
-// A child has something to say, or is there at last.
+// A child reports its progress, or comes at last.
 void Node::hear_share(std::size_t child) {
   const Offer& offer = children_[child].offer;
   if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
@@ -178,7 +178,7 @@ void Node::hear_share(std::size_t child) {
   }
 }
 
-// Why the work of this call cannot be divided as it was before, where it is to be; or empty.
+// Why a replay cannot divide the work of this call as recorded; empty if it can, or without a replay.
 std::string Node::why_not_as_before() const {
   const Call& call = up_.call;
   if (!work_.replayed || !call.shared) return {};
@@ -196,7 +196,7 @@ std::string Node::why_not_as_before() const {
          "; go on in a group without replay=";
 }
 
-// A child asks first, from a round on.
+// A child will ask before it begins, from this round on.
 void Node::on_will_ask(std::size_t child, Round from) {
   if (deals() && from <= next_) work_.ledger->will_ask(child + 1);
 }
@@ -211,12 +211,12 @@ void Node::begin_sharing() {
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
 }
 
-// Whether this rank says who computes what in its call.
+// Whether this rank says which rank computes which block in its call.
 bool Node::deals() const {
   return root() && work_.ledger && calling() && up_.call.shared && !up_.all_decoded();
 }
 
-// Let everybody have something to compute. Whether all is computed.
+// Give each rank something to compute. Returns whether all blocks are computed.
 bool Node::deal() {
   const double now = wire_.now();
   if (up_.overdue && approximates()) work_.ledger->close(now);
@@ -226,7 +226,7 @@ bool Node::deal() {
     if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
       work_.ledger->lost(i + 1);
     } else if ((mine && child.offer.withdrawn) || does_not_answer(child)) {
-      work_.ledger->will_ask(i + 1);  // if it is only expected
+      work_.ledger->will_ask(i + 1);  // if it is expected and has not come yet
       work_.ledger->give_up(i + 1, now);
     }
   }
@@ -268,15 +268,16 @@ bool Node::deal() {
   return work_.ledger->settled();
 }
 
-// Whether a child was there when all was computed: where its vector follows later, nobody can stand
-// in for it then.
+// Whether a child was present when all blocks were computed. If its vector follows later, no rank can stand in
+// for it then.
 bool Node::is_there(Child& child) {
   if (child.there == next_) return true;
   if (child.asked_round != next_) ask_whether_it_is_there(child);
   return false;
 }
 
-// Who has gone on meanwhile, as the round failed there alone, will not have its vector any more if the round has a result.
+// A child has continued meanwhile if the round failed there alone. If the round then has a result, the child does
+// not have its vector any more.
 void Node::hear_where_it_is(Child& child, const Header& head) {
   if (head.last == head.round) {
     child.there = head.round;
@@ -286,7 +287,7 @@ void Node::hear_where_it_is(Child& child, const Header& head) {
   }
 }
 
-// The vectors that hold the blocks, once they can be had.
+// The vectors that hold the blocks, once all are available.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!work_.ledger->settled()) return nullptr;
   bool there = true;
@@ -301,16 +302,16 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
     out->rows.push_back(i);
   }
   if (!there) return nullptr;
-  // The whole sum is of one division of the work, so that a record of it gives the same bits.
+  // The whole sum uses one division of the work, so that a record of it gives the same bits.
   if (versions != up_.versions) up_.decoded = up_.exact;
   up_.versions = std::move(versions);
   out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
   return up_.decoding = out;
 }
 
-// --- The sum of what was computed in the round before, which only then is handed over ---
+// --- The sum of the blocks of the previous round, whose vectors are handed over only now ---
 
-// Why this call cannot come here, in a group whose program computes blocks; empty if it can.
+// Why this call is not allowed here, in a group whose program computes blocks; empty if it is.
 std::string Node::why_not_after_blocks() const {
   const Call& call = up_.call;
   const bool sums = call.up && !call.shared;
@@ -330,14 +331,14 @@ std::string Node::why_not_after_blocks() const {
   return "GroupMismatch: " + why + "; ranks called " + call.signature;
 }
 
-// Whether this call would sum what was computed in the round before, and this rank has nothing of that. It may have had
-// blocks on which the root counts: in a round that came again, after a snapshot, as it had failed here alone.
+// Whether this call sums the blocks of the previous round, and this rank has none of them. The root may count on
+// blocks that it had before, in a round that failed here alone and came again after a snapshot.
 bool Node::lacks_what_it_computed() const {
   const auto blocks = computed();
   return !root() && up_.call.up && !up_.call.shared && blocks && blocks->empty();
 }
 
-// Those whose vectors hold nothing, or what others have computed too.
+// Leave out the children whose vectors hold nothing, or only what others have computed too.
 void Node::leave_out_the_others() {
   up_.call.erased.resize(children_.size());
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -345,7 +346,8 @@ void Node::leave_out_the_others() {
   }
 }
 
-// Their vectors, once they can be had. After the deadline, all of the sum is of those that can.
+// The vectors of the children not left out, once all are available. After the deadline, the whole sum uses those
+// that are.
 std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
   const bool some = up_.overdue && approximates();
   if (some && !up_.approximating) {
@@ -371,21 +373,21 @@ std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
   return up_.decoding = out;
 }
 
-// Whether the sum of the call in progress is not of all blocks, as the root has it.
+// Whether the sum of the call in progress lacks blocks, by the root's ledger.
 bool Node::lacks_blocks() const {
   return root() && work_.ledger && (up_.call.shared || sums_blocks()) && work_.ledger->missing();
 }
 
-// --- Who does not answer ---
+// --- Ranks that do not answer ---
 
-// Whether a part of the batch will do without a child, if others cannot compute what it has: it has
-// not answered when it was asked, now or in a round before.
+// Whether to accept a part of the batch without a child's blocks, if others cannot compute them: the child has
+// not answered a question of this round or an earlier one.
 bool Node::does_not_answer(const Child& child) const {
   if (!approximates() || !child.asked) return false;
   return silent(child) || wire_.now() - child.asked >= deadline(limits_.deadline_share / 4);
 }
 
-// Whether all that lacks is what only those could compute who have not answered for long.
+// Whether only ranks that have been silent for long could compute the missing blocks.
 bool Node::only_silent_hold() const {
   std::vector<bool> silent(children_.size() + 1);
   bool lacks = work_.ledger->missing() > 0;
@@ -398,7 +400,7 @@ bool Node::only_silent_hold() const {
   return lacks && work_.ledger->orphans(silent).size() == work_.ledger->missing();
 }
 
-// Whose vectors should be here, but do not come, although they are asked whether they are there.
+// Watch for ranks whose vectors do not come, although they are asked whether they are there.
 void Node::watch_members() {
   if (!deals() || !work_.ledger->settled()) return;
   believe_answers();
@@ -424,7 +426,7 @@ void Node::watch_members() {
 double Node::shares_at() const {
   if (!deals()) return std::numeric_limits<double>::infinity();
   const double now = wire_.now();
-  // whose vector does not come is asked
+  // a rank whose vector does not come is asked
   return work_.ledger->settled() ? now + limits_.orphan_seconds : work_.ledger->wakes_at(now);
 }
 
@@ -438,7 +440,7 @@ std::string Node::lacking_blocks() const {
     if (left || (work_.ledger->version(i + 1).blocks && !comes)) busy.push_back(children_[i].rank);
     blocks += left;
   }
-  if (busy.empty()) {  // what is left is for those who have not come, or have not come back
+  if (busy.empty()) {  // the remaining blocks are for ranks that have not come, or have not come back
     for (std::size_t i = 0; i < children_.size(); ++i) {
       if (work_.ledger->awaited(i + 1)) busy.push_back(children_[i].rank);
     }
