@@ -33,7 +33,7 @@ namespace jaxcoded {
 namespace {
 
 constexpr double ask_seconds = 1;   // between an answer and the next question
-constexpr double say_seconds = 10;  // after which a root that waits says for whom
+constexpr double say_seconds = 10;  // after which a waiting root names the ranks that it waits for
 constexpr double look_seconds = 10e-3;
 constexpr double go_on_seconds = 1e-3;
 constexpr double others_seconds = 2;  // in which the others are at their end, if they all have failed alike
@@ -74,7 +74,7 @@ int world_size() {
   return size;
 }
 
-// The ranks of a group of known processes as numbers of these.
+// The ranks of a group as ranks of the world; all of its processes are known.
 std::vector<int> of_world(MPI_Group group) {
   int size = 0;
   MPI_Group_size(group, &size);
@@ -84,7 +84,7 @@ std::vector<int> of_world(MPI_Group group) {
   return out;
 }
 
-// The same of a communicator, of which some may be new.
+// The same for a communicator, some of whose processes may be new.
 std::vector<int> in_world(MPI_Comm comm) {
   MPI_Group group;
   MPI_Comm_group(comm, &group);
@@ -100,7 +100,7 @@ std::vector<int> in_world(MPI_Comm comm) {
   return out;
 }
 
-// Whoever is gone does not hear it.
+// A rank that is gone does not get this.
 void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) {
   MPI_Request sent;
   if (MPI_Isend(byte, byte != nullptr, MPI_BYTE, to, tag, comm, &sent) == MPI_SUCCESS) {
@@ -108,7 +108,7 @@ void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) 
   }
 }
 
-// The ranks of a communicator that are dead, as MPI has noticed. It does where it is fault-tolerant.
+// The ranks of a communicator that are dead, as MPI has noticed. It does if it is fault-tolerant.
 void add_dead([[maybe_unused]] MPI_Comm comm, [[maybe_unused]] std::set<int>& out) {
 #ifdef MPIX_ERR_PROC_FAILED
   MPI_Group failed;
@@ -133,7 +133,7 @@ void say(const std::string& words) {
   std::fputs(line.c_str(), stderr);
 }
 
-// To the parent of this process (`cli/rank.py`), for `jaxcoded run`. Whether there is one.
+// Write to the parent of this process (`cli/rank.py`), for `jaxcoded run`. Returns whether there is one.
 bool tell_parent(const char* letter) {
   const char* const told = std::getenv("JAXCODED_ENDS_JOB");
   int parent = 0, pipe = 0;
@@ -142,7 +142,7 @@ bool tell_parent(const char* letter) {
          write(pipe, letter, 1) == 1;
 }
 
-// A fault-tolerant mpirun may go on after MPI_Abort, so `jaxcoded run` hears of it, too.
+// A fault-tolerant mpirun may continue after MPI_Abort, so `jaxcoded run` is told, too.
 void end_job(int status) {
   tell_parent("!");
   nap(heard_seconds);
@@ -206,9 +206,9 @@ void EndOfJob::end() {
     die();
   }
 #ifdef OPEN_MPI
-  // Where a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
+  // If a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
   if ((joins_ || !dead().empty()) && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
-  // To disconnect them Open MPI waits for all of their ranks, or crashes where one is dead.
+  // To disconnect them Open MPI waits for all of their ranks, or crashes if one is dead.
   if (joins_ && &ompi_comm_num_dyncomm) ompi_comm_num_dyncomm = 0;
 #endif
   tell_parent(".");
@@ -219,7 +219,7 @@ void EndOfJob::die() const {
   kill(getpid(), SIGKILL);
 }
 
-// Until all other ranks are at their end. Where the rest says nothing, end the job.
+// Wait until all other ranks are at their end. If the rest says nothing, end the job.
 void EndOfJob::wait() {
   struct Other {
     Place place;
@@ -249,7 +249,7 @@ void EndOfJob::wait() {
   double looked = now();
   for (double say_at = now() + say_seconds; !others.empty(); nap(look_seconds)) {
     const double time = now();
-    // While this process was stopped it heard nobody: it asks again.
+    // While this process was stopped it got no answers, so it asks again.
     if (time - looked >= silent_seconds_ / 2) {
       for (auto& [rank, other] : others) other = {other.place};
     }
@@ -288,13 +288,13 @@ void EndOfJob::wait() {
   }
 }
 
-// When all roots do. A root waits until everybody has heard it: messages may not move in
+// Continue when all roots do. A root waits until every rank has heard it, since messages may not move in
 // `MPI_Finalize`.
 void EndOfJob::go_on(const std::vector<Below>& below) {
   std::vector<MPI_Request> requests;
   const auto add = [&](auto start, MPI_Comm comm, Rank other) {
     MPI_Request request;
-    // of one that is dead MPI may say so
+    // MPI may report that the other is dead
     if (start(nullptr, 0, MPI_BYTE, other, tag::go_on, comm, &request) == MPI_SUCCESS) {
       requests.push_back(request);
     }
@@ -320,7 +320,7 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
 std::vector<std::pair<int, unsigned char>> EndOfJob::received(int tag) {
   std::vector<std::pair<int, unsigned char>> out;
   for (const Own& group : own_) {
-    // one by one: of any MPI does not tell once it has noticed a failure
+    // one by one: for any source MPI reports nothing once it has noticed a failure
     for (Rank rank = 0; rank < static_cast<Rank>(group.world.size()); ++rank) {
       int there = 0;
       while (MPI_Iprobe(rank, tag, group.comm, &there, MPI_STATUS_IGNORE) == MPI_SUCCESS && there) {

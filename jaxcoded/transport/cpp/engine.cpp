@@ -18,25 +18,25 @@
 namespace jaxcoded {
 namespace {
 
-// After the last news a thread polls for this long before it sleeps, and yields its core each time. To fall
-// asleep and be woken takes longer than the rest of a short round: 76 µs in place of 56 on 4 ranks.
+// After the last news a thread polls for this long before it sleeps, and yields its core each time. To sleep and
+// be woken takes longer than the rest of a short round: 76 µs instead of 56 on 4 ranks.
 constexpr double spin_seconds = 60e-6;
-// Without wake-ups (peers on other hosts), naps between looks grow, slowly where nobody waits.
+// Without wake-ups (peers on other hosts), naps between looks grow, slowly if no rank waits.
 constexpr double shortest_nap = 20e-6;
-constexpr double usual_nap = 1e-3;  // while anybody waits for a round
-// With wake-ups nothing comes unheard: this is for timers only. The longer nothing came, the less
-// often they are looked at.
+constexpr double usual_nap = 1e-3;  // while any rank waits for a round
+// With wake-ups no message goes unnoticed: these are for timers only. The longer nothing came, the
+// less often timers are checked.
 constexpr double shortest_timer = 10e-3;
 constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
 double longer(double nap) {
   return std::clamp(nap * (nap < usual_nap ? 1.5 : 1.1), shortest_nap, longest_timer);
 }
-// For the last messages of a group to leave.
+// Time for the last messages of a group to leave.
 constexpr double flush_seconds = 1;
-// For ranks that still lack results, where a program finalizes MPI with groups that are open.
+// Time for ranks that still lack results, if a program finalizes MPI while groups are open.
 constexpr double finalize_seconds = 5;
-// Between answers whether this process is there.
+// Time between answers that this process is there.
 constexpr double answer_seconds = 0.2;
 
 constexpr const char* two_threads =
@@ -87,7 +87,7 @@ Closed use_after_close(std::uint64_t index) {
           " was closed; make a new CodedGroup, and compile with it what used the old one"};
 }
 
-// A call that there is too little memory to make. Its round fails.
+// A call that this rank lacks the memory to make. Its round fails.
 std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
   auto out = std::make_shared<Flight>();
   out->call.fingerprint = fingerprint;
@@ -251,8 +251,8 @@ std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
   return out;
 }
 
-// The open call that a request goes on with; none if there is none, or another one's. Whoever only ends it says
-// nothing of what it is.
+// The open call that a request continues; null if there is none, or only a different one. A request that only ends
+// the call has no fingerprint.
 std::shared_ptr<Flight> Engine::continued(Member& its, const Request& request) const {
   if (!its.has_open_call()) return nullptr;
   const std::shared_ptr<Flight>& flight = its.queue.back();
@@ -307,8 +307,8 @@ Call Engine::call_of(Member& its, Request& request) {
   return call;
 }
 
-// In words, if the group carries out no calls: where two threads called it, either may have met the
-// other's at other ranks, from the first call on.
+// Why the group carries out no calls, in words, or an empty text. If two threads called it, either may
+// have met the other's calls at other ranks, from the first call on.
 std::string Engine::why_not(Member& its) {
   if (its.running && its.mixed_up.empty()) {
     its.mixed_up = two_threads;
@@ -319,7 +319,7 @@ std::string Engine::why_not(Member& its) {
   return its.mixed_up;
 }
 
-// A thread comes back from `run` or `take`. Why what it got is of no use; empty if it is.
+// A thread returns from `run` or `take`. Why its result is of no use; empty if it is valid.
 std::string Engine::returned(std::uint64_t index) {
   const auto still = members_.find(index);
   if (still == members_.end()) return {};
@@ -331,10 +331,10 @@ std::string Engine::returned(std::uint64_t index) {
   return its.mixed_up;
 }
 
-// The last call of the queue, in place of one whose last parts never came.
+// Add a call to the queue, in place of an open one whose last parts never came.
 void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   const bool breaks_off = its.has_open_call();
-  its.queue.push_back(flight);  // where there is too little memory for it, nothing has changed
+  its.queue.push_back(flight);  // if there is too little memory for it, nothing has changed
   if (!breaks_off) return;
   const auto at = its.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
@@ -347,8 +347,8 @@ void Engine::enqueue_unmade(Member& its) {
   for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
 }
 
-// The call that `make` makes of this request, or where there is too little memory for it, one that fails its round. None
-// if there is not enough for that either: its round fails later, but before that of any later call.
+// The call that `make` makes of this request or, with too little memory for that, one that fails its round. Null if
+// even that lacks memory: then its round fails later, but before the round of any later call.
 template <class Make>
 std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
   std::shared_ptr<Flight> out;
@@ -369,7 +369,7 @@ std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Ma
   return nullptr;
 }
 
-// Nor does an open call get its next part.
+// Fail a call for lack of memory. An open one gets no next part.
 void Engine::fail_for_memory(Member& its, Flight& flight) {
   reserve::fill();
   flight.open = false;
@@ -381,7 +381,7 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
   }
 }
 
-// The program comes for no more blocks. Others do the rest, and the round ends without it. With too little memory for
+// The program takes no more blocks. Others compute the rest, and the round ends without it. With too little memory for
 // that, `fly` does it.
 void Engine::leave_share(Member& its, Flight& flight) {
   flight.open = false;
@@ -396,11 +396,11 @@ void Engine::leave_open_share(Member& its) {
   if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
 }
 
-// A turn of a member. Whether it says that there was anything. With too little memory its round fails, once there is enough to say so.
+// Run a turn of a member. Returns whether it had news. If it lacks memory, its round fails once that can be said.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
   const auto fail = [&] { return !attempted([&] { its.node->lack_memory(); }); };
-  if (its.lacks_memory && (its.lacks_memory = fail())) return false;  // nothing goes on from what is half done
+  if (its.lacks_memory && (its.lacks_memory = fail())) return false;  // nothing continues from a half-done state
   bool news = false;
   const bool enough = attempted([&] {
     if constexpr (std::is_void_v<decltype(turn())>) {
@@ -414,7 +414,7 @@ bool Engine::in_memory(Member& its, Turn turn) {
   return news;
 }
 
-// Carry out the calls of the queue as far as can be done now. Whether one began or ended.
+// Carry out the calls of the queue as far as possible now. Returns whether one began or ended.
 bool Engine::fly(Member& its) {
   bool news = false;
   Node& node = *its.node;
@@ -428,7 +428,7 @@ bool Engine::fly(Member& its) {
       } else {
         node.submit(std::move(flight.call));
       }
-      // a process that was stopped finds out the time first, and then what has come meanwhile
+      // a process that was stopped notices the time first: read what has come meanwhile
       if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
     }
@@ -444,8 +444,8 @@ bool Engine::fly(Member& its) {
   return news;
 }
 
-// The same, and a turn of the call that is on its way. Other groups and what has come are looked at
-// before its next turn.
+// The same, and a turn of the call in progress. Other groups and new messages come before its next
+// turn.
 void Engine::work(Member& its) {
   in_memory(its, [&] {
     fly(its);
@@ -531,7 +531,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   const auto done = [&] {
     if (flight->outcome != Outcome::pending) return true;  // the group is closed, or has failed
     if (taken || !its.mixed_up.empty()) return true;
-    if (!flight->submitted || !flight->shared) return false;  // rounds that were started before are not over, or it fails
+    if (!flight->submitted || !flight->shared) return false;  // rounds started before are not over, or it fails
     return in_memory(its, [&] {
       if (!here && (needs_own = !node.goes_on_at_once())) return true;
       if (!here) own.assign(flight->total.size(), nullptr);
@@ -546,7 +546,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
   if (flight->outcome != Outcome::pending) return {.error = std::move(flight->error)};
-  // The progress thread goes on where that is more than to wait for messages.
+  // The progress thread continues if that is more than to wait for messages.
   if (!request.continues || its.root || its.wire->hears_nothing()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
 }
@@ -599,7 +599,7 @@ std::string Engine::extend(std::uint64_t index, Request request) {
     if (request.feed) flight->feed = request.feed;
   }
   work(its);
-  page_->wake_up.send();  // the progress thread goes on
+  page_->wake_up.send();  // the progress thread continues
   return {};
 }
 
@@ -622,7 +622,7 @@ Started Engine::start(std::uint64_t index, Request request) {
                          ? own
                          : memory_for(flight->memory, *flight->pool, request.total, request.total.size());
   });
-  // The engine goes on meanwhile.
+  // The engine continues meanwhile.
   lock.unlock();
   if (enough) copy(own, request.own, request.message.data());
   lock.lock();
@@ -647,7 +647,7 @@ Started Engine::start(std::uint64_t index, Request request) {
   flight->number = ++its->numbers;
   its->started.back() = flight;
   in_memory(*its, [&] { return fly(*its); });
-  page_->wake_up.send();  // the progress thread goes on
+  page_->wake_up.send();  // the progress thread continues
   return {flight->number, {}};
 }
 
@@ -691,12 +691,12 @@ bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(
   return ended;
 }
 
-// Let every node see its messages and do what it can. Whether there was anything.
+// Let every node read its messages and do what it can. Returns whether there was anything.
 bool Engine::poll() {
   bool news = false;
   if (stopping_) return news;
   const double time = now();
-  const bool anyway = time >= asks_mpi_at_;  // which tells of dead ranks without a message
+  const bool anyway = time >= asks_mpi_at_;  // MPI reports dead ranks without a message
   if (anyway) asks_mpi_at_ = time + shortest_timer;
   for (auto& [index, its] : members_) {
     bool its_news = in_memory(its, [&] { return its.wire->poll(*its.node, anyway); });
@@ -726,7 +726,7 @@ bool Engine::hears_nothing() const {
   return std::ranges::any_of(members_, [](const auto& it) { return it.second.wire->hears_nothing(); });
 }
 
-// Between looks whether something has happened to a group without a wake-up.
+// Time between looks for news of a group that come without a wake-up.
 double Engine::longest_nap(const Member& its) const {
   if (!its.wire->awaits()) return longest_timer;
   return its.queue.empty() && !its.node->awaited_below() ? shortest_timer : usual_nap;
@@ -737,7 +737,7 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
   attempted([&] {
     for (const auto& [index, its] : members_) {
-      // a timer after which there was nothing to do is the less urgent
+      // a timer is less urgent after one that had nothing to do
       out = std::min(out, std::max(its.node->wakes_at() - now(), std::min(nap_, usual_nap)));
       if (its.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(its)});
     }
@@ -745,11 +745,11 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
   return out;
 }
 
-// Do the engine's work on this thread until `done`, or until the engine stops. Whether it is done.
+// Do the engine's work on this thread until `done`, or until the engine stops. Returns whether it is done.
 template <class Done>
 bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double until) {
   WakeUp& wake_up = page_->wake_up;
-  // What `done` looks at stays until this thread has given back the lock.
+  // What `done` reads stays valid until this thread releases the lock.
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;
@@ -781,7 +781,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
       const double longest = std::min(longest_sleep(true, quiet), until - now());
       const bool silent = hears_nothing();
       lock.unlock();
-      // Where every peer sends wake-ups, there is nothing to look at before one does.
+      // If every peer sends wake-ups, there is nothing to look at before one arrives.
       do {
         if (quiet >= spin_seconds) {
           wake_up.sleep(WakeUp::driver, seen, longest);
@@ -870,7 +870,7 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   tell_waiting();
 }
 
-// The node's own call may still end; those behind it will not begin.
+// The node's own call may still end; the calls behind it will not begin.
 void Engine::leave(Member& its, const std::string& failure) {
   while (its.queue.size() > 1) {
     fail(*its.queue.back(), "GroupClosed: the group has failed, or the process ends");
@@ -902,7 +902,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     const Inside inside(inside_);
     wait_until_nobody_is_in(lock, its.inside);
   }
-  // With too little memory for one of these steps the others have to do without what it says.
+  // If one of these steps lacks memory, the other ranks do not get its message.
   leave_open_share(its);
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   in_memory(its, [&] { its.node->leave({}); });
@@ -931,19 +931,19 @@ void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
   if (its.root) end_of_job_.give_up(its.comm, absent);
 }
 
-// What was wrong with a call, where no round came after it to fail.
+// Report what was wrong with a call, if no later round was there to fail.
 void Engine::report_untold(std::uint64_t index, const Member& its) {
   if (!its.node->untold().empty()) {
     warnings_.add({index, "after its last round: " + its.node->untold()});
   }
 }
 
-// Threads that wait may look again whether what they wait for is there.
+// Let waiting threads check again for what they wait for.
 void Engine::tell_waiting() {
   if (waiting_) changed_.notify_all();
 }
 
-// Threads that are told to go, by what they wait for.
+// Wait for threads that must leave, and notice this by what they wait for.
 void Engine::wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside) {
   while (inside) {
     page_->wake_up.send();
@@ -978,11 +978,11 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
   }
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);
-  // Whoever reads this process's memory, or the caller's, must not take what lies there next.
+  // Ranks that read this process's memory, or the caller's, must not use what lies there next.
   for (const auto& [index, its] : members_) page_.close_slot(its.slot);
   stopping_ = true;
   warnings_.close();
-  // Handlers that still wait are told, and let go of their groups.
+  // Handlers that still wait learn of it, and release their groups.
   wait_until_nobody_is_in(lock, inside_);
   members_.clear();
   return end_of_job_.left_any();

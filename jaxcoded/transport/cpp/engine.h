@@ -1,4 +1,4 @@
-// The process's engine: its groups, its progress thread, and who does the work when.
+// The process's engine: its groups, its progress thread, and which thread does the work when.
 #pragma once
 
 #include <atomic>
@@ -26,13 +26,13 @@
 
 namespace jaxcoded {
 
-// A call on its way. The calls of a group at a rank are carried out one after the other, in the
-// order in which they came.
+// A call in progress. A rank carries out the calls of a group one after the other, in the order in
+// which they came.
 struct Flight {
-  std::uint32_t number = 0;  // by which a started one is called for; others have none
-  Call call;                 // until the node has it
-  bool submitted = false;    // the node has it
-  std::shared_ptr<Flight> replaces = {};  // whose call the node has until then, in the same round
+  std::uint32_t number = 0;  // names a started call, for `finish`; others have none
+  Call call;                 // until the node takes it
+  bool submitted = false;    // the node has taken it
+  std::shared_ptr<Flight> replaces = {};  // the call that the node has until then, in the same round
   bool open = false;         // more parts of its vectors follow
   bool shared = false;       // or blocks, until the round is over,
   bool looped = false;       // in a loop on the host, which says when it ends
@@ -44,7 +44,7 @@ struct Flight {
   // Copies of the caller's vectors. A result takes the place of a copy like it.
   std::shared_ptr<Pool> pool;
   std::vector<Buffer> memory;
-  std::shared_ptr<Feed> feed;  // what brings its vectors, if they are not here
+  std::shared_ptr<Feed> feed;  // brings its vectors, if they are not in host memory
 };
 
 // A group at this rank, as the engine knows it.
@@ -57,22 +57,22 @@ struct Member {
   bool root = false;
   std::string failure;  // this rank's error since its last call, in words
   Erasures erasures;
-  bool reports = false;  // for whom a call waits after its deadline
+  bool reports = false;  // the ranks that a call waits for after its deadline
   std::pair<Round, int> reported = {0, 0};  // the round and `Node::overdue`
   bool abandoned = false;  // this rank makes no more calls, but relays
   std::shared_ptr<Pool> pool;
-  // Calls that are not over, of which the node has the first. One that is open is the last.
+  // Calls that are not over; the node has the first. An open call is always the last.
   std::deque<std::shared_ptr<Flight>> queue;
-  // Calls that were started and not called for yet, over or not, in their order.
+  // Started calls that wait for their `finish`, over or not, in their order.
   std::deque<std::shared_ptr<Flight>> started;
   std::uint32_t numbers = 0;  // given to started calls
   bool running = false;       // a thread is in `run` or `take`,
-  std::string mixed_up;       // or two were, here or elsewhere: why no call is carried out any more
-  bool closing = false;       // or in `close`,
-  int inside = 0;             // and so many in `wait`
-  std::uint32_t unmade = 0;   // calls that there was too little memory to make: their rounds are to fail,
-  bool lacks_memory = false;  // as is the round of the node's call
-  bool lost_part = false;     // the latest one was to come in parts, and one could not be kept
+  std::string mixed_up;       // why no call is carried out any more: two threads were, at this rank or another
+  bool closing = false;       // a thread is in `close`
+  int inside = 0;             // threads in `wait`
+  std::uint32_t unmade = 0;   // calls that this rank had too little memory to make: their rounds must fail
+  bool lacks_memory = false;  // the round of the node's call must fail, too
+  bool lost_part = false;     // the latest one came in parts, and one part could not be kept
 
   // Whether the last call of the queue is open.
   bool has_open_call() const { return !queue.empty() && queue.back()->open; }
@@ -80,11 +80,11 @@ struct Member {
   std::uint64_t ahead() const;
   // Rounds that are decided and that this rank has not called yet.
   std::uint64_t lag() const;
-  Round next() const { return node->next() + ahead(); }  // that this rank will call next
+  Round next() const { return node->next() + ahead(); }  // the round that this rank will call next
   std::uint64_t memory_bytes() const;
 };
 
-// What a collective's call brings along.
+// What a collective passes with its call.
 struct Request {
   std::uint64_t fingerprint = 0;
   std::string signature = {};
@@ -97,15 +97,15 @@ struct Request {
   Examples examples = {};
   Audits audits = {};
   std::vector<double> costs = {};  // of blocks, see `Ledger::begin`
-  bool continues = false;    // the open call, of which parts are here
-  std::shared_ptr<Feed> feed = {};  // what brings and takes the vectors, if they are not here
+  bool continues = false;    // continues the open call, some of whose parts are here
+  std::shared_ptr<Feed> feed = {};  // brings and takes the vectors, if they are not in host memory
 };
 
-// What a program that shares its work gets: a block, or none, as the round is over.
+// The answer to a program that shares its work: a block, or none once the round is over.
 struct Taken {
   std::optional<Work> work = {};
   std::string error = {};
-  bool needs_own = false;  // its vectors, which were not brought along: it is to come again with them
+  bool needs_own = false;  // its vectors were not passed: the program must call again with them
 };
 
 struct Result {
@@ -122,50 +122,50 @@ class Engine {
  public:
   static Engine& instance();
 
-  // This process's part of what all ranks need to know for a new group.
+  // What the other ranks need to know about this process for a new group.
   Card introduce();
-  // What all of a group's ranks made of `introduce`. To be called on every rank before any opens it.
+  // `cards`: what `introduce` returned on all ranks of a group. Must be called on every rank before any opens it.
   void let_read(const std::vector<Card>& cards);
-  // There will be no such group.
+  // The group of this card will not be opened.
   void forget(const Card& card);
   void open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
             Member member);
-  // It was opened here, but not on all ranks: nobody has called anything.
+  // The group was opened here, but not on all ranks, and no rank has called anything.
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
   const std::atomic<std::uint32_t>& messages(std::uint64_t slot);
-  // Where vectors are to lie, such as other processes of this host read or not.
+  // Memory for vectors, `shared` if other processes of this host read them.
   Source& memory(bool shared);
   // The group of this communicator is open on all ranks; see `EndOfJob`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
   // This process joins a job, or is about to start others that do; see `EndOfJob`.
   void join();
 
-  // One round. Blocks until its result is there; any thread, one call per group at a time.
+  // Run one round. Blocks until its result is available. Any thread may call; one call per group at a time.
   Result run(std::uint64_t index, Request request);
-  // The same, to be called for by `finish`. Copies the vectors and does not wait, unless
-  // `most_started` were not called for: then for the end of the oldest, which is forgotten.
+  // Start a round that `finish` will end. Copies the vectors and does not wait. But if `most_started`
+  // calls wait for their `finish`, it waits for the end of the oldest, and forgets that one.
   Started start(std::uint64_t index, Request request);
   // Blocks until the started call is over, and copies its result, which must be like `total`.
   Result finish(std::uint64_t index, std::uint32_t number, const std::vector<Segment>& total,
                 const std::vector<std::byte*>& out);
   static constexpr std::size_t most_started = 64;
-  // The next part of the vectors of a round that `run` will follow. Copies it, and does not wait.
-  // `message` and `total` are those of the round. What a feed brings is not copied. In words, why
-  // not; empty otherwise.
+  // Pass the next part of the vectors of a round that `run` will end. Copies what no feed brings, and
+  // does not wait. `message` and `total` are those of the round. Returns why it failed, in words, or an
+  // empty text.
   std::string extend(std::uint64_t index, Request request);
-  // The next block to compute in a round that `run` will follow, which `continues` it. What was
-  // given before is computed, and `own`, this rank's vectors, are there until this returns. Without them it
-  // returns, too, where they are needed. Blocks.
+  // Return the next block to compute in a round that a `run` with `continues` will end. The previous
+  // block is computed by then, and `own`, this rank's vectors, stay valid until this returns. Blocks.
+  // Without `own` it also returns when the vectors are needed.
   Taken take(std::uint64_t index, Request request);
-  // The program comes for no more blocks of such a round.
+  // The program takes no more blocks of such a round.
   void leave_share(std::uint64_t index);
   void note_failure(std::uint64_t index, const std::string& words);
-  // A call that there was too little memory to bring here: its round fails.
+  // A call did not get here, as there was too little memory: its round fails.
   void note_unmade(std::uint64_t index);
-  // Nor does the open call get its next part, if there is one.
+  // The same for the next part of the open call, if there is one.
   void note_lost_part(std::uint64_t index);
-  // What brings the vectors of the open call that a request goes on with; none if it begins one.
+  // The feed of the open call that a request continues; null if the request begins a call.
   std::shared_ptr<Feed> feed_of(std::uint64_t index, const Request& request);
   // A feed has news. Any thread.
   void wake_up() { page_->wake_up.send(); }
@@ -176,29 +176,29 @@ class Engine {
     std::unique_lock lock(mutex_);
     return use(member(index));
   }
-  // Do the engine's work until `done(member)`, or so many seconds. Whether it is done. Raises
-  // `Closed` if the group is closed meanwhile.
+  // Do the engine's work until `done(member)`, or for so many seconds. Returns whether it is done.
+  // Raises `Closed` if the group is closed meanwhile.
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
-  // The group goes on under another index, with another code. Not while it has a call.
+  // The group continues under another index, with another code. Not while it has a call.
   void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
               Decoder decoder, Erasures erasures);
 
-  // Of a group: whom a call waits for after its deadline, or what no round is left to fail with.
+  // A group, and whom its call waits for after its deadline, or an error that no later round can fail with.
   using Warning = std::pair<std::uint64_t, std::string>;
   Reports<Warning>& warnings() { return warnings_; }
 
   // Refuse this rank's calls from now on, after a failure (see `Node::leave`). It still relays to
   // those below.
   void abandon(std::uint64_t index, const std::string& failure);
-  // Leave the group once nobody needs this rank any more, after so many seconds at the latest.
-  // The ranks below that had not left by then. Raises `Closed` once another thread has closed it.
+  // Leave the group once no rank needs this one any more, after so many seconds at the latest. Returns
+  // the ranks below that had not left by then. Raises `Closed` once another thread has closed it.
   std::vector<Rank> close(std::uint64_t index, double seconds);
-  // Leave all groups, after a failure or not, and fail what waits. Nothing works afterwards, but
-  // whether this process is there is answered until `MPI_Finalize`. Ranks below that have not left
-  // after so many seconds are given up. When it returns no other thread is in the engine, nor does
-  // any rank take what it reads in this process. With a status that is not 0 the process would end
-  // the job; whether the engine will do that, as its root has left ranks behind.
+  // Leave all groups, after a failure or not, and fail the calls that wait. Afterwards the engine only
+  // answers, until `MPI_Finalize`, that this process is there. Ranks below that have not left after so
+  // many seconds are given up. When it returns, no other thread is in the engine, and no rank uses what
+  // it reads in this process. With a `status` other than 0 the process would end the job. Returns
+  // whether the engine will do that, as its root has left ranks behind.
   bool stop(double seconds, const std::string& failure, int status);
 
  private:
@@ -259,11 +259,11 @@ class Engine {
   };
   int inside_ = 0;
   bool driving_ = false;
-  bool ending_ = false;      // nothing can be called any more,
-  bool stopping_ = false;    // and nothing is done,
-  bool finalizing_ = false;  // nor answered
+  bool ending_ = false;      // no more calls are accepted,
+  bool stopping_ = false;    // no more work is done,
+  bool finalizing_ = false;  // and no more questions are answered
   double nap_ = 0;
-  double asks_mpi_at_ = 0;  // again, for each group
+  double asks_mpi_at_ = 0;  // when every group asks MPI again
   EndOfJob end_of_job_;
   int at_finalize_ = MPI_KEYVAL_INVALID;  // of MPI_COMM_SELF, whose attributes end first
   double answers_at_ = 0;
@@ -272,10 +272,10 @@ class Engine {
 
 inline constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
 
-// Calls of this thread that a group has counted: what fails for want of memory after that is not counted again.
+// Calls of this thread that a group has counted: a call that lacks memory after that is not counted again.
 inline thread_local std::uint64_t calls_counted = 0;
 
-// Make a call. Without the memory for it, the round that it `begins` fails, or that of the open call.
+// Make a call. If it lacks memory, the round that it `begins` fails, or else the round of the open call.
 template <class Make>
 auto counted(std::uint64_t index, bool begins, Make make) {
   const std::uint64_t before = calls_counted;

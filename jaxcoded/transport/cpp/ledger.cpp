@@ -15,13 +15,13 @@ namespace {
 
 // A member asks for more while it computes its last block, so that the answer is there in time.
 constexpr std::size_t ahead = 1;
-// What takes longer than is usual will take as much longer, and half as long again.
+// A block that takes longer than usual is expected to take half as long again.
 constexpr double further = 0.5;
-// What is being computed is only computed anew if that ends so much sooner, as a share of a block.
+// A block in progress is computed again only if that ends so much sooner, as a share of a block.
 constexpr double worth = 0.1;
-constexpr double telling = 0.5;  // blocks of usual cost that tell of a pace
+constexpr double telling = 0.5;  // after so many blocks of usual cost a pace is known
 constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
-// Who is late is looked at again after this share of the time that nothing was heard, and of the patience at least.
+// A late member is checked again after this share of its silence, and at least this share of the patience.
 constexpr double share_of_time = 1.0 / 16, finest = 1.0 / 64;
 constexpr double never = std::numeric_limits<double>::infinity();
 
@@ -92,7 +92,7 @@ void Ledger::arrived(std::size_t m, bool claims, double now) {
   } else if (expected) {
     grant(m, std::exchange(member.blocks, {}), now);
   } else {
-    give_up(m, now);  // it did not hear in time that it was to ask
+    give_up(m, now);  // the order to ask first came too late
   }
 }
 
@@ -106,7 +106,7 @@ void Ledger::will_ask(std::size_t m) {
 void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   Member& member = members_[m];
   if (!member.takes_part()) return;
-  if (progress.generation > member.generation) throw Damaged();  // it has not begun
+  if (progress.generation > member.generation) throw Damaged();  // this generation has not begun
   if (progress.generation < member.generation) return;
   if (progress.out) {
     count_unused(m);
@@ -125,7 +125,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const double ago = progress.seconds > 0 ? progress.seconds : 0;
     const double told = cost(member, member.added, progress.added);
     const double block = (now - ago - member.since) / told;
-    // It may have begun before this round did here. What costs little takes as long as its messages.
+    // It may have begun before this round did here. A cheap block takes as long as its messages.
     if (block > 0 && told >= telling) {
       member.seconds = member.measured ? (member.seconds + block) / 2 : block;
       usual_.reset();
@@ -138,8 +138,8 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const Recall recall = member.recalls.front();
     const bool returns = std::ranges::find(progress.returned, recall.block) != progress.returned.end();
     const auto returned = std::ranges::find(member.blocks, recall.block);
-    if (returns && returned - member.blocks.begin() < member.added) throw Damaged();  // it is in its vector
-    (returns ? free_ : member.kept).insert(recall.block);  // without the memory for it nothing has changed
+    if (returns && returned - member.blocks.begin() < member.added) throw Damaged();  // the block is in its vector
+    (returns ? free_ : member.kept).insert(recall.block);  // if there is too little memory for it, nothing has changed
     member.recalls.pop_front();
     ++member.answered;
     break_promise(recall);
@@ -194,7 +194,7 @@ void Ledger::close(double now) {
   }
 }
 
-// All that it has computed, and what it computes.
+// Count the blocks that it has computed, and the one that it computes.
 void Ledger::count_unused(std::size_t m) {
   unused_[m] += members_[m].added + (members_[m].left() > 0);
 }
@@ -205,7 +205,7 @@ void Ledger::break_promise(const Recall& recall) {
   if (beneficiary.promised) --beneficiary.promised;
 }
 
-// What it was to compute is for others.
+// Free its blocks for others.
 void Ledger::release(Member& member) {
   free_.insert(member.blocks.begin(), member.blocks.end());
   for (const Recall& recall : member.recalls) break_promise(recall);
@@ -225,12 +225,12 @@ std::vector<Order> Ledger::orders(double now) {
   }
   bool again = true;
   while (std::exchange(again, false)) {
-    std::vector<std::size_t> idlest;  // members that have nothing left but what they compute
+    std::vector<std::size_t> idlest;  // members that have no blocks left except the one they compute
     for (std::size_t m = 0; m < members_.size(); ++m) {
       const Member& member = members_[m];
       if (member.here() && member.left() + member.promised <= ahead) idlest.push_back(m);
     }
-    // Those that were given up least come first: whoever takes over should not be lost again.
+    // Members that were given up least come first, so that the block is not lost again.
     std::ranges::sort(idlest, {}, [&](std::size_t m) {
       return std::pair(members_[m].times_given_up, done_in(members_[m], now));
     });
@@ -253,7 +253,7 @@ double Ledger::wakes_at(double now) const {
     block = std::min(block, seconds(member));
   }
   if (!idle || latest == -never || waits_) return out;
-  // How much longer a block takes shows only with time: the later, the more rarely it matters.
+  // How much longer a block takes shows only with time: the later, the less often it is checked.
   const double quarter = (block > 0 ? block : patience_seconds_) / 4;
   return std::min(out, now + std::max({quarter, (now - latest) * share_of_time, patience_seconds_ * finest}));
 }
@@ -315,7 +315,7 @@ std::vector<Block> Ledger::orphans(const std::vector<bool>& silent) const {
   return out;
 }
 
-// When it is given up, unless it answers before.
+// When the member is given up, unless it answers before.
 double Ledger::patience_ends(const Member& member) const {
   if (member.held) return *member.held + patience_seconds_;
   if (member.recalls.empty()) return never;
@@ -326,7 +326,7 @@ double Ledger::patience_ends(const Member& member) const {
 // Until when a closed round waits for blocks that are being computed.
 double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_seconds_, usual()); }
 
-// For one block of usual cost, of any member.
+// Seconds for one block of usual cost, for any member.
 double Ledger::usual() const {
   if (usual_) return *usual_;
   std::vector<double> known;
@@ -340,7 +340,7 @@ double Ledger::seconds(const Member& member) const {
   return member.seconds > 0 ? member.seconds : usual();
 }
 
-// Of some of its blocks together.
+// The cost of some of its blocks together.
 double Ledger::cost(const Member& member, std::size_t first, std::size_t last) const {
   if (costs_.empty()) return static_cast<double>(last - first);
   double out = 0;
@@ -348,7 +348,7 @@ double Ledger::cost(const Member& member, std::size_t first, std::size_t last) c
   return out;
 }
 
-// Once it has called, it says so after some blocks: until then they go on as is usual.
+// A member that has called reports after some blocks: until then it is assumed to keep the usual pace.
 double Ledger::done_in(const Member& member, double now, double more) const {
   const double usual = seconds(member);
   if (!member.left()) return more * usual;
@@ -399,7 +399,7 @@ void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) 
   order(m, Order::Kind::grant, blocks);
 }
 
-// It gets what is its own and still free.
+// Grant a member its own blocks that are still free.
 bool Ledger::grant_own(std::size_t m, double now) {
   std::vector<Block> own;
   std::ranges::copy_if(own_[m], std::back_inserter(own),
@@ -409,7 +409,7 @@ bool Ledger::grant_own(std::size_t m, double now) {
   return true;
 }
 
-// The one that its owner, if that arrives, would come to last.
+// Grant the block that its owner, if it arrives, would reach last.
 bool Ledger::grant_free(std::size_t m, double now) {
   if (divided_) return grant_own(m, now);
   std::optional<Block> last;
@@ -421,7 +421,7 @@ bool Ledger::grant_free(std::size_t m, double now) {
   return last.has_value();
 }
 
-// When the others would be done with all that a member was granted.
+// When the others would finish all that a member was granted.
 double Ledger::anew_in(std::size_t from, double now) const {
   std::vector<std::pair<double, double>> others;  // when each is done, and for a block of usual cost
   for (std::size_t m = 0; m < members_.size(); ++m) {
@@ -442,13 +442,13 @@ double Ledger::anew_in(std::size_t from, double now) const {
   return out;
 }
 
-// How much longer the block that a member computes, its last, must take to be computed anew by one
-// who would be done with it in `mine`. It doubles each time, so that a block which takes long
-// everywhere is done at last.
+// How much longer a member's last block must take before it is computed again by one that would
+// finish it in `mine`. The threshold doubles each time, so that a block which takes long everywhere
+// is finished at last.
 double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   const Member& other = members_[from];
   double least = mine;
-  if (other.added || other.kept.contains(other.blocks.back())) {  // what is in its vector goes, too
+  if (other.added || other.kept.contains(other.blocks.back())) {  // what is in its vector is lost, too
     if (!replaceable(from)) return never;
     least = std::max(least, anew_in(from, now));
   }
@@ -456,7 +456,7 @@ double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   return std::ldexp(least, static_cast<int>(times_taken_[other.blocks.back()]));
 }
 
-// Take back a block for a member from whoever would be done last, if that ends sooner.
+// Take back a block for a member from the one that would finish last, if that ends sooner.
 Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   if (waits_) return Found::nothing;
   const Member& member = members_[m];
@@ -470,7 +470,7 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
     if (v == m || !(other.here() || other.expected()) || other.held) continue;
     if (other.left() <= other.recalls.size()) continue;
     const double its = done_in(other, now);
-    // What it computes already is its last, and taken back only for who has nothing to do.
+    // The block that it computes is its last, and is taken back only for an idle member.
     const bool last = other.here() && other.left() == 1;
     if (its <= latest || (last && !idle)) continue;
     for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {

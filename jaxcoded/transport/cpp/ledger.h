@@ -1,8 +1,8 @@
-// Who computes which blocks of a round whose work is shared, as the parent has it.
+// Which rank computes which blocks of a round with shared work, as the parent records it.
 //
-// Every block is granted to one member at a time: first to its owner, which need not ask, later to
-// whoever has nothing left to do and holds its data, after it was taken back from whoever would be
-// done last. So each is in the sum once, whoever is late. The rules are in tests/sharing/model.py.
+// Every block is granted to one member at a time: first to its owner, which need not ask. Later it
+// may be taken back from the member that would finish last, and granted to an idle one that holds its
+// data. So each is in the sum once, whichever rank is late. The rules are in tests/sharing/model.py.
 #pragma once
 
 #include <cstdint>
@@ -40,58 +40,58 @@ struct Dealt {
 class Ledger {
  public:
   // `holders`: of each block, its owner first; members are numbered from 0. `patience_seconds`: a
-  // member that has not answered a recall for so long is given up, the first time. `waits`: nobody's
-  // blocks are taken back as it is late.
+  // member that has not answered a recall for so long is given up, the first time. `waits`: late
+  // members keep their blocks.
   Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
          double patience_seconds, bool waits = false);
-  // Everybody computes these blocks, in this order, and nobody anything else.
+  // Each member computes its blocks of this division, in this order, and no others.
   Ledger(const Division& division, double patience_seconds);
 
-  // A round begins. Members are expected to begin with their own blocks, but those that were told
-  // to hold and were granted nothing since: they ask first. `costs`: of each block, in blocks of usual cost, > 0;
+  // A round begins. Members are expected to begin with their own blocks, except those that were told to
+  // hold and were granted nothing since: they ask first. `costs`: of each block, in blocks of usual cost, > 0;
   // empty: all are usual.
   void begin(double now, std::vector<double> costs = {});
-  // It calls. `claims`: it has begun with its own blocks.
+  // The member calls. `claims`: it has begun with its own blocks.
   void arrived(std::size_t member, bool claims, double now);
-  // It will ask first, as it was told.
+  // The member will ask first, as it was told to.
   void will_ask(std::size_t member);
   void heard(std::size_t member, const Progress& progress, double now);
-  // Its vector cannot be had. If it is there after all, it begins anew.
+  // The member's vector is not available. If the member is there after all, it begins again.
   void give_up(std::size_t member, double now);
-  // It takes no part any more.
+  // The member takes no part any more.
   void lost(std::size_t member);
-  // The time for the round is over: nobody begins with another block. The one that a member computes
-  // is waited for as long as one takes as a rule; then its vector is not used.
+  // The time for the round is over: no member begins another block. A block in progress gets the time
+  // that one usually takes; after that the vector of its member is not used.
   void close(double now);
   bool closed() const { return closed_at_.has_value(); }
 
   // What to tell the members now.
   std::vector<Order> orders(double now);
-  // When there may be orders although nothing was heard.
+  // When there may be orders without a new report.
   double wakes_at(double now) const;
 
   // Whether the members' vectors hold every block, or all that they will once the round is closed.
   bool settled() const;
-  // Blocks that were granted to nobody.
+  // Blocks that are granted to no member.
   std::size_t missing() const { return free_.size(); }
   // Blocks that a member has not computed yet.
   std::size_t left(std::size_t member) const { return members_[member].left(); }
-  // What a member's vector must be of.
+  // The version that a member's vector must have.
   Version version(std::size_t member) const;
   Division division() const;
   // How many blocks each member has computed.
   std::vector<Computed> computed() const;
-  // Whether others can compute what it has, and what is free for it; or need not, at the end.
+  // Whether others can compute its blocks, and those that are free for it; or need not, at the end.
   bool replaceable(std::size_t member) const;
-  // Whether it holds blocks that were granted to nobody, and has not come, or not come back.
+  // Whether it holds blocks that are granted to no member, and has not come, or not come back.
   bool awaited(std::size_t member) const;
-  // Blocks that nobody holds who takes part, or may. None of these members will; empty: all may.
+  // Blocks that no participant holds, present or future. `silent` members never are; empty: all may be.
   std::vector<Block> orphans(const std::vector<bool>& silent = {}) const;
 
  private:
   struct Recall {
     Block block;
-    std::optional<std::size_t> beneficiary;  // gets it
+    std::optional<std::size_t> beneficiary;  // the member that gets it
     double since;
   };
   struct Member {
@@ -104,8 +104,8 @@ class Ledger {
     std::set<Block> kept = {};        // blocks that were recalled and not returned
     std::uint32_t promised = 0;      // blocks that are recalled for it
     std::uint32_t times_given_up = 0;
-    std::optional<double> held = {};  // it was told to hold and has not answered, since
-    double since = 0;     // it computes what it has not told yet
+    std::optional<double> held = {};  // since when it was told to hold, without an answer
+    double since = 0;     // since when it computes what it has not reported
     double seconds = 0;   // for a block of usual cost; 0: not known
     bool measured = false;  // in this round
 
@@ -113,7 +113,7 @@ class Ledger {
     bool here() const { return state == State::here; }
     bool takes_part() const { return here() || state == State::given_up; }
     std::size_t left() const { return blocks.size() - added; }
-    // Blocks until it says how many are left, as far as is known here.
+    // Blocks until it reports how many are left, as far as the parent knows.
     std::size_t until_told() const {
       std::size_t out = 1;
       while (out < left() && !tells_with(left() - out)) ++out;
@@ -126,7 +126,7 @@ class Ledger {
   double seconds(const Member& member) const;
   double cost(Block block) const { return costs_.empty() ? 1 : costs_[block]; }
   double cost(const Member& member, std::size_t first, std::size_t last) const;
-  // With blocks of so much cost more.
+  // When it finishes, with blocks of so much cost more.
   double done_in(const Member& member, double now, double more = 0) const;
   std::size_t begun(const Member& member, double now) const;
   double anew_in(std::size_t from, double now) const;
@@ -152,12 +152,12 @@ class Ledger {
   double patience_seconds_;
   std::vector<Member> members_;
   std::vector<bool> asks_;  // each member, before it begins with its own blocks
-  bool divided_ = false;    // for good: nobody computes another one's blocks
+  bool divided_ = false;    // the division is fixed: no member computes another one's blocks
   bool waits_ = false;
   std::optional<double> closed_at_ = {};
   std::set<Block> free_;
-  std::vector<std::uint32_t> unused_;       // blocks that each member has computed, not for the sum
-  std::vector<std::uint32_t> times_taken_;  // back while it was computed, each block
+  std::vector<std::uint32_t> unused_;       // blocks that each member has computed, outside of the sum
+  std::vector<std::uint32_t> times_taken_;  // how often each block was taken back while it was computed
   std::vector<Order> orders_;
   mutable std::optional<double> usual_ = {};  // until a member's pace changes
 };

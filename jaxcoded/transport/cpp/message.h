@@ -1,4 +1,4 @@
-// What ranks say to each other. Vectors follow on request, see `Wire::fetch`.
+// The messages between ranks. Vectors follow on request, see `Wire::fetch`.
 #pragma once
 
 #include <cstring>
@@ -13,22 +13,22 @@ namespace jaxcoded {
 
 using Rank = int;
 using Round = std::uint64_t;  // the first round is 1
-// At a microsecond each they take nine years: what another rank says of later ones is nonsense.
+// At one microsecond each, these rounds take nine years: a message about a later one is damaged.
 constexpr Round most_rounds = Round{1} << 48;
 
 enum class Kind : std::uint8_t {
   // Up the tree.
-  offer,       // `ready` pieces of my message of `round` can be had; tell me its result
-  want,        // tell me the results of rounds `round` … `last`; and of those from `fingerprint` on, which failed at me
-               // alone, or 0
+  offer,       // `ready` pieces of my message of `round` are available; tell me its result
+  want,        // tell me the results of rounds `round` … `last`; also of the rounds from `fingerprint` on, which
+               // failed at me alone, or 0
   want_state,  // tell me your newest snapshot
   alert,       // what is wrong, in words: the calls of some ranks do not fit
   bye,         // I have left, and all below me; the body: ranks that were given up
   // Down the tree.
-  result,  // `ready` pieces of the result of `round` can be had
+  result,  // `ready` pieces of the result of `round` are available
   note,    // `last` is decided
   gone,    // I no longer have the result of `round`
-  state,   // my snapshot of `round` can be had; round 0: I have none
+  state,   // my snapshot of `round` is available; round 0: I have none
   // Others.
   signature,  // the call with this fingerprint, in words
   pull,   // send me piece `ready` of an object in a message with tag `last` (wires only)
@@ -37,24 +37,24 @@ enum class Kind : std::uint8_t {
   here,   // up: I am
   order,  // down: what to compute of `round`, an `Order`
   will_ask,  // up: from `round` on I ask before I begin with my own blocks
-  // Of a sum that is formed in sections.
+  // For a sum that is formed in sections.
   delegate,  // down: who forms which section of `round`, a `SectionPlan`
-  formed,    // to all: pieces before `ready` of section `last` can be had; failed: a message cannot
+  formed,    // to all: pieces before `ready` of section `last` are available; failed: a message is not
 };
 
 enum Flag : std::uint8_t {
   inlined = 1,  // the body ends with the vectors themselves
   failed = 2,   // the round's result is an error; the body is its text
-  relays = 4,   // of bye: no more offers, but ranks below still need me
-  calls = 16,   // of want: the sender waits for the round in a call; of here: for one, not in its program
-  shares = 16,  // of an offer: the body begins with the sender's `Progress`
-  closed = 8,   // of an alert: it only counts if the root has closed the group
-  approximate = 32,  // of an offer: the pieces that were not offered before are not exact
-  not_finite = 16,  // of an alert: whose messages have NaN or infinities, which are summed
-  overdue = 64,      // of an alert: whom the sender waits for after its deadline
-  continued = 128,   // the body goes on in the sender's next message (wires only)
-  ended = 16,         // of bye: what I have offered can be had no more
-  alone = 32,         // of a result: the round failed since the root does not answer
+  relays = 4,   // in bye: I offer nothing more, but ranks below still need me
+  calls = 16,   // in want: the sender waits for the round in a call; in here: it waits in a call, not in its program
+  shares = 16,  // in an offer: the body begins with the sender's `Progress`
+  closed = 8,   // in an alert: it only counts if the root has closed the group
+  approximate = 32,  // in an offer: the pieces that were not offered before are not exact
+  not_finite = 16,  // in an alert: it names ranks whose messages have NaN or infinities, which are summed
+  overdue = 64,      // in an alert: it names ranks that the sender waits for after its deadline
+  continued = 128,   // the body continues in the sender's next message (wires only)
+  ended = 16,         // in bye: my offers are no longer available
+  alone = 32,         // in a result: the round failed because the root does not answer
 };
 
 struct Header {
@@ -69,7 +69,7 @@ struct Header {
   std::uint64_t session = 0;  // of the group; set and checked by wires
 };
 
-// Thrown where a message from another rank cannot be what that rank meant to say.
+// Thrown if a message from another rank cannot be what that rank meant to send.
 struct Damaged {};
 
 struct Message {
@@ -91,7 +91,7 @@ struct Message {
     if (count) std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
     return out;
   }
-  // Of a body that is nothing else.
+  // The values of a body that holds nothing else.
   template <class T>
   std::vector<T> all() const {
     if (body.size() % sizeof(T)) throw Damaged();
@@ -113,14 +113,14 @@ struct Message {
   }
 };
 
-// What can be fetched from a rank, piece by piece.
+// An object that other ranks can fetch, piece by piece.
 struct Object {
   enum class What : std::uint8_t {
     message,
     result,
     state,
     section,
-    own,  // what a parent adds itself to a sum that others form
+    own,  // the parent's own vector in a sum that others form
   } what;
   static constexpr std::size_t kinds = 5;
   Round round;  // of a state: its number, counted by the rank that has it

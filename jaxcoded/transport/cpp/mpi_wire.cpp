@@ -12,12 +12,12 @@
 namespace jaxcoded {
 namespace {
 
-// On one host a copy out of the other's memory is faster than a message, but for short ones.
+// On one host a copy out of the other's memory is faster than a message, except for short vectors.
 constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
-// Of what rank after rank adds to, such as texts. No honest one comes near.
+// For bodies that one rank after another adds to, such as texts. No honest body comes near.
 constexpr std::size_t longest_body = 64 << 20;
 
 // Whether MPI reports with this class of errors that the other rank is dead. It does where it is fault-tolerant.
@@ -83,7 +83,7 @@ MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& 
     peer.inbox = std::make_unique<std::byte[]>(inbox_bytes);
     silent_peers_ |= !peer.page;
   }
-  // What is posted here MPI writes to: nothing may be thrown any more.
+  // MPI writes to what is posted here, so nothing may be thrown any more.
   for (std::size_t i = 0; i < ranks_.size(); ++i) receive(i);
 }
 
@@ -97,11 +97,11 @@ MpiWire::~MpiWire() {
     MPI_Cancel(&request);
     int over = 0;
     if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over) continue;
-    // What has come in part may stay away, where its sender is stopped.
+    // A message that has come in part may never be complete, if its sender is stopped.
     MPI_Request_free(&request);
     static_cast<void>(peers_[ranks_[i]].inbox.release());
   }
-  // Nobody will send these any more, or take those. Their memory must outlive them.
+  // No rank will send these any more, or take those. Their memory must outlive them.
   for (Transfer& it : fetches_) {
     if (it.request == MPI_REQUEST_NULL) continue;
     MPI_Cancel(&it.request);
@@ -127,8 +127,8 @@ void MpiWire::receive(Transfer& it) noexcept {
   it.state = may_try_again(outcome) ? Transfer::refused : Transfer::pending;
 }
 
-// MPI may lack what it needs to take a message. Whoever is dead gets none, nor does anybody where the
-// communicator is of no more use.
+// MPI may lack the resources to take a message. A dead rank gets none, and no rank gets one once the
+// communicator is unusable.
 bool MpiWire::refused(Transfer& it) noexcept {
   return may_try_again(MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
                                  comm_, &it.request));
@@ -151,13 +151,13 @@ void MpiWire::post(Transfers ready) noexcept {
   }
 }
 
-// There is something for that rank to ask MPI for.
+// Report that MPI has something for that rank.
 void MpiWire::tell(Rank to) const noexcept {
   const auto peer = peers_.find(to);
   if (peer != peers_.end() && peer->second.page) peer->second.page->tell();
 }
 
-// What an inbox cannot hold goes in several messages, which arrive one after the other: all, or none where there is
+// A message that an inbox cannot hold is sent as several, which arrive one after the other: all, or none if there is
 // too little memory.
 void MpiWire::send(Rank to, const Message& message) {
   Header header = message.header;
@@ -186,7 +186,7 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!page->valid(static_cast<std::size_t>(object.what), object.round)) return Fetch::gone;
     if (read) return Fetch::done;
-    // It is there, but cannot be read from here: let it be sent.
+    // The object is there, but cannot be read from here: ask its rank to send it.
   }
   next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
   Transfers coming;
@@ -262,7 +262,7 @@ double MpiWire::now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// What has come to the inboxes. Whether anything has.
+// Look at the inboxes. Returns whether anything has come.
 bool MpiWire::open_inboxes(Node& node) {
   int count = 0, outcome = MPI_SUCCESS;
   if (inboxes_.empty()) return false;
@@ -272,7 +272,7 @@ bool MpiWire::open_inboxes(Node& node) {
     outcome = MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count,
                            indices_.data(), statuses_.data());
   }
-  // All of it is noted before the node gets any, which may have too little memory for it.
+  // Note all messages before the node gets any, since it may have too little memory for one.
   for (int i = 0; i < count; ++i) {
     const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
     Peer& its = peers_[ranks_[static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)])]];
@@ -302,7 +302,7 @@ bool MpiWire::open_inboxes(Node& node) {
   return news;
 }
 
-// Hand what is in an inbox to the node, and wait for the next message. Whether there was one.
+// Hand what is in an inbox to the node, and wait for the next message. Returns whether there was one.
 bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   const Rank from = ranks_[peer];
   Peer& its = peers_[from];
@@ -347,8 +347,8 @@ void MpiWire::understand(Rank from, Peer& its, Node& node) {
   its.begun = {};
 }
 
-// Note what has become of everything that is on its way. One look at the network for all of it: a look for each
-// takes more time than what comes.
+// Note the outcome of everything that is on its way. One look at the network serves all of it: a look for each
+// takes more time than the messages.
 void MpiWire::complete_some() {
   auto& [requests, transfers, indices, statuses] = look_;
   requests.clear();
@@ -380,13 +380,13 @@ void MpiWire::complete_some() {
   for (std::size_t i = 0; i < requests.size(); ++i) {
     Transfer& it = *transfers[i];
     it.request = requests[i];
-    // Where one request has failed, Open MPI frees all whose rank is dead, and reports only those that it had seen to
-    // have failed before.
+    // If one request has failed, Open MPI frees all those whose rank is dead, and reports only those that it had
+    // already seen to have failed.
     if (it.state == Transfer::pending && it.request == MPI_REQUEST_NULL) it.state = Transfer::unreported;
   }
 }
 
-// Hand a piece that has come, or will not, to the node. Whether it is one.
+// Hand a piece that has come, or will not, to the node. Returns whether it is one.
 bool MpiWire::end_fetch(Transfer& it, Node& node) {
   if (it.state == Transfer::lost) post(asking_for(it));
   if (it.state == Transfer::lost || it.state == Transfer::refused) {
@@ -408,7 +408,7 @@ bool MpiWire::end_fetch(Transfer& it, Node& node) {
   return true;
 }
 
-// What MPI has not reported it may still be at work on.
+// MPI may still be at work on a request that it has not reported.
 void MpiWire::remove(Transfers& from, Transfers::iterator it) {
   if (it->state == Transfer::unreported) {
     left_to_mpi_->splice(left_to_mpi_->end(), from, it);
@@ -417,7 +417,7 @@ void MpiWire::remove(Transfers& from, Transfers::iterator it) {
   }
 }
 
-// Whether it is a piece, or asks for one. These may come twice, and in any order: the receiver looks at the stamp.
+// Whether it is a piece, or a request for one. These may come twice, and in any order: the receiver checks the stamp.
 bool MpiWire::is_of_fetch(const Transfer& it) {
   if (it.tag != tag::control) return true;
   Header header;
@@ -459,7 +459,7 @@ bool MpiWire::poll(Node& node, bool anyway) {
     if (attempts.make(note)) remove(outgoing_, at);
   }
   post(std::move(again));
-  // What has come may make the node ask for more, at the end of the list.
+  // A piece that has come may make the node ask for more, at the end of the list.
   for (auto it = fetches_.begin(); it != fetches_.end();) {
     const auto at = it++;
     if (at->state == Transfer::pending) continue;

@@ -1,5 +1,5 @@
-// The wire of a group: MPI for what ranks say, and for vectors between hosts. On one host a
-// receiver copies vectors out of the other process's memory.
+// The wire of a group: MPI for messages, and for vectors between hosts. On one host a receiver copies
+// vectors out of the other process's memory.
 #pragma once
 
 #include <mpi.h>
@@ -24,10 +24,10 @@ constexpr int control = 1;                                   // of messages
 constexpr int first_vector = 5, last_vector = 32767;         // every MPI allows as much
 }  // namespace tag
 
-// Whether MPI goes on where a rank dies, and reports it (ULFM).
+// Whether MPI continues when a rank dies, and reports the death (ULFM).
 bool fault_tolerant();
 
-// What has come from a rank.
+// The traffic from a rank.
 struct Link {
   std::uint64_t bytes = 0;  // of all kinds
   double seconds = 0;       // in which vectors were on their way
@@ -36,7 +36,7 @@ struct Link {
 class MpiWire : public Wire {
  public:
   // `comm` is the wire's own, and is not freed: messages to a rank that has left may still be on
-  // their way, and would be taken for those of the next communicator. `cards` are those of all its
+  // their way, and would be mistaken for those of the next communicator. `cards` are those of all its
   // ranks; `peers` the ranks that this one ever speaks with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity,
@@ -52,17 +52,17 @@ class MpiWire : public Wire {
   bool direct(Rank from) const override;
   double now() const override;
 
-  // Hand what has come to the node. Whether anything has. Where MPI finds nothing it may yield the
-  // core, so it is asked only where more has been sent than the node has, or `anyway`. What the node
+  // Hand new messages to the node. Returns whether there were any. If MPI finds nothing it may yield the
+  // core, so it is asked only if more has been sent than the node has, or `anyway`. A message that the node
   // has no memory for stays here until the next call, and this one ends with `std::bad_alloc`.
   bool poll(Node& node, bool anyway);
-  // It has all that had been sent before: no group's latest look has found anything.
+  // The node has all that was sent before: the latest looks of all groups have found nothing.
   void has_all() { had_ = sent_; }
   // Whether something may happen without a wake-up;
   bool hears_nothing() const { return awaits() || !outgoing_.empty(); }
-  // more than that others take what was sent, which one that is stopped does not.
+  // and whether that is more than other ranks taking what was sent, which a stopped one does not.
   bool awaits() const { return silent_peers_ || unread_ > 0 || !fetches_.empty() || !refused_.empty(); }
-  // Whether all that was said has left.
+  // Whether all messages have left.
   bool sent() const { return outgoing_.empty() && refused_.empty(); }
   std::map<Rank, Link> links() const;
 
@@ -79,7 +79,7 @@ class MpiWire : public Wire {
     std::size_t fetches = 0;  // in progress,
     double since = 0;         // since then without a break
   };
-  // A message or a piece on its way, until what has become of it is known, and the node has it.
+  // A message or a piece on its way, until its outcome is known and the node has it.
   struct Transfer {
     Rank other;
     int tag;
@@ -87,14 +87,14 @@ class MpiWire : public Wire {
     Object object = {};  // of a piece
     std::uint32_t piece = 0;
     MPI_Request request = MPI_REQUEST_NULL;
-    // refused: nothing is on its way; lost: what was is of no use. The other rank lives: what was refused is tried
-    // again, and what was lost of a fetch, too. The node hears of a lost message, as others may have followed it.
+    // refused: nothing is on its way; lost: what was on its way is of no use. The other rank lives, so a refused
+    // message is tried again, and so is a lost fetch. The node is told of a lost message, as others may follow it.
     enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };
-  // Adding what is in another list to a list takes no memory.
+  // Moving an element from another list to a list takes no memory.
   using Transfers = std::list<Transfer>;
-  // What looking at transfers takes; kept, as it is done in every turn.
+  // Buffers for a look at transfers; kept, since every turn looks.
   struct Look {
     std::vector<MPI_Request> requests = {};
     std::vector<Transfer*> transfers = {};
@@ -122,8 +122,8 @@ class MpiWire : public Wire {
   Validity& validity_;
   Source& shared_memory_;
   Source& memory_;
-  const std::atomic<std::uint32_t>& messages_;  // so many have peers with pages sent;
-  std::uint32_t sent_ = 0;                       // when MPI was asked last,
+  const std::atomic<std::uint32_t>& messages_;  // how many messages peers with pages have sent;
+  std::uint32_t sent_ = 0;                       // their number when MPI was last asked,
   std::optional<std::uint32_t> had_ = {};        // and when it had no more
   std::map<Rank, Peer> peers_;
   std::vector<Rank> ranks_;               // of the inboxes

@@ -64,14 +64,14 @@ void WakeUp::sleep(Sleeper who, std::uint32_t seen, double seconds) {
   until.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000);
   until.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000);
   state_.fetch_or(who);
-  // Does not sleep if one was sent; who sends one from now on sees the sleeper.
+  // Does not sleep if a wake-up was sent; later senders see the sleeper.
   futex(sent_, FUTEX_WAIT_BITSET, seen, &until, who);
   state_.fetch_and(~static_cast<std::uint32_t>(who));
 }
 
 void WakeUp::end_driving(std::uint32_t seen, bool wake_it) {
   state_.fetch_and(~driving);
-  if (wake_it) sent_.fetch_add(1);  // or it might go to sleep just now
+  if (wake_it) sent_.fetch_add(1);  // otherwise it might fall asleep just now
   if (sent_.load() != seen) wake(progress);
 }
 
@@ -136,8 +136,8 @@ bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes, Cop
 }
 
 bool PeerPage::read_by_kernel(std::uint64_t address, std::byte* to, std::size_t bytes) const {
-  // Together with a word that says whose memory this is: the process may have ended, and another
-  // one have its number.
+  // Read together with a word that identifies the process: it may have ended, and its number may be in
+  // use again.
   std::uint64_t magic = 0;
   const iovec here[2] = {{&magic, sizeof magic}, {to, bytes}};
   const iovec there[2] = {{reinterpret_cast<void*>(card_.magic_address), sizeof magic},

@@ -1,5 +1,5 @@
-// What processes of one host tell each other in memory that they share: wake-ups, the number of messages
-// of each group, and which of a rank's objects may still be fetched, and where.
+// What processes of one host exchange in shared memory: wake-ups, the number of messages of each
+// group, and which of a rank's objects may still be fetched, and from where.
 #pragma once
 
 #include <array>
@@ -16,17 +16,17 @@
 
 namespace jaxcoded {
 
-// The wake-ups that a process is sent.
+// The wake-ups sent to a process.
 //
 // Either the thread that waits for its call *drives*, that is, does the engine's work itself, or
-// the progress thread does. Whoever is at work may sleep here; a wake-up wakes just that one.
+// the progress thread does. The thread at work may sleep here; a wake-up wakes just that one.
 class WakeUp {
  public:
   enum Sleeper : std::uint32_t { driver = 1, progress = 2 };
 
   std::uint32_t sent() const { return sent_.load(); }  // so many
   void send();
-  // Until there are more than `seen`, or so many seconds.
+  // Sleep until there are more than `seen`, or for so many seconds.
   void sleep(Sleeper who, std::uint32_t seen, double seconds);
   void begin_driving() { state_.fetch_or(driving); }
   // The progress thread takes over; it is woken if `wake` or if there are more than `seen`.
@@ -41,13 +41,13 @@ class WakeUp {
 };
 
 // Which objects of a group can be read: for each kind, the first round whose objects are valid. A
-// reader looks after it has read: what was withdrawn in the meantime it must not use.
+// reader checks this after it has read, and must not use what was withdrawn meanwhile.
 struct Validity {
   std::atomic<std::uint64_t> group{0};  // its ticket; another one's objects are not valid
   std::array<std::atomic<std::uint64_t>, Object::kinds> first_valid{};
 };
 
-// The memory that a process shares. Others write to its wake-ups and counts alone: what they only read
+// The memory that a process shares. Others write only to its wake-ups and counts. What they only read
 // lies on other pages, which they map for reading.
 struct Page {
   static constexpr std::size_t most_groups = 100;
@@ -82,14 +82,14 @@ class OwnPage {
 
   Page& operator*() const { return *page_; }
   Page* operator->() const { return page_; }
-  // Where vectors are to lie that others fetch.
+  // Memory for vectors that others fetch.
   SharedMemory& memory() { return *memory_; }
   // A group's place on the page, until it is given back.
   Card open_slot();
   void close_slot(std::uint64_t slot);
-  // Where Yama restricts it, let the processes of this host read this one's memory, if any of these
-  // cards is another process's; not with JAXCODED_PTRACER=OFF. There is no way back: MPI libraries
-  // ask for the same, and whoever took it back would take it from them.
+  // If Yama restricts it, let the processes of this host read this one's memory, provided that one of
+  // these cards is another process's; not with JAXCODED_PTRACER=OFF. The permission is never withdrawn:
+  // MPI libraries ask for the same, and would lose theirs.
   void let_read(const std::vector<Card>& cards) const;
 
  private:
@@ -108,7 +108,7 @@ class PeerPage {
   static std::unique_ptr<PeerPage> open(const Card& card);
   ~PeerPage();
 
-  // A message has been sent to the group.
+  // Count a message sent to the group, and wake its process.
   void tell() const {
     page_->messages[card_.slot].fetch_add(1);
     page_->wake_up.send();
@@ -117,8 +117,8 @@ class PeerPage {
   bool readable() const { return readable_; }
   // Copy its memory; false if it is not there (any more).
   bool read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) const;
-  // Whether its objects of that round can still be read. The place may be another group's by now,
-  // whose words start from 0: so it is looked at last whose they were.
+  // Whether its objects of that round can still be read. The slot may belong to another group by now,
+  // whose words start from 0, so its owner is checked last.
   bool valid(std::size_t what, std::uint64_t round) const {
     const Validity& validity = page_->validity[card_.slot];
     return validity.first_valid[what].load() <= round && validity.group.load() == card_.ticket;

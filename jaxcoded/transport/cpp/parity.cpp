@@ -11,7 +11,7 @@ namespace {
 
 using Vector = std::vector<double>;
 
-// Of a unit vector, what is left of it if it is a combination of others.
+// What rounding leaves of a unit vector that is a combination of others.
 constexpr double nothing = 1e-9;
 
 // Elements at a time, so that sums stay in the first cache; a multiple of
@@ -23,7 +23,7 @@ double product(const Vector& a, const Vector& b) {
   return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
 }
 
-// What is left of a vector without its share in these orthonormal ones.
+// A vector minus its projection on these orthonormal ones.
 Vector rest(Vector v, const std::vector<Vector>& basis) {
   for (int pass = 0; pass < 2; ++pass) {  // the first one leaves its own rounding
     for (const Vector& b : basis) {
@@ -57,7 +57,7 @@ std::vector<Vector> complement(std::size_t dimension, const std::vector<Vector>&
   const std::size_t given = known.size();
   while (known.size() < dimension) {
     Vector best;
-    for (std::size_t i = 0; i < dimension; ++i) {  // the most that is left of a unit vector
+    for (std::size_t i = 0; i < dimension; ++i) {  // the unit vector of which most is left
       Vector unit(dimension);
       unit[i] = 1;
       unit = rest(std::move(unit), known);
@@ -90,8 +90,8 @@ Parity::Check combined(const Vector& combination, const std::vector<Parity::Chec
   return out;
 }
 
-// What is rounded on the way to this parent, as a share of the largest: a message of 16 bits as it is
-// made; in every layer the sums, which are of float32 at least.
+// Rounding on the way to this parent, as a share of the largest number. A message of 16 bits is rounded
+// when it is made, and sums, of at least float32, in every layer.
 double carried(DType dtype, const Below& below) {
   const double sums = below.layers * (below.widest + 3);
   switch (dtype) {
@@ -106,8 +106,8 @@ double carried(DType dtype, const Below& below) {
   }
 }
 
-// And as a share of all that travels with it: gradients that vanish, as where a model fits its data,
-// are differences of numbers that do not. So are messages of 16 bits, which were rounded below.
+// Rounding as a share of all numbers of the message: gradients that vanish, as when a model fits its
+// data, are differences of numbers that do not. So are messages of 16 bits, which were rounded below.
 double noise(DType dtype, const Below& below) {
   switch (dtype) {
     case DType::float16:
@@ -137,10 +137,10 @@ double eps(DType dtype) {
 }  // namespace
 
 // Ranks that hold the same examples compute their gradients in other orders and batches, and lose as
-// many digits as gradients of examples cancel. In float32 that was 2e-6 at most in trainings that were
-// looked at, and some 1e-3 where matrices are multiplied in fewer bits, as GPUs do. Types of 16 bits,
-// in which numbers are rounded from layer to layer of the model, were off by one eps. Mistakes are off
-// by 0.01 and mostly more.
+// many digits as gradients of examples cancel. In float32 the error was at most 2e-6 in the trainings
+// examined, and some 1e-3 if matrices are multiplied in fewer bits, as GPUs do. Types of 16 bits, in
+// which numbers are rounded from layer to layer of the model, were off by one eps. Mistakes are off by
+// 0.01 and mostly more.
 double of_programs(double eps) {
   constexpr double all = 0x1p-8, narrow = 0x1p-12, roundings = 4;
   return all + (eps > narrow ? roundings * eps : 0);
@@ -213,7 +213,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
   for (const Apart& it : apart) {
     const std::uint64_t size = vectors[it.vector].count;
     if (!size) continue;
-    const std::uint64_t first = it.first % size;  // slices lie upon each other
+    const std::uint64_t first = it.first % size;  // slices overlap
     runs_[it.vector].push_back({first, std::min(first + it.count, size), sums_of(it.vector, it.kind)});
   }
   for (std::vector<Run>& runs : runs_) std::ranges::sort(runs, {}, &Run::first);
@@ -237,7 +237,7 @@ void Parity::add(std::size_t vector, std::uint64_t first,
   add_to(vector, end);
 }
 
-// So many elements of these messages, `from` their beginning on.
+// Add `count` elements of these messages, from element `from` on.
 void Parity::add_run(Sums& sums, std::span<const std::byte* const> messages, std::uint64_t from,
                      std::size_t count) {
   const std::size_t size = size_of(sums.dtype);
@@ -253,7 +253,7 @@ void Parity::add_run(Sums& sums, std::span<const std::byte* const> messages, std
       Size its;
       its.add(values, padded);
       sums.rows[row] += its;
-      if (!std::isfinite(its.squares)) {  // or their squares are too large, which is no harm
+      if (!std::isfinite(its.squares)) {  // or their squares are too large, which does no harm
         const auto number = [](double x) { return std::isfinite(x); };
         finite_[row] = finite_[row] && std::all_of(values, values + n, number);
       }
@@ -295,8 +295,8 @@ void Parity::add_up() {
   }
 }
 
-// How large the gradients are of which these messages are made: as the second largest child tells,
-// for a single one may tell anything.
+// The size of the gradients in these messages, estimated from the second largest child, since a single
+// one may be off by any amount.
 double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm norm) const {
   double first = 0, second = 0;
   std::size_t concerned = 0;
@@ -315,7 +315,7 @@ double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm nor
   return concerned > 1 ? second : first;
 }
 
-// What rounding explains of a sum that should be 0.
+// How large rounding can make a sum that should be 0.
 double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   const double here = scale(check, sums.rows, norm);
   double everywhere = scale(check, all_, norm);
@@ -343,7 +343,7 @@ std::optional<Contradiction> Parity::contradiction() {
     for (const Sums& sums : sums_) {
       for (const Norm norm : norms) {
         const double found = in(norm, sums.checks[c]), allowed = bound(check, sums, norm);
-        if (found <= allowed) continue;  // which NaN is not
+        if (found <= allowed) continue;  // not true of NaN
         double added = 0;
         for (std::size_t row = 0; row < check.size(); ++row) {
           if (check[row] != 0) concerned[row / parts()] = true;
@@ -351,7 +351,7 @@ std::optional<Contradiction> Parity::contradiction() {
         }
         const double excess =
             allowed > 0 ? found / allowed : std::numeric_limits<double>::infinity();
-        // of numbers whose squares are too large another norm tells
+        // if squares of numbers are too large, the other norm decides
         if (excess <= worst || !std::isfinite(found / added)) continue;
         worst = excess;
         out.mismatch = found / added;

@@ -16,19 +16,19 @@
 
 namespace jaxcoded {
 
-// Elements of one of a call's vectors that are not compared with the others of it: a mistake in these
-// would not show beside them, or theirs not beside these.
+// Elements of one of a call's vectors that are compared apart from its others: next to those a mistake in
+// these would not show, or the other way round.
 struct Apart {
   std::size_t vector;
   std::uint64_t first, count;  // in the vector of the result
-  int kind;  // those of one kind are compared together: of kind 0, numbers of which nothing is
+  int kind;  // those of one kind are compared together: kind 0, numbers of which nothing is
              // known, together with all the rest of the vector
 };
 
 // How far an honest rank's numbers may be from those that others would have computed, as a share of
-// the largest: of numbers that are computed with this eps;
+// the largest, for numbers that are computed with this eps;
 double of_programs(double eps);
-// and as a share of all that travels with it, as numbers that vanish are differences of others.
+// and as a share of all numbers of the message, since numbers that vanish are differences of others.
 inline constexpr double of_all = 8 * 0x1p-23;
 
 // What lies below a child, and how much rounding that means.
@@ -40,8 +40,8 @@ struct Below {
 
 // What parity checks found wrong.
 struct Contradiction {
-  std::vector<std::size_t> children;  // that have to do with it
-  double mismatch = 0;  // of a sum that should be 0, as a share of the sizes of what is added
+  std::vector<std::size_t> children;  // that are involved
+  double mismatch = 0;  // of a sum that should be 0, as a share of the sizes of its terms
   double allowed = 0;   // for rounding
 };
 
@@ -49,32 +49,32 @@ class Parity {
  public:
   using Check = std::vector<double>;  // a number for each row
 
-  // `checks`: linearly independent, of about unit size. `sizes`: of each row of the code, what it
-  // makes of gradients of size 1 at most. `below`: for each child.
+  // `checks`: linearly independent, of about unit size. `sizes`: for each row of the code, the largest
+  // size that it gives to gradients of size 1. `below`: for each child.
   Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below);
 
-  // Messages follow of these rows and no others, each of such vectors. `call`: equal for calls whose
-  // messages are alike. `program_eps`: of the coarsest numbers in which the gradients are computed.
+  // Messages of exactly these rows follow, each of such vectors. `call`: equal for calls whose messages
+  // are alike. `program_eps`: of the coarsest numbers in which the gradients are computed.
   void begin(std::uint64_t call, const std::vector<bool>& rows, std::span<const Segment> vectors,
              const std::vector<Apart>& apart, double program_eps);
-  // So many elements of a vector of all of them, from `first` on, by row.
+  // Add so many elements of a vector of all messages, from `first` on, by row.
   void add(std::size_t vector, std::uint64_t first, std::span<const std::byte* const> messages,
            std::size_t count);
   // Whether there is anything to compare in these rows.
   bool compares() const { return !active_.empty(); }
 
-  // Of all that was added: the children whose messages have NaN or infinities,
+  // After everything was added: the children whose messages have NaN or infinities,
   std::vector<std::size_t> not_finite() const;
-  // and what is wrong where there are none. Asked once.
+  // and what is wrong if there are none. Call it once.
   std::optional<Contradiction> contradiction();
-  // It is right: its sizes tell later rounds of the call what rounding may be.
+  // The messages are right: their sizes give later rounds of the call the bound for rounding.
   void remember();
-  // These children are wrong. Whether one of them was not, when it was last compared.
+  // These children are wrong. Returns whether one of them was right when it was last compared.
   bool newly_wrong(const std::vector<std::size_t>& children);
 
  private:
-  // Of numbers, in both norms in which they are compared: a mistake in many of them shows in the
-  // first, and in a single one in the second.
+  // The size of numbers, in both norms in which they are compared: a mistake in many of them shows in
+  // the first, and in a single one in the second.
   struct Size {
     double squares = 0, largest = 0;
 
@@ -88,7 +88,7 @@ class Parity {
   struct Sums {
     DType dtype;
     std::size_t vector;
-    int kind;                  // see `Apart`; of the rest -1
+    int kind;                  // see `Apart`; -1 for the rest
     std::vector<Size> rows;    // of each row's message,
     std::vector<Size> checks;  // and of the sums that should be 0
   };
@@ -116,7 +116,7 @@ class Parity {
   std::vector<Sums> sums_;  // of the rest of each vector, then of what is apart
   std::vector<std::vector<Run>> runs_;  // of what is apart, by vector, in order
   std::vector<Size> all_;  // of each row, all of its message
-  // Of gradients, as messages tell: the largest of any round of a call.
+  // Sizes of gradients, as estimated from messages: the largest of any round of a call.
   std::map<std::uint64_t, std::array<double, 2>> remembered_;  // by norm
   std::set<std::size_t> wrong_;  // children, when they were last compared
   std::uint64_t call_ = 0;

@@ -1,8 +1,8 @@
 // A long sum is formed in sections, each by one rank of a family (delegated decoding).
 //
-// The parent says who forms what from whose messages. Of the root's sum everybody fetches the sections
-// from those who form them, and once the root has all of them the round is decided. Another parent alone
-// fetches those of its message, and lets its children fetch the result in sections, too.
+// The parent says which rank forms which section, from whose messages. Every rank fetches the sections
+// of the root's sum from their makers. Once the root has all of them, the round is decided. Any other
+// parent fetches the sections of its message alone, and its children fetch the result in sections.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,10 @@
 
 namespace jaxcoded {
 
-// Pieces of the sum from the first one up to before the last one.
+// Pieces of the sum, from `first` up to before `last`.
 struct Section {
   std::uint32_t first = 0, last = 0;
-  Rank maker = 0;            // who forms it
+  Rank maker = 0;            // the rank that forms it
   std::uint32_t version = 0;  // from 1 on: it may be formed again, from other messages
 
   bool operator==(const Section&) const = default;
@@ -37,33 +37,33 @@ struct Term {
   Rank rank = 0;
   std::uint32_t part = 0;                     // of its message
   std::vector<double> coefficients = {};      // in each slice of the sum
-  std::uint64_t version = 0;                   // of the vector, where work is shared
+  std::uint64_t version = 0;                   // of the vector, if work is shared
   std::vector<std::uint64_t> addresses = {};  // by segment
 };
 
-// What the sections of a family make.
+// What a family's sections together make.
 enum class Purpose : std::uint8_t {
-  result,   // the sum of the round, which everybody takes,
-  message,  // that of their parent, which it takes alone,
-  copy,     // or what the parent has of the round's, which the others take
+  result,   // the sum of the round, which every rank takes,
+  message,  // the message of their parent, which it takes alone,
+  copy,     // or the parent's copy of the round's result, which the others take
 };
 
-// Of a sum that is formed in sections.
+// The shape of a sum that is formed in sections.
 struct SumShape {
   std::uint32_t pieces = 0;
   std::size_t segments = 0;
-  std::uint32_t slices = 1;  // of which a piece of a message makes a piece each
+  std::uint32_t slices = 1;  // a piece of a message makes one piece of each
   std::uint32_t parts = 1;   // of a message
 };
 
-// The parent's own vector in a section. Of a copy: the result that it has.
+// The parent's own vector in a section, or for a copy: the result that the parent has.
 enum class OfParent : std::uint8_t {
   none,  // is not added,
   term,  // is the first term,
-  zero,  // or is all zeros, which nobody has to fetch
+  zero,  // or is all zeros, which no rank has to fetch
 };
 
-// The numbers of a parent's sections. 0 is none.
+// The version numbers of a parent's sections. 0 means none.
 class SectionVersions {
  public:
   constexpr explicit SectionVersions(std::uint32_t last = 0) : last_(last) {}
@@ -75,8 +75,8 @@ class SectionVersions {
 
 static_assert(SectionVersions().next() == 1 && SectionVersions(0xFFFFFFFF).next() == 1);
 
-// What a rank is told of a round: all sections, who else is told, and what its own section is formed
-// from.
+// What the parent tells a rank about a round: all sections, which other ranks are told, and the terms
+// of the rank's own section.
 struct SectionPlan {
   Purpose purpose = Purpose::result;
   std::vector<Section> sections = {};
@@ -105,7 +105,7 @@ struct SectionPlan {
     }
   }
 
-  // Among the ranks that are of the family. `sum`: null for who does not take part, and needs no terms.
+  // All ranks must be of the family. `sum`: null for a rank that takes no part, and needs no terms.
   template <class Member>
   static SectionPlan from(const Message& message, const SumShape* sum, Member is_member) {
     const auto all = message.all<std::uint64_t>();
@@ -178,19 +178,19 @@ struct Forming {
   std::size_t pending = 0;  // slots whose pieces are on their way
 };
 
-// What this rank has formed of a round, for whoever fetches it.
+// The sections of a round that this rank has formed, for the ranks that fetch them.
 struct Formed {
   struct Part {
     Section section = {};
     std::uint32_t end = 0;  // pieces before this one are formed
     Buffer buffer = {};
-    std::uint64_t base = 0;  // where the vector would begin that it is a part of
+    std::uint64_t base = 0;  // where the whole vector would begin
   };
   Round round = 0;
   Layout layout = {};
   std::deque<Part> parts = {};
 
-  // One more, of which nothing is formed yet.
+  // Add a section of which nothing is formed yet.
   void begin(const Section& section, Pool& pool) {
     const std::uint64_t start = place(section.first), end = section.last < layout.size() ? place(section.last) : layout.bytes();
     constexpr std::uint64_t aligned = 64;
@@ -208,7 +208,7 @@ struct Formed {
   std::byte* at(const Part& part, std::uint32_t piece) const {
     return reinterpret_cast<std::byte*>(part.base + place(piece));
   }
-  // By segment, for others.
+  // By segment, for other ranks.
   std::vector<std::uint64_t> addresses(const Part& part) const {
     std::vector<std::uint64_t> out;
     for (std::size_t s = 0; s < layout.segments().size(); ++s) out.push_back(part.base + layout.start(s));
@@ -221,33 +221,33 @@ struct Formed {
   }
 };
 
-// How something comes on, piece by piece.
+// How something progresses, piece by piece.
 struct Flow {
-  double moved = 0;    // when it last did
+  double moved = 0;    // when it last moved
   double longest = 0;  // that it ever took, or this process was stopped
   static constexpr double most = 5;  // seconds that count
 
   void begin(double now) { *this = {.moved = now}; }
-  void wait(double now) { moved = now; }  // for what nobody can hasten
+  void wait(double now) { moved = now; }  // for something that no rank can speed up
   void move(double now) {
     longest = std::max(longest, std::min(now - moved, most));
     moved = now;
   }
 };
 
-// What a rank of the family knows of the round that is formed in sections.
+// What a rank of the family knows of the round whose sum is formed in sections.
 struct Sections {
   Round round = 0;  // 0: none
   std::uint64_t fingerprint = 0;  // of the call, which may have been broken off
   Purpose purpose = Purpose::result;
   Layout layout = {};
-  Incoming messages = {};    // that it is formed from,
-  std::uint32_t slices = 1;  // a piece of which makes so many pieces
+  Incoming messages = {};    // that the sum is formed from
+  std::uint32_t slices = 1;  // pieces of the sum that one of their pieces makes
   struct Known {
     Section section = {};
-    std::uint32_t formed = 0;  // pieces before this one can be had from the maker,
-    std::vector<std::uint64_t> addresses = {};  // there
-    bool gone = false;         // or no longer
+    std::uint32_t formed = 0;  // the maker has the pieces before this one,
+    std::vector<std::uint64_t> addresses = {};  // where the maker has them
+    bool gone = false;         // the maker no longer has them
     std::uint32_t taken = 0;   // pieces before this one are here
     void take(const std::vector<bool>& here) {
       while (taken < formed && here[taken]) ++taken;
@@ -255,13 +255,13 @@ struct Sections {
   };
   std::vector<Known> all = {};
   std::vector<Rank> members = {};
-  std::vector<bool> here = {};               // which pieces of this rank's message are
-  std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: of whom, and when
+  std::vector<bool> here = {};               // which pieces of this rank's message are here
+  std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: from which rank, and since when
   std::deque<Forming> forming = {};
   Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has all of it
 
-  // What goes of a term into this piece of the sum: which piece of that rank's vector.
+  // Which piece of a term's vector goes into this piece of the sum.
   std::uint32_t number(const Forming& it, std::size_t term, std::uint32_t piece) const {
     if (is_of_parent(it, term)) return piece;
     return messages.piece_of_part(it.terms[term].part, piece / slices);
@@ -286,16 +286,16 @@ struct Sections {
   }
 };
 
-// At the parent: what it has asked for.
+// At the parent: the sections that it has assigned.
 struct Delegated {
   OfParent of_parent = OfParent::none;
   std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
   std::vector<Flow> flows = {};                                 // of each
-  std::vector<Rank> members = {};  // who is told by the makers,
-  std::vector<Rank> joined = {};   // and who by the parent, as they came later
-  std::vector<std::size_t> attempts = {};  // of others to form a section again
-  std::size_t turns = 0;                   // whose turn it is to do so
-  int changes = 0;                         // of messages, as somebody's were late
+  std::vector<Rank> members = {};  // ranks that the makers tell,
+  std::vector<Rank> joined = {};   // and ranks that came later, which the parent tells
+  std::vector<std::size_t> attempts = {};  // of other ranks to form a section again
+  std::size_t turns = 0;                   // which rank's turn it is to do so
+  int changes = 0;                         // of messages, as some were late
   double since = 0;
 };
 

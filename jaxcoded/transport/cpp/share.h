@@ -1,4 +1,4 @@
-// What a rank computes of a round whose work is shared: the blocks that its parent has granted it.
+// The blocks of a round with shared work that a rank computes: those that its parent has granted it.
 //
 // The rules, and why they are enough, are in tests/sharing/model.py; `Ledger` is the parent's side.
 #pragma once
@@ -18,7 +18,7 @@ namespace jaxcoded {
 
 using Block = std::uint32_t;  // of the global batch, from 0
 
-// What a rank's vector is of.
+// The blocks in a rank's vector, by number.
 struct Version {
   std::uint32_t generation = 0;
   std::uint32_t blocks = 0;
@@ -28,19 +28,19 @@ struct Version {
   std::uint64_t number() const { return std::uint64_t{generation} << 32 | blocks; }
 };
 
-// What a rank tells its parent of its blocks. Counts are those of a generation: of what the parent
-// has ordered since it last gave the rank up.
+// What a rank reports to its parent about its blocks. Counts are those of one generation: of the
+// orders since the parent last gave the rank up.
 struct Progress {
   std::uint32_t generation = 0;
   std::uint32_t added = 0;     // blocks in the rank's vector
   std::uint32_t answered = 0;  // blocks that were recalled, returned or not
-  bool out = false;            // the rank takes no part in the round any more
+  bool out = false;            // the rank no longer takes part in the round
   bool claims = false;         // it began with its own blocks, without being granted them
   float seconds = 0;           // since it added the last one
-  std::vector<Block> returned = {};  // of those recalled, since it was said last
+  std::vector<Block> returned = {};  // recalled blocks that it returns, since its last report
 
   Version version() const { return {generation, added}; }
-  // Whether it was said before the other one.
+  // Whether the rank reported this before the other one.
   bool before(const Progress& other) const {
     return std::tie(generation, out, added, answered) <
            std::tie(other.generation, other.out, other.added, other.answered);
@@ -53,7 +53,7 @@ struct Progress {
     message.append(head, sizeof head);
     message.append(returned.data(), returned.size() * sizeof(Block));
   }
-  // What stands at the beginning of a message's body; `end`: where that ends.
+  // Read the report at the beginning of a message's body; `end`: where it ends.
   static Progress from(const Message& message, std::size_t& end) {
     const auto head = message.values<std::uint32_t>(0, 8);
     auto returned = message.values<Block>(8 * sizeof head[0], head[4]);
@@ -63,13 +63,13 @@ struct Progress {
   }
 };
 
-// Whether a rank with so many blocks left says so: the fewer, the sooner it matters to others. What it
-// says in between, in answer to an order, is true, too.
+// Whether a rank with so many blocks left reports it: the fewer are left, the sooner it matters to
+// others. A report in between, in answer to an order, is valid, too.
 constexpr bool tells_with(std::size_t left) { return std::has_single_bit(left + 1); }
 
-// Orders come in the order in which they were given, so none is of an older generation. The vector
-// is the program's, which adds to it and can only empty it: a block that is being computed is
-// returned only where the vector is empty otherwise.
+// Orders arrive in the order in which they were given, so none is of an older generation. The vector
+// belongs to the program, which adds to it and can only empty it. So a block that is being computed
+// is returned only if the vector is empty otherwise.
 class Share {
  public:
   // `empties`: whether the program can empty the vector. `claimed`: blocks to begin with, which are
@@ -89,7 +89,7 @@ class Share {
       if (const auto found = std::ranges::find(queue_, block); found != queue_.end()) {
         queue_.erase(found);
       } else if (computes_ == block && wanted_ && empties_ && !progress_.added) {
-        wanted_ = false;  // nothing that is wanted is in the vector
+        wanted_ = false;  // the vector holds nothing that is wanted
       } else {
         continue;
       }
@@ -97,7 +97,7 @@ class Share {
     }
   }
 
-  // All that was granted is for others to compute. The vector is to be empty again.
+  // Others compute all that was granted. The vector must be emptied.
   void drop(std::uint32_t generation) {
     progress_ = {.generation = generation, .out = progress_.out || !empties_};
     queue_.clear();
@@ -106,13 +106,13 @@ class Share {
     fresh_ = true;
   }
 
-  // The same, and this rank is to get no more.
+  // The same, and this rank gets no more blocks.
   void leave() {
     drop(progress_.generation);
     progress_.out = true;
   }
 
-  // The next block to compute, if there is one; `fresh` is to be asked before.
+  // The next block to compute, if there is one. Call `fresh` before.
   std::optional<Block> take() {
     if (queue_.empty()) return {};
     computes_ = queue_.front();
@@ -122,8 +122,8 @@ class Share {
     return computes_;
   }
 
-  // The block that was taken last is computed, and added to the vector. Whether the parent is to be
-  // told.
+  // The block that was taken last is computed, and added to the vector. Returns whether the parent must
+  // be told.
   bool done() {
     if (!computes_) return false;
     const Block block = *std::exchange(computes_, std::nullopt);
@@ -146,9 +146,9 @@ class Share {
 
   bool has_blocks() const { return !queue_.empty(); }
   bool computes() const { return computes_.has_value(); }
-  // Whether the vector is to be emptied before anything is added to it.
+  // Whether the vector must be emptied before anything is added to it.
   bool fresh() const { return fresh_; }
-  // Whether the vector may be used as it is. Of how many blocks it is, and since when.
+  // Whether the vector may be used as it is. Then its version, and its blocks.
   bool sealed() const { return !progress_.out && queue_.empty() && !computes(); }
   Version version() const { return {progress_.generation, progress_.added}; }
   const std::vector<Block>& blocks() const { return blocks_; }

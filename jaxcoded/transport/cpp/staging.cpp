@@ -23,8 +23,8 @@ using cuda::address_of;
 using cuda::Current;
 using cuda::driver;
 
-// Copied at a time: long enough for the bus and for what follows each copy, and a small part of what is
-// long.
+// Bytes copied at a time: enough for the bus and for the work after each copy, and a small part of a
+// long vector.
 constexpr std::uint64_t stretch_bytes = 4 << 20;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t alignment = 64;
@@ -39,7 +39,7 @@ class Pinned : public Source {
 };
 
 std::byte* Pinned::allocate(std::size_t bytes) {
-  // from a huge page's start, so that there are some
+  // from a huge page's start, so that huge pages are used
   const std::size_t mapped = bytes + (bytes >= huge_page ? huge_page : 0);
   void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
@@ -78,7 +78,7 @@ std::size_t pages(std::size_t bytes) {
   return (bytes + unit - 1) / unit * unit;
 }
 
-// To pin new memory takes longer than a round. What was needed at one time will be needed again.
+// Pinning new memory takes longer than a round. Memory that was needed once will be needed again.
 class Reused : public Pool {
  public:
   explicit Reused(Source& source) : Pool(0, source) {}
@@ -95,12 +95,12 @@ class Reused : public Pool {
 
 // --- What calls share ---
 
-// What the engine has in one context of the driver, that is, on one GPU.
+// The engine's objects in one context of the driver, that is, on one GPU.
 struct Lane {
   cuda::Context context = nullptr;
   cuda::Stream copies = nullptr;  // to the host
-  cuda::Stream news = nullptr;    // host functions: no copy is to wait for one
-  std::vector<cuda::Event> events = {};  // that nobody needs now
+  cuda::Stream news = nullptr;    // host functions: copies must not wait for them
+  std::vector<cuda::Event> events = {};  // free for use
 };
 
 // Vectors on their way to the host.
@@ -128,14 +128,14 @@ struct Retired {
   std::shared_ptr<Batch> batch;
 };
 
-// Nobody knows what still uses it: it is never destroyed.
+// The GPU may still use this object, so it is never destroyed.
 template <class T>
 void leave_behind(T it) noexcept {
   alignas(T) std::byte place[sizeof(T)];
   new (place) T(std::move(it));
 }
 
-// The pinned memory and the lanes. A lane's context is current where a lane is passed.
+// The pinned memory and the lanes. If a function gets a lane, that lane's context is current.
 class Depot {
  public:
   static Depot& instance() {
@@ -174,7 +174,7 @@ class Depot {
     return event;
   }
 
-  // In destructors: with too little memory to note it, the event is used no more.
+  // For destructors: if there is too little memory to note the event, it is not used again.
   void give(Lane& lane, cuda::Event event) noexcept {
     std::unique_lock lock(mutex_);
     try {
@@ -183,13 +183,13 @@ class Depot {
     }
   }
 
-  // One. It takes no memory.
+  // Takes a list of one element, and no memory.
   void retire(std::list<Retired> one) noexcept {
     std::unique_lock lock(mutex_);
     retired_.splice(retired_.end(), one);
   }
 
-  // Nothing uses it any more.
+  // Give back memory that nothing uses any more.
   void drop(Buffer memory, std::shared_ptr<Batch> batch) noexcept {
     std::unique_lock lock(mutex_);
     const Buffer gone = std::move(memory);
@@ -202,7 +202,7 @@ class Depot {
   }
 
  private:
-  // Of all lanes: those of a GPU that is idle would keep their memory.
+  // In all lanes: otherwise the lanes of an idle GPU would keep their memory.
   void reclaim() {
     for (auto it = retired_.begin(); it != retired_.end();) {
       Lane& lane = *it->lane;
@@ -229,7 +229,7 @@ class Depot {
   std::mutex mutex_;
   std::map<cuda::Context, Lane> lanes_;
   Pinned pinned_;
-  Reused short_{pinned_}, long_{pinned_};  // apart, so that what is short takes no long block
+  Reused short_{pinned_}, long_{pinned_};  // separate, so that a short buffer takes no long block
   std::list<Retired> retired_;
 };
 
@@ -251,7 +251,7 @@ class Mark {
     }
   }
   void wait() const { driver().wait_for_event(event_); }
-  // What is enqueued to a stream from now on comes after the mark, wherever that goes later.
+  // What is enqueued to a stream from now on comes after the mark, wherever the mark moves later.
   void hold(cuda::Stream stream) const { driver().wait_in_stream(stream, event_, 0); }
   cuda::Event keep() { return std::exchange(event_, nullptr); }
 
@@ -260,7 +260,7 @@ class Mark {
   cuda::Event event_;
 };
 
-// Runs on a thread of the driver, which allows no call of its own there.
+// Runs on a thread of the driver, where calls of the driver are not allowed.
 void stretch_arrived(void* batch) {
   static_cast<Batch*>(batch)->arrived.fetch_add(1, std::memory_order_release);
   Engine::instance().wake_up();
@@ -279,8 +279,8 @@ class DeviceFlight : public Feed {
     retire(stream_, std::move(memory_), {});
   }
 
-  // What the operands on the GPU say of the call. Where it `waits`, the stream has then come to it,
-  // and vectors that are short are here as well.
+  // Read the operands on the GPU. If it `waits`, the stream has reached the call when this returns, and
+  // short vectors have arrived as well.
   void begin(DeviceCall& call, bool waits) {
     attempt([&] {
       cuda::Context context = nullptr;
@@ -291,7 +291,7 @@ class DeviceFlight : public Feed {
       }
       if (context != lane_->context) throw cuda::Failure{"the parts of a call are on different GPUs"};
       const Current current(context);
-      // What this part is computed from, on whatever stream, comes before what uses it.
+      // The work that computes this part, on whatever stream, comes before the work that uses it.
       caller_ = call.stream;
       if (caller_ != stream_) Mark(*lane_, caller_).hold(stream_);
       if (!waits) return;
@@ -336,7 +336,7 @@ class DeviceFlight : public Feed {
   // Whether `begin` has brought this rank's vectors.
   bool has_brought() const { return next_ != nullptr; }
 
-  // This rank's vectors come, if they are `needed` and not here.
+  // Copy this rank's vectors to the host, if they are `needed` and not there.
   void bring(DeviceCall& call, bool needed) {
     if (needed && !next_) {
       attempt([&] {
@@ -370,7 +370,7 @@ class DeviceFlight : public Feed {
       Mark(*lane_, lane_->news).wait();
     });
   }
-  // Spinning, as a program waits for its result.
+  // Spins, since a program waits for its result.
   void wait_for_stream() {
     attempt([&] {
       const Current current(lane_->context);
@@ -378,7 +378,7 @@ class DeviceFlight : public Feed {
     });
   }
 
-  // Where the result goes.
+  // Set where the result goes.
   void expect(DeviceCall& call) {
     Request& request = call.request;
     attempt([&] {
@@ -394,7 +394,7 @@ class DeviceFlight : public Feed {
       }
     });
     if (failed()) outs_.clear();
-    request.out.resize(outs_.size());  // none: the others' result goes nowhere here
+    request.out.resize(outs_.size());  // none: this rank does not store the others' result
     std::ranges::transform(outs_, request.out.begin(), &Out::host);
   }
 
@@ -419,7 +419,7 @@ class DeviceFlight : public Feed {
   std::string failure() override {
     attempt([&] {
       if (!comes()) return;
-      // Of a context that is lost no host function runs any more.
+      // Once a context is lost, none of its host functions runs any more.
       const Current current(lane_->context);
       const int state = driver().query_stream.address(lane_->copies);
       if (state != cuda::success && state != cuda::not_ready) {
@@ -431,8 +431,8 @@ class DeviceFlight : public Feed {
     return failure_;
   }
 
-  // The stream goes on once nothing is copied any more from where the vectors are; whatever the
-  // driver has refused before.
+  // Let the stream continue once nothing is copied from the vectors any more, whatever the driver has
+  // refused before.
   void go_on() {
     if (!lane_) return;
     const auto either = [&](auto action) {
@@ -448,7 +448,7 @@ class DeviceFlight : public Feed {
         return false;
       }
     };
-    // also before what has been copied to is used again
+    // also before the memory of finished copies is used again
     either([&](const Mark& mark) {
       mark.hold(lane_->news);
       mark.hold(stream_);
@@ -459,8 +459,8 @@ class DeviceFlight : public Feed {
     });
   }
 
-  // The call is over, and the rest of the result follows, if it is `done`. Why it could not be
-  // brought, unless all ranks have heard of that; otherwise nothing.
+  // The call is over. If it is `done`, the rest of the result follows. Returns why the call failed here,
+  // unless all ranks know that; otherwise nothing.
   std::optional<std::string> finish(bool done) {
     if (done) {
       attempt([&] {
@@ -490,7 +490,7 @@ class DeviceFlight : public Feed {
     std::uint64_t copied = 0;
   };
 
-  // The first thing that the driver refuses ends what the flight does.
+  // The first refusal of the driver ends the work of this flight.
   template <class Action>
   void attempt(Action action) {
     if (failed()) return;
@@ -513,12 +513,12 @@ class DeviceFlight : public Feed {
     }
   }
 
-  // What was to be read at once may still be on its way.
+  // Copies that the call reads at once may still be on their way.
   void let_go() {
     try {
       const Current current(lane_->context);
       Mark(*lane_, stream_).hold(lane_->news);
-    } catch (...) {  // nobody knows when it ends
+    } catch (...) {  // their end is unknown
       leave_behind(std::pair(std::move(scratch_), std::move(next_)));
     }
   }
@@ -553,7 +553,7 @@ class DeviceFlight : public Feed {
     it.copied = here;
   }
 
-  // For the next calls, once the stream no longer uses it.
+  // Keep memory for the next calls, once the stream no longer uses it.
   void retire(cuda::Stream stream, Buffer memory, std::shared_ptr<Batch> batch) noexcept {
     if (!memory && !batch) return;
     try {
@@ -579,12 +579,12 @@ class DeviceFlight : public Feed {
   Buffer scratch_;  // what the operands say
   Buffer memory_;   // of the result
   std::vector<Out> outs_;
-  std::shared_ptr<Batch> next_;  // of this handler, until the node is to know of it
+  std::shared_ptr<Batch> next_;  // of this handler, until the node gets it
 
   // The engine asks on any thread while the next part of a call is prepared on another.
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Batch>> batches_;
-  std::vector<std::pair<Batch*, std::size_t>> where_;  // the node's vectors are
+  std::vector<std::pair<Batch*, std::size_t>> where_;  // where the node's vectors are
   std::string failure_;
   bool told_ = false;
 };
@@ -595,14 +595,14 @@ std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
   return flight ? flight : std::make_shared<DeviceFlight>();
 }
 
-// Bring what the node will ask for.
+// Copy the vectors that the node will ask for.
 void prepare(DeviceFlight& flight, DeviceCall& call, bool waits) {
   Request& request = call.request;
   flight.begin(call, waits);
   const auto [late, root] = Engine::instance().with(call.group, [](Member& its) {
     return std::pair(its.lag() > 0, its.root);
   });
-  if (late) request.skipped = true;  // the round is decided: nobody fetches from this rank
+  if (late) request.skipped = true;  // the round is decided: no rank fetches from this one
   flight.bring(call, !request.skipped && (request.up || root));
 }
 
@@ -661,7 +661,7 @@ Taken take_on_device(DeviceCall call) {
     call.request.continues = true;
   }
   flight.bring(call, true);
-  flight.wait_for_own();  // not to be lent in parts, as what was given out must stay as it is
+  flight.wait_for_own();  // lent as a whole, as lent memory must not change
   if (flight.failed()) return refused();
   return engine.take(call.group, std::move(call.request));
 }

@@ -2,9 +2,9 @@
 // sums.
 //
 // A call begins when the stream has reached it. This rank's vectors then come to the host in
-// stretches, on a stream of the engine's own; a host function behind each of them wakes the engine,
-// and what is here is offered at once. The result goes back on the caller's stream, stretch by
-// stretch as it comes. So copies in both directions, sums and messages overlap.
+// stretches, on a stream of the engine. A host function behind each stretch wakes the engine, which
+// offers at once what has arrived. The result returns on the caller's stream, stretch by stretch as
+// it comes. So copies in both directions, sums and messages overlap.
 #pragma once
 
 #include <cstddef>
@@ -26,16 +26,16 @@ struct DeviceCall {
   std::size_t ranks = 0;           // so many
 };
 
-// `Engine::run`, but for a GPU. When it returns the result is on its way there, on the stream.
+// `Engine::run`, but for a GPU. When it returns, the result is on its way to the GPU, on the stream.
 Result run_on_device(DeviceCall call);
 // `Engine::extend`, but for a GPU.
 std::string extend_on_device(DeviceCall call);
-// `Engine::take`, but for a GPU. The vectors come to the host only where the program has to wait for its
-// next block, so that others may need them.
+// `Engine::take`, but for a GPU. The vectors come to the host only if the program has to wait for its
+// next block, since others may need them then.
 Taken take_on_device(DeviceCall call);
 
-// How long this rank's vector takes to the host and a result to the GPU, in seconds, without a
-// round: what the copies of a call cost alone. Throws what the driver refuses.
+// How long this rank's vector takes to the host and a result to the GPU, in seconds: the cost of a
+// call's copies without a round. Throws an error of the driver.
 std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own, std::byte* out,
                                       std::uint64_t bytes);
 

@@ -1,8 +1,8 @@
 // How many pieces are on their way at a time.
 //
-// What is asked for waits behind what was asked for before it, and so does every word of whoever sends it:
-// with too much on its way from slow ports, living ranks seem to be dead. So it is less where pieces take
-// long, as in congestion control by delay (LEDBAT, RFC 6817).
+// A request waits behind earlier ones, and so does every other word of the rank that answers. With too
+// many pieces on their way from slow ports, living ranks seem to be dead. So fewer are requested if
+// they take long, as in congestion control by delay (LEDBAT, RFC 6817).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Window {
       : least_(static_cast<double>(least)), most_(static_cast<double>(most)), pieces_(most_) {}
 
   std::size_t pieces() const { return static_cast<std::size_t>(pieces_); }
-  // One has come, so long after it was asked for.
+  // A piece has come, so long after it was requested.
   void arrived(double seconds) {
     pieces_ = std::clamp(seconds > slow ? pieces_ * shrink : pieces_ + grow, least_, most_);
   }
