@@ -11,7 +11,7 @@ constexpr const char* usual = "libcuda.so.1";
 
 std::mutex loading;
 Driver table;
-std::string loaded;  // from which library
+std::string loaded;  // from this library
 
 template <class... In>
 bool find(void* library, Function<In...>& function, std::string& missing) {
@@ -52,7 +52,7 @@ std::string load(const std::string& library) {
 }
 
 const Driver& driver() {
-  // Once it is there it stays as it is.
+  // Once loaded, the driver stays as it is.
   static const bool here = [] {
     if (const std::string error = load({}); !error.empty()) throw Failure{error};
     return true;

@@ -1,5 +1,5 @@
-// NVIDIA's driver, loaded when it is first needed: nothing of CUDA is there when the engine is
-// built, nor need it be when it runs.
+// NVIDIA's driver, loaded when it is first needed: CUDA is not needed to build the engine, and need
+// not be there when the engine runs.
 #pragma once
 
 #include <cstddef>
@@ -24,12 +24,12 @@ constexpr unsigned non_blocking = 1;              // CU_STREAM_NON_BLOCKING
 constexpr unsigned sleeps_without_timing = 1 | 2;  // CU_EVENT_BLOCKING_SYNC, _DISABLE_TIMING
 constexpr unsigned portable = 1;                  // CU_MEMHOSTREGISTER_PORTABLE
 
-// What the driver refused, in words.
+// The driver's refusal, in words.
 struct Failure {
   std::string text;
 };
 
-// A function of the driver. A call throws what it refuses.
+// A function of the driver. A call throws if the driver refuses it.
 template <class... In>
 struct Function {
   const char* name;
@@ -64,7 +64,7 @@ struct Driver {
 
 // The driver of this process; throws if there is none.
 const Driver& driver();
-// Load it from this library, by default the system's. In words, why not; empty otherwise.
+// Load it from this library, by default the system's. Returns why that failed, in words, or an empty text.
 std::string load(const std::string& library);
 // What an error code of the driver means.
 std::string words_of(const char* function, int code);

@@ -12,7 +12,7 @@
 
 namespace jaxcoded {
 
-// What a call says: its name, and what stands between commas outside of brackets.
+// The items of a call: its name, and the texts between commas outside of brackets.
 inline std::vector<std::string_view> items(std::string_view call) {
   std::vector<std::string_view> out;
   std::size_t start = 0;
@@ -31,7 +31,7 @@ inline std::vector<std::string_view> items(std::string_view call) {
   return out;
 }
 
-// The first item in which they differ, of each; "nothing" where one has none.
+// The first item in which they differ, of each; "nothing" if one has no such item.
 inline std::pair<std::string_view, std::string_view> difference(std::string_view one,
                                                                 std::string_view other) {
   const auto a = items(one), b = items(other);
@@ -44,7 +44,7 @@ inline std::pair<std::string_view, std::string_view> difference(std::string_view
   return {left(a), left(b)};
 }
 
-// What a call says, without the middle of a long one: the ends tell which call it is.
+// A call, without the middle if it is long: the ends tell which call it is.
 inline std::string shortened(std::string_view call) {
   constexpr std::size_t first = 120, last = 60;
   if (call.size() <= first + last) return std::string(call);

@@ -69,7 +69,7 @@ class LoneNode {
   LoneNode(Family family, Decoder decoder, Limits limits, nb::object wire)
       : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
 
-  // `known` of the vectors are there; the others follow, and the call is then to be completed.
+  // `known` of the vectors are there. The others follow, and then the call must be completed.
   void submit(std::uint64_t fingerprint, std::string signature, std::string why_not, bool up,
               bool down, bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
               const std::vector<Vector>& out, std::size_t known,
@@ -99,7 +99,7 @@ class LoneNode {
   void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
   void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
   void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
-  // A call whose work is shared.
+  // A call with shared work.
   void share(std::uint64_t fingerprint, std::string signature, const std::vector<Vector>& total,
              const Audits& audits) {
     Call call;

@@ -9,7 +9,7 @@
 namespace jaxcoded {
 namespace {
 
-// Between looks whether the group is still open.
+// Time between looks whether the group is still open.
 constexpr auto turn = std::chrono::milliseconds(100);
 constexpr std::size_t most_failed = 1024;
 
@@ -24,7 +24,7 @@ Rendezvous& Rendezvous::instance() {
   return *rendezvous;
 }
 
-// Why the run has failed here; null if it has not.
+// Why the run has failed at this rank; null if it has not.
 const std::string* Rendezvous::failure_of(std::int64_t run) const {
   const auto failed = std::ranges::find(failed_, run, [](const auto& it) { return it.first; });
   return failed == failed_.end() ? nullptr : &failed->second;
@@ -40,14 +40,14 @@ void Rendezvous::remember(std::int64_t run, const std::string& failure) {
   while (failed_.size() > most_failed) failed_.pop_front();
 }
 
-// Whatever there is too little memory for, such as for the words, nobody waits any more.
+// No thread keeps waiting, even if there is too little memory for something, such as the words.
 template <class Words>
 void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words) {
   open_.erase(group);
   end(*meeting);
   meeting->met.error = words();
   remember(meeting->run, meeting->met.error);
-  try {  // this rank was not in the round: the others hear of it with its next one
+  try {  // this rank was not in the round: the others learn of it with its next one
     Engine::instance().note_failure(group, " after a call of which devices were missing");
   } catch (const Closed&) {
   }
@@ -107,10 +107,10 @@ Met Rendezvous::meet(const Arrival& arrival,
     open_.erase(arrival.group);
     lock.unlock();
     try {
-      meeting->met = call(meeting->brought);  // nobody else looks at it before the end
+      meeting->met = call(meeting->brought);  // no other thread reads it before the end
     } catch (Closed& closed) {
       meeting->met.error = std::move(closed.text);
-    } catch (...) {  // as where there is too little memory: the other devices wait
+    } catch (...) {  // too little memory, for example: the other devices wait
       lock.lock();
       end(*meeting);
       throw;
@@ -124,14 +124,14 @@ Met Rendezvous::meet(const Arrival& arrival,
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {
     waited += turn;
     if (meeting->here == arrival.devices) continue;  // the call is on its way
-    // Nothing may be thrown before the meeting is over: whoever makes its call uses what this device brings.
+    // Nothing may be thrown before the meeting is over: the thread that makes its call uses what this device brings.
     std::string closed;
     lock.unlock();
     try {
       Engine::instance().with(arrival.group, [](Member&) {});
     } catch (Closed& its) {
       closed = std::move(its.text);
-    } catch (const std::bad_alloc&) {  // for that text: in the next turn
+    } catch (const std::bad_alloc&) {  // too little memory for that text: try in the next turn
     }
     lock.lock();
     if (meeting->over || meeting->here == arrival.devices) continue;

@@ -16,19 +16,19 @@
 
 namespace jaxcoded {
 
-// Who comes, and to what.
+// A device that comes, and the call that it comes for.
 struct Arrival {
   std::uint64_t group = 0;
   std::int64_t run = 0;      // of the compiled program, the same on all its devices
-  std::string call = {};     // what it calls, the same on all
+  std::string call = {};     // the call, the same on all
   bool begins = false;       // a round
   std::size_t device = 0;    // its place on the mesh
   std::size_t devices = 1;   // of the program
-  double seconds = 0;        // for which the others are waited for
+  double seconds = 0;        // how long to wait for the others
   void* brings = nullptr;    // what it brings, valid until `meet` returns
 };
 
-// What comes of a call.
+// The result of a call.
 struct Met {
   bool failed = false, desynchronized = false;
   std::string error = {};
@@ -38,10 +38,10 @@ class Rendezvous {
  public:
   static Rendezvous& instance();
 
-  // Blocks until all devices of the run are here and the last of them has made the call of what they
-  // bring, in their order on the mesh. All get what came of it. It fails for all that are or will be
-  // here where programs are mixed up, devices call different things, or one does not come. Raises
-  // `Closed` where the group is closed.
+  // Blocks until all devices of the run are here and the last of them has made the call with what they
+  // bring, in their order on the mesh. All get its result. The call fails for all devices that are or will
+  // be here if programs are mixed up, devices call different things, or one does not come. Raises
+  // `Closed` if the group is closed.
   Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
   // A device has too little memory to come: the run fails on all, and with it the round that the call begins.
   void miss(const Arrival& arrival);
@@ -68,7 +68,7 @@ class Rendezvous {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::uint64_t, std::shared_ptr<Meeting>> open_;  // by group
-  // Runs that failed here: devices of theirs that come later are not to wait for those that left.
+  // Runs that failed here: devices that come later must not wait for those that left.
   std::deque<std::pair<std::int64_t, std::string>> failed_;
 };
 

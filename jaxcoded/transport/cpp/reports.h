@@ -1,4 +1,4 @@
-// What there is to say, on its way to whoever says it on a thread of its own.
+// Records on their way to the thread that reports them.
 #pragma once
 
 #include <condition_variable>
@@ -11,8 +11,8 @@
 
 namespace jaxcoded {
 
-// Who adds a record never waits for who looks at it, nor for anything that one holds. Of more than `most` records
-// that nobody has looked at the oldest is lost.
+// A thread that adds a record never waits for a reader, nor for anything that a reader holds. If there are more
+// than `most` unread records, the oldest is lost.
 template <class Record>
 class Reports {
  public:
@@ -29,7 +29,7 @@ class Reports {
     }
     changed_.notify_one();
   }
-  // There will be no more.
+  // No more records follow.
   void close() {
     {
       const std::scoped_lock lock(mutex_);
@@ -37,12 +37,12 @@ class Reports {
     }
     changed_.notify_all();
   }
-  // How many were lost since this was asked last.
+  // How many were lost since the last call.
   std::uint64_t take_lost() {
     const std::scoped_lock lock(mutex_);
     return std::exchange(lost_, 0);
   }
-  // Blocks until there is one; none after the last.
+  // Blocks until there is a record; returns none after the last.
   std::optional<Record> next() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return closed_ || !records_.empty(); });

@@ -1,4 +1,4 @@
-// A thread of Python's in the engine, without the interpreter.
+// A Python thread in the engine, without the interpreter's lock.
 #pragma once
 
 #include <Python.h>
@@ -6,13 +6,13 @@
 
 namespace jaxcoded {
 
-// Lets other threads of Python's run until the end of its scope, where the thread waits for its turn
+// Lets other Python threads run until the end of its scope, where the thread waits for its turn
 // again. It must hold no lock there.
 //
-// While the interpreter ends, a daemon thread never gets its turn: Python 3.14 lets it hang, and
-// those before end it (`pthread_exit`), which unwinds its stack. Destructors along the way, this
-// one's and those of nanobind, may not be left like that: `std::terminate` would end the process.
-// So it hangs, as with 3.14, until the process is over.
+// While the interpreter ends, a daemon thread never gets its turn. Python 3.14 lets it hang; earlier
+// versions end it (`pthread_exit`), which unwinds its stack. Unwinding through destructors, this one's
+// and those of nanobind, would end the process (`std::terminate`). So the thread hangs, as with 3.14,
+// until the process is over.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}

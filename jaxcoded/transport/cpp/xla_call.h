@@ -1,4 +1,4 @@
-// What the handlers of all platforms make of XLA's buffers.
+// What the handlers of all platforms do with XLA's buffers.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ inline Segment segment_of(ffi::AnyBuffer buffer) {
   }
 }
 
-// What every call of a collective says. Its vectors are the last operands.
+// The call of any collective. Its vectors are the last operands.
 inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
                                std::string_view signature, std::int64_t fingerprint,
                                std::int64_t skips, std::int64_t erases,
@@ -64,7 +64,7 @@ inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
   return call;
 }
 
-// The message: vectors that hold so many parts, one after the other.
+// Append the message: vectors that hold so many parts, one after the other.
 inline void append_parts(XlaCall& call, std::uint64_t parts) {
   for (std::uint64_t part = 0; part < parts; ++part) {
     for (const ffi::AnyBuffer& vector : call.vectors) {
@@ -99,7 +99,7 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   return call;
 }
 
-// One part of the vectors of a round, ahead of the round itself.
+// One part of the vectors of a round, before the round itself.
 inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                          std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                          std::int64_t number, std::int64_t slices, std::int64_t skips,
@@ -109,7 +109,7 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   append_parts(call, 1);
   Request& request = call.request;
   request.continues = number != 0;
-  // so many parts like this one make the message, and so many slices the result
+  // this many parts like this one make the message, and this many slices the result
   const std::vector<Segment> one = request.message;
   for (std::int64_t part = 1; part < parts; ++part) {
     request.message.insert(request.message.end(), one.begin(), one.end());
@@ -121,7 +121,7 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   return call;
 }
 
-// The next block of a round whose work is shared.
+// The next block of a round with shared work.
 inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                          std::int64_t fingerprint, std::int64_t first,
                          ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
@@ -136,8 +136,8 @@ inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::stri
   return call;
 }
 
-// What a program is told to do: the block, or -1; whether nothing that was computed before is to be in the
-// vectors; and its `Audit`.
+// What a program must do: the block, or -1; whether the vectors must be emptied of what was computed before;
+// and its `Audit`.
 inline std::array<std::int32_t, 3> words_of(const std::optional<Work>& work) {
   if (!work) return {-1, 0, 0};
   return {static_cast<std::int32_t>(work->block), work->fresh, static_cast<std::int32_t>(work->audit)};
@@ -147,7 +147,7 @@ inline constexpr const char* no_blocks =
     "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
     "for the sum right after a loop over group.blocks";
 
-// What this rank has computed in the round before, 1 for each block; nothing if that was not of blocks.
+// What this rank has computed in the previous round, 1 for each block; nothing if that round had no blocks.
 inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std::size_t count) {
   const auto computed = Engine::instance().with(
       static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
@@ -157,7 +157,7 @@ inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std
   return out;
 }
 
-// A round that begins, and whose result is called for later.
+// A round that begins, and whose result a later call asks for.
 inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                           std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
                           std::int64_t skips, std::int64_t erases,
@@ -174,19 +174,19 @@ inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::str
   return call;
 }
 
-// Where the order must be copied: its value is never read, what counts is that there is a next one.
+// Whether the order must be copied: its value is never read, but there must be a next one.
 inline bool must_pass_on(const XlaCall& call) {
   return call.order.element_type() != ffi::TOKEN &&
          call.order.untyped_data() != call.next.untyped_data();
 }
 
-// Where the buffers are in the host's memory.
+// Copy the order, if the buffers are in host memory.
 inline void pass_on(const XlaCall& call) {
   if (!must_pass_on(call)) return;
   std::memcpy(call.next.untyped_data(), call.order.untyped_data(), call.order.size_bytes());
 }
 
-// What the operands say, which are here.
+// Read the operands, which are in host memory.
 inline void read(XlaCall& call) {
   if (call.skipped) {
     call.request.skipped = *static_cast<const std::int32_t*>(call.skipped->untyped_data()) != 0;
@@ -197,7 +197,7 @@ inline void read(XlaCall& call) {
   }
 }
 
-// A started call that is called for, and its number, by which alone it is known.
+// A call that ends a started one, and that one's number, which alone identifies it.
 inline std::pair<XlaCall, std::uint32_t> done_call(ffi::RemainingArgs args,
                                                    ffi::RemainingRets results) {
   XlaCall call{.order = *args.get<ffi::AnyBuffer>(0), .next = **results.get<ffi::AnyBuffer>(0)};
@@ -231,8 +231,8 @@ inline std::int32_t lag_of(std::int64_t group) {
   return static_cast<std::int32_t>(std::min(rounds, most));
 }
 
-// Do what may find the group closed, or too little memory: of a call that `begins` a round of the group the round
-// fails then.
+// Run an action that may find the group closed, or too little memory: then, if the call `begins` a round of the
+// group, that round fails.
 template <class Action>
 ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   try {
@@ -244,7 +244,7 @@ ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   }
 }
 
-// The operands, results and attributes of the handlers; what comes before is the platform's.
+// The operands, results and attributes of the handlers; those before them belong to the platform.
 
 template <class Binding>
 auto bind_round(Binding binding) {

@@ -1,5 +1,5 @@
-// The handlers for programs on several devices of this process: XLA calls them once for each, on a
-// thread of its own.
+// The handlers for programs on several devices of this process: XLA calls them once for each device,
+// each on a separate thread.
 #include <cstring>
 #include <functional>
 #include <new>
@@ -16,7 +16,7 @@ namespace {
 using Place = ffi::BufferR0<ffi::S32>;
 using Owners = ffi::Span<const std::int64_t>;
 
-// What one device brings: its call, and where a number goes that is the same on all.
+// What one device brings: its call, and where a number goes that is the same on all devices.
 struct Brought {
   XlaCall call;
   void* number = nullptr;
@@ -28,8 +28,8 @@ Met met_of(const Result& result) {
           .error = result.error};
 }
 
-// The vectors of all devices as one rank's: one after the other, of each those of the devices that own
-// a part of it, in their order. `owners` says for each vector and device who has what this one has.
+// The vectors of all devices as one rank's: one vector after the other, each from the devices that own a
+// part of it, in their order. `owners` names, for each vector and device, the device that has the same.
 class Together {
  public:
   Together(const std::vector<void*>& brought, Owners owners) : owners_(owners) {
@@ -45,7 +45,7 @@ class Together {
     return out;
   }
 
-  // Everybody gets what its owner got.
+  // Every device gets what its owner got.
   void hand_out() const {
     const Request& first = devices_.front()->call.request;
     for (std::size_t vector = 0; vector < first.out.size(); ++vector) {
@@ -85,8 +85,8 @@ class Together {
   Owners owners_;
 };
 
-// Let all devices call together. One of them makes the call of what they bring, which may begin a round, for all; with too
-// little memory at a device to come there, it fails for all.
+// Let all devices call together. One of them makes the call for all with what they bring; it may begin a round. If a
+// device has too little memory to come, the call fails for all.
 template <class Make, class Action>
 ffi::Error meet(ffi::RunId run, Place place, std::int64_t group, bool begins, std::int64_t devices, double patience,
                 Make make, Action action) {
@@ -182,7 +182,7 @@ ffi::Error done_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
   });
 }
 
-// The lag is the same on all devices: by it they decide together whether to compute.
+// The lag is the same on all devices, which decide together by it whether to compute.
 ffi::Error lag_impl(ffi::RunId run, Place place, ffi::AnyBuffer order,
                     ffi::Result<ffi::AnyBuffer> next, ffi::ResultBufferR0<ffi::S32> lag,
                     std::int64_t group, std::int64_t devices, double patience) {
