@@ -5,7 +5,7 @@
 
 namespace jaxcoded {
 
-// Messages one after the other, and whether they may suffice: what is cheap to know.
+// Messages one after the other, and whether they may suffice, as far as that is cheap to know.
 class Decoder::Heard {
  public:
   Heard(const GradientCode& code, bool exact)
@@ -18,7 +18,7 @@ class Decoder::Heard {
     short_ = holders_.size();
   }
 
-  std::vector<bool> set;  // of copies the first one: sums then do not depend on which were heard
+  std::vector<bool> set;  // of copies the first one: sums then do not depend on which copies came
   std::size_t count = 0;  // of messages that are no copies, or of children with all their parts
 
   void add(std::size_t row) {
@@ -56,7 +56,7 @@ Decoder::Decoder(CodeTensor tensor) : code_(std::make_shared<const GradientCode>
   // any n − s do; of parts fewer may,
   enough_ = parts() > 1 && !pinned() ? 1 : this->tensor().children() - this->tensor().stragglers;
   if (pinned() || parts() > 1) return;
-  // and of copies one of each class, but for classes of which all may be missing
+  // and of copies one of each class, except for classes of which all may be missing
   std::vector<std::size_t> copies(code().class_count());
   for (const std::size_t each : code().classes()) ++copies[each];
   std::ranges::sort(copies);
@@ -77,7 +77,7 @@ std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& 
   return found_[key] = first_that_suffice(order, key.second);
 }
 
-// So many messages are worth asking the code, if these may come.
+// The number of messages that make it worth asking the code, if these may come.
 std::size_t Decoder::least(const std::vector<bool>& possible) {
   if (pinned()) return enough_;
   if (possible != possible_ || !least_) {
@@ -100,7 +100,7 @@ std::shared_ptr<const Decoding> Decoder::first_that_suffice(const std::vector<st
   };
   auto found = first(order.size());
   if (!found) return nullptr;
-  // What suffices does so with more.
+  // Messages that suffice also do so with more of them.
   std::size_t too_few = 0, suffice = order.size();
   while (too_few < suffice) {
     const std::size_t count = (too_few + suffice) / 2;
@@ -118,7 +118,7 @@ std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& an
   return known(approximations_, answered, true);
 }
 
-// The answer of the code for a set of messages, which is asked once.
+// The code's answer for a set of messages; the code is asked once.
 const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vector<bool>& set,
                                                       bool approximate) {
   const auto found = all.find(set);

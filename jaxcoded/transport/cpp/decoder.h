@@ -18,7 +18,7 @@ struct Decoding {
   std::vector<std::vector<double>> coefficients;  // for each slice, one for each of `rows`
 };
 
-// What a node asks its code, and what is known of the answers.
+// The questions of a node to its code, and the answers known so far.
 class Decoder {
  public:
   explicit Decoder(CodeTensor tensor = {});  // by default a leaf's
@@ -28,7 +28,7 @@ class Decoder {
   std::size_t rows() const { return tensor().rows; }
   std::size_t slices() const { return tensor().slices; }
   std::size_t parts() const { return tensor().parts; }
-  // So many messages suffice, and fewer are not worth asking the code, unless no more may come.
+  // This many messages suffice, and with fewer it is not worth asking the code, unless no more may come.
   std::size_t enough() const { return enough_; }
   // All of a sum must come from the same messages, as it is approximate.
   bool pinned() const { return tensor().decoding != CodeTensor::Decoding::exact; }
@@ -39,10 +39,10 @@ class Decoder {
   void check(Parity parity) { parity_ = std::move(parity); }
 
   // The first of these messages, in this order, that suffice; null if all of them do not.
-  // `possible`: those that may come at all.
+  // `possible`: the messages that may come at all.
   std::shared_ptr<const Decoding> decode(const std::vector<std::size_t>& order,
                                          const std::vector<bool>& possible);
-  // The best that can be made of these messages. Never null.
+  // The best sum that these messages allow. Never null.
   std::shared_ptr<const Decoding> approximate(const std::vector<bool>& answered);
 
   // How often the code was asked.
@@ -58,13 +58,13 @@ class Decoder {
                                                      std::size_t least);
   const std::shared_ptr<const Decoding>& known(Known& all, const std::vector<bool>& set, bool approximate);
 
-  std::shared_ptr<const GradientCode> code_;  // copies have it in common
+  std::shared_ptr<const GradientCode> code_;  // copies share it
   std::size_t enough_;
   std::optional<Parity> parity_;
   Known known_, approximations_;
   std::size_t questions_ = 0;
-  // What was found before, by the messages in their order and how many are worth asking the code.
-  // A node asks again whenever it looks.
+  // Earlier answers, by the messages in their order and by how many make it worth asking the code. A node
+  // asks again whenever it looks.
   std::map<std::pair<std::vector<std::size_t>, std::size_t>, std::shared_ptr<const Decoding>> found_;
   std::vector<bool> possible_;  // when `least_` was counted
   std::size_t least_ = 0;

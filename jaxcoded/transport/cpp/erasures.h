@@ -1,4 +1,4 @@
-// Which ranks a round can do without.
+// Which ranks a round can spare.
 #pragma once
 
 #include <map>
@@ -17,16 +17,16 @@ struct Parent {
   Decoder decoder = Decoder();
 };
 
-// What `jaxcoded.Plan.missing` and `Plan.why_not` say, of the whole tree.
+// The answers of `jaxcoded.Plan.missing` and `Plan.why_not`, for the whole tree.
 class Erasures {
  public:
   // `parents`: each before those below it.
   explicit Erasures(Rank root = 0, std::vector<Parent> parents = {})
       : root_(root), parents_(std::move(parents)) {}
 
-  // What becomes of a round without some ranks.
+  // The outcome of a round without some ranks.
   struct Verdict {
-    std::vector<bool> missing;  // those, and parents that lack too many children
+    std::vector<bool> missing;  // the erased ranks, and parents that lack too many children
     std::string why_not;        // why it must fail, in words; empty if it need not
   };
   const Verdict& judge(const std::vector<bool>& erased);

@@ -9,10 +9,10 @@
 namespace jaxcoded {
 namespace {
 
-// A·B may miss the target by so much where it is exact. More than in codes/_blocks.py: what that
-// takes for decodable must be so here, where ill-conditioned systems come out with other roundings.
+// A·B may miss the target by so much and still be exact. More than in codes/_blocks.py: what is decodable
+// there must be so here, although ill-conditioned systems come out with other roundings.
 constexpr double exact_within = 1e-5;
-// Numbers as near to whole ones as this are taken for them, if that is exact.
+// Numbers this close to whole ones are rounded to them, if the result is exact.
 constexpr double whole_within = 1e-9;
 // How often to look for less damping.
 constexpr int halvings = 40;
@@ -106,7 +106,7 @@ GradientCode::Block GradientCode::block(std::vector<std::size_t> classes,
   return out;
 }
 
-// Those of the block's classes that were not heard.
+// The classes of the block from which no message came.
 std::vector<std::size_t> GradientCode::Block::missing(const std::vector<bool>& heard) const {
   std::vector<std::size_t> out;
   for (std::size_t c = 0; c < classes.size(); ++c) {
@@ -115,7 +115,7 @@ std::vector<std::size_t> GradientCode::Block::missing(const std::vector<bool>& h
   return out;
 }
 
-// A solution where those of all classes are.
+// Copy a solution to the places of its classes among all.
 void GradientCode::Block::put(const Matrix& solution, Matrix& all) const {
   for (std::size_t c = 0; c < classes.size(); ++c) {
     std::copy_n(solution[c], solution.columns, all[classes[c]]);
@@ -137,8 +137,8 @@ double GradientCode::Block::amplification(const Matrix& solution) const {
   return grown.values.empty() ? 0 : std::ranges::max(grown.values);
 }
 
-// Of what the solution amplifies (Cauchy-Schwarz). Of solutions of least norm it never grows with the
-// messages that are there, which the amplification itself may do.
+// A bound for what the solution amplifies (Cauchy-Schwarz). For solutions of least norm it never grows with
+// more messages, while the amplification itself may.
 double GradientCode::Block::bound(const Matrix& solution) const {
   double most = 0;
   for (std::size_t u = 0; u < solution.columns; ++u) {
@@ -149,7 +149,7 @@ double GradientCode::Block::bound(const Matrix& solution) const {
   return weight * most;
 }
 
-// So that repetition codes decode by 0 and 1 exactly.
+// Makes repetition codes decode by 0 and 1 exactly.
 Matrix GradientCode::Block::in_whole_numbers(Matrix solution) const {
   Matrix whole = solution;
   for (std::size_t c = 0; c < whole.rows; ++c) {
@@ -163,7 +163,7 @@ Matrix GradientCode::Block::in_whole_numbers(Matrix solution) const {
   return (equations * whole).values == target.values ? whole : solution;
 }
 
-// Empty if there is no exact solution without these.
+// Empty if there is no exact solution without these classes.
 Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const {
   Matrix solution = everything;
   if (!missing.empty()) {
@@ -179,7 +179,7 @@ Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const
   return solves(solution) ? solution : Matrix();
 }
 
-// With the least residual, or one near it where that amplifies by more than the limit.
+// The solution with the least residual, or one near it if that amplifies by more than the limit.
 Matrix GradientCode::Block::best(const std::vector<std::size_t>& missing, double limit) const {
   Matrix solution = exact(missing);
   if (solution.values.empty()) solution = damped(missing, 0);
@@ -245,7 +245,7 @@ std::optional<GradientCode::Solution> GradientCode::solved(const std::vector<boo
   return out;
 }
 
-// The classes with all that a promise asks for, as the first children have it, if these hold one.
+// The classes that a promise asks for, from the first children that have them; nothing if no promise is kept.
 std::optional<std::vector<bool>> GradientCode::promised(const std::vector<bool>& heard) const {
   const std::size_t parts = tensor_.parts, children = tensor_.children();
   std::vector<std::size_t> came(children);  // first parts of each

@@ -1,6 +1,6 @@
-// A parent's code, and how the sum is put together from the messages that came. What
-// jaxcoded/codes/_gradient_code.py does in NumPy, with the same answers; here no thread waits for
-// Python, and the bits do not depend on anybody's linear algebra.
+// A parent's code, and how the sum is formed from the messages that came. It gives the same answers as
+// jaxcoded/codes/_gradient_code.py does in NumPy. But here no thread waits for Python, and the bits do
+// not depend on the machine's linear algebra.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@
 
 namespace jaxcoded {
 
-// What `jaxcoded.GradientCode` says of a code. A row is a message of a child, which may have several
+// A code as `jaxcoded.GradientCode` describes it. A row is a message of a child, which may have several
 // parts: row `child * parts + part`.
 struct CodeTensor {
   enum class Decoding { exact, least_squares, one_step };
@@ -22,13 +22,13 @@ struct CodeTensor {
   std::size_t parts = 1;
   std::size_t stragglers = 0;  // children
   Decoding decoding = Decoding::exact;
-  // What suffices: the first `parts` parts of all children but any `late`, and the first `first` of
-  // those.
+  // These messages suffice: the first `parts` parts of all children but any `late`, and the first `first`
+  // parts of the late ones.
   struct Promise {
     std::size_t late, parts, first;
   };
-  std::vector<Promise> promises = {};  // besides all parts of all children but `stragglers`
-  // What bounds the amplification of any set of messages that suffices.
+  std::vector<Promise> promises = {};  // in addition to all parts of all children but `stragglers`
+  // Bounds the amplification of any set of messages that suffices.
   double limit = std::numeric_limits<double>::infinity();
 
   const double* row(std::size_t row) const { return values.data() + row * partitions * slices; }
@@ -40,22 +40,22 @@ class GradientCode {
   explicit GradientCode(CodeTensor tensor);
 
   const CodeTensor& tensor() const { return tensor_; }
-  // Rows of one class are equal, so that one of them will do. In the order of their first rows.
+  // Rows of one class are equal, so that one of them suffices. In the order of their first rows.
   const std::vector<std::size_t>& classes() const { return classes_; }
   std::size_t class_count() const { return first_.size(); }
   // The partitions in each row.
   const std::vector<std::vector<std::size_t>>& held() const { return held_; }
 
   // Coefficients (slices × rows) with which the messages give the exact sum, amplified within the
-  // limit; without any values if they do not. Of a class the first that came is used.
+  // limit; no values if there are none. Uses the first message of each class that came.
   Matrix exact(const std::vector<bool>& answered) const;
-  // Whether a parent goes on with them.
+  // Whether these messages suffice for a parent to continue.
   bool sufficient(const std::vector<bool>& answered) const;
-  // The best that can be made of them.
+  // The best sum that these messages allow.
   Matrix best(const std::vector<bool>& answered) const;
 
  private:
-  // Classes that have partitions in common with each other alone. Every exact solution is
+  // Classes that share partitions only with each other. Every exact solution is
   // A = A₀ + Y·N with the left null space N, so leaving out E asks only for Y·N_E = −A₀_E, a system
   // with as many unknowns as there are surplus rows. All of it is kept transposed.
   struct Block {

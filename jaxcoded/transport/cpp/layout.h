@@ -25,8 +25,8 @@ inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
   return out;
 }
 
-// This machine's memory, swapped or not. No message is longer: what another rank says of its length
-// is nonsense then, and there would be no room for it.
+// This machine's memory, swapped or not. No message is longer, as there would be no room for it: a
+// longer length from another rank is an error.
 inline std::uint64_t most_bytes() {
   static const std::uint64_t bytes = [] {
     struct sysinfo its {};
@@ -36,24 +36,24 @@ inline std::uint64_t most_bytes() {
   return bytes;
 }
 
-// Elements [first, first + count) of a segment: what is decoded and handed on as a whole.
+// Elements [first, first + count) of a segment, decoded and passed on as a whole.
 struct Piece {
   std::size_t segment = 0;
   std::uint64_t first = 0;
   std::uint64_t count = 0;
   std::uint64_t offset = 0;  // bytes from the segment's start
   std::uint64_t bytes = 0;
-  std::uint64_t packed = 0;  // the same where the segment's pieces lie one after the other
+  std::uint64_t packed = 0;  // the same offset if the segment's pieces lie one after the other
 };
 
-// The pieces of a message. There is always one, if need be of no elements: a message of nothing
-// is a message too. They are worked out when they are asked for: a layout is made several times a round.
+// The pieces of a message. There is always at least one, if necessary without elements: an empty message
+// is a message too. Pieces are computed on request, since a layout is made several times a round.
 class Layout {
  public:
   Layout() = default;
 
-  // `slices`: the first piece of each of so many equal slices of a segment comes first, then the second of
-  // each: a piece of coded messages makes one of each.
+  // `slices`: each segment has so many equal slices. The first piece of each slice comes first, then the
+  // second of each: a piece of coded messages makes one of each.
   Layout(std::vector<Segment> segments, std::uint64_t piece_bytes, std::uint64_t slices = 1)
       : segments_(std::move(segments)) {
     places_.reserve(segments_.size());
@@ -73,7 +73,7 @@ class Layout {
   Piece operator[](std::uint32_t piece) const {
     if (!pieces_) return {};
     std::size_t s = 0;
-    if (places_.size() > 1) {  // the last one that begins there or before; those of nothing have no piece
+    if (places_.size() > 1) {  // the last one that begins there or before; empty ones have no piece
       const auto after = std::ranges::upper_bound(places_, piece, {}, &Place::first);
       s = static_cast<std::size_t>(after - places_.begin()) - 1;
     }
@@ -91,7 +91,7 @@ class Layout {
   std::uint64_t bytes() const { return bytes_; }
   std::uint64_t start(std::size_t segment) const { return places_[segment].start; }
 
-  // The first piece of a segment; one that does not exist for the segment after the last.
+  // The first piece of a segment; for the segment after the last, one that does not exist.
   std::uint32_t first(std::size_t segment) const {
     return segment < places_.size() ? places_[segment].first : size();
   }

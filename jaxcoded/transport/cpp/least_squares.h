@@ -26,7 +26,7 @@ Matrix operator*(const Matrix& a, const Matrix& b);
 // Householder's reflections that make a matrix upper triangular.
 class Triangular {
  public:
-  // With `zero`, columns change places so that the largest of those that are left comes next, until
+  // With `zero`, columns change places so that the largest of the remaining ones comes next, until
   // none of them is longer than that.
   explicit Triangular(Matrix a, std::optional<double> zero = {});
 
@@ -43,9 +43,9 @@ class Triangular {
 };
 
 // A matrix of any shape and rank, factored for its least-norm least-squares solutions: the complete
-// orthogonal factorization (Golub and Van Loan, Matrix Computations, 5.4.7 and 5.5.2). Where the
-// columns count as dependent is told by how long the rest of a column is against `size`; by default
-// against the longest column.
+// orthogonal factorization (Golub and Van Loan, Matrix Computations, 5.4.7 and 5.5.2). Columns count as
+// dependent if the rest of a column is short compared with `size`, by default with the longest
+// column.
 class Factored {
  public:
   explicit Factored(Matrix a, std::optional<double> size = {});
@@ -60,7 +60,7 @@ class Factored {
 
   std::size_t columns_;
   Triangular left_;   // a's columns
-  Triangular right_;  // what is left of its rows
+  Triangular right_;  // the remaining part of its rows
 };
 
 }  // namespace jaxcoded

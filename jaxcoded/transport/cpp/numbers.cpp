@@ -11,8 +11,8 @@
 #include <xmmintrin.h>
 #endif
 
-// One build for all processors: where the linker can choose at load time, let it take the wider
-// vectors and the half-precision conversions of a newer one.
+// One build for all processors: if the linker can choose at load time, it takes the wider vectors and
+// the half-precision conversions of a newer processor.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define JAXCODED_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
@@ -31,7 +31,7 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// Without a branch: GCC does not make vector code of `first ? a : b` where one of them is a float's.
+// Without a branch: GCC does not vectorize `first ? a : b` if one of them comes from a float.
 inline std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) {
   const std::uint32_t mask = -static_cast<std::uint32_t>(first);
   return (a & mask) | (b & ~mask);
@@ -44,8 +44,8 @@ inline float wide(BFloat16 x) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16);
 }
 
-// Without branches, so that it becomes vector code, and without a float32 that is subnormal, which
-// would take a hundred times as long. Infinities and NaN keep their bits.
+// Without branches, so that it is vectorized, and without a subnormal float32, which would take a hundred
+// times as long. Infinities and NaN keep their bits.
 inline float wide(Float16 x) {
   const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
   const std::int32_t rest = x.bits & 0x7fff;
@@ -95,7 +95,7 @@ inline void put(T* out, float x) {
   *out = narrow<T>(x);
 }
 
-// The arithmetic of IEEE 754 while it lives, whatever its thread does otherwise: XLA's
+// The arithmetic of IEEE 754 during its lifetime, whatever mode its thread has otherwise: XLA's threads
 // flush subnormal numbers to zero, and a sum must have the same bits on every thread.
 class Arithmetic {
  public:
@@ -105,7 +105,7 @@ class Arithmetic {
   Arithmetic& operator=(const Arithmetic&) = delete;
 
  private:
-#if defined(__SSE2__)  // a tenth of the time of the functions for all processors
+#if defined(__SSE2__)  // takes a tenth of the time of the functions for all processors
   using State = unsigned int;
   static State get() { return _mm_getcsr(); }
   static void set(State state) { _mm_setcsr(state); }
@@ -174,7 +174,7 @@ void widen_as(double* out, const T* from, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) out[i] = wide(from[i]);
 }
 
-// Without a branch, so that it becomes vector code.
+// Without a branch, so that it is vectorized.
 template <class T>
 bool finite_as(const T* from, std::size_t count) {
   using Wide = decltype(wide(T{}));

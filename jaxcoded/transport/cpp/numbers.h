@@ -25,17 +25,17 @@ constexpr std::size_t size_of(DType dtype) {
 
 // out[i] = own[i] + Σ_k coefficients[k] · inputs[k][i] for i < count, in one pass.
 //
-// float16 and bfloat16 add up in float32 and are rounded once. `own` may be null, and may be
+// float16 and bfloat16 are added in float32 and rounded once. `own` may be null, and may be
 // `out`; the sum runs in the order of `inputs`. `bytes` cannot be summed: own is copied.
 // The bits depend on nothing else: not on the processor, and not on the state of the calling thread.
 void combine(DType dtype, std::byte* out, const std::byte* own,
              std::span<const std::byte* const> inputs, std::span<const double> coefficients,
              std::size_t count);
 
-// Whether there are neither NaN nor infinities among them.
+// Whether none of these numbers is NaN or infinite.
 bool finite(DType dtype, const std::byte* from, std::size_t count);
 
-// Numbers of that type as double. Of `bytes` there are none: zeros.
+// Numbers of that type as double; zeros for `bytes`, which has no numbers.
 void widen(DType dtype, double* out, const std::byte* from, std::size_t count);
 
 }  // namespace jaxcoded

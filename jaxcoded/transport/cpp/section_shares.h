@@ -1,8 +1,8 @@
-// Who forms how much of a sum, and from which messages.
+// Which rank forms how much of a sum, and from which messages.
 //
-// What a port has to send and to fetch depends on both: its messages go to those who form sections
-// from them, and its own section goes to everybody. A round takes as long as the busiest port, so
-// pieces go, one after the other, to where the busiest one stays the least busy.
+// A port's traffic depends on both: its message goes to all ranks that form sections from it, and its own
+// section goes to every rank. A round takes as long as the busiest port, so each piece, one after the
+// other, goes to the rank with which the busiest port stays the least busy.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 
 namespace jaxcoded {
 
-// Whose message is one of those that a sum is formed from, and how long it is beside the sum.
+// The port whose message is a term of the sum, and the message's length in lengths of the sum.
 struct PortMessage {
   std::size_t port = 0;
   double length = 1;
 };
 
-// So many neighbouring pieces of messages are added up by this maker, those of this choice.
+// This maker adds up so many neighbouring pieces of the messages of this choice.
 struct SectionShare {
   std::size_t maker = 0, choice = 0;  // by their index
   std::uint32_t pieces = 0;
@@ -32,25 +32,25 @@ struct SectionShares {
   double busiest = 0;  // what the busiest port sends or fetches, in lengths of the sum
 };
 
-// The same if it could be shared evenly among so many makers: each message goes to all, and all get
-// all of the sum. `messages`: their length, in lengths of the sum.
+// The same if so many makers could share the sum evenly: each message goes to all, and all get all of
+// the sum. `messages`: their length, in lengths of the sum.
 inline double evenly_shared(double messages, std::size_t makers) {
   return (messages + static_cast<double>(makers) - 1) / static_cast<double>(makers);
 }
 
-// `makers`: who is there, and may form some of it, as numbers of ports. `choices`: messages that suffice for
-// it, any of them, one of each port. `taker`: the port that
-// gets all of the sum; if none is named, all makers do.
+// `makers`: the ranks that are present and may form some of it, as numbers of ports. `choices`: sets of messages,
+// each of which suffices, with one message for each of its ports. `taker`: the port that gets all of the
+// sum; if none is named, all makers do.
 inline SectionShares section_shares(std::span<const std::size_t> makers,
                                     std::span<const std::vector<PortMessage>> choices,
                                     std::size_t ports, std::uint32_t pieces,
                                     std::optional<std::size_t> taker = {}) {
-  constexpr std::size_t units_of_each = 16;  // as fine as it is of use
+  constexpr std::size_t units_of_each = 16;  // finer is of no use
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
   const auto takes = [&](std::size_t port) { return !taker || port == *taker ? 1.0 : 0.0; };
   const double takers = taker ? 1 : static_cast<double>(makers.size());
-  // What each port moves in all: what it does so far, and for the rest of its message what it would if
-  // choices took turns. Without that, who alone has a message would be given too much early on.
+  // What each port moves in all: what it does so far, and for the rest of its message what it would move if
+  // choices took turns. Otherwise the only rank with a message would be given too much early on.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
   for (const auto& choice : choices) {
     for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());
@@ -58,7 +58,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
   for (const std::size_t port : makers) fetches[port] = static_cast<double>(units) * takes(port);
 
-  // A maker's own message, if it is of a choice, need not be sent.
+  // A maker does not send its own message, if that is of a choice.
   std::vector<std::vector<double>> own(choices.size(), std::vector<double>(ports));
   std::vector<double> lengths(choices.size());
   for (std::size_t c = 0; c < choices.size(); ++c) {
@@ -67,7 +67,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
       lengths[c] += it.length;
     }
   }
-  // Of the ports of a choice, the one that would send most, and what the second one would.
+  // For a choice, the port that would send most, and what the second one would send.
   struct Most {
     std::size_t port = 0;
     double first = -2, second = -2;
@@ -85,7 +85,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     }
   };
   for (std::size_t c = 0; c < choices.size(); ++c) look(c);
-  // How busy the busiest of the ports would be that move one more unit, and how much would move.
+  // The cost of one more unit: how busy the busiest port that moves it would be, and how much would move.
   const auto cost = [&](std::size_t m, std::size_t c) {
     const std::size_t port = makers[m];
     const double terms = lengths[c] - own[c][port];
