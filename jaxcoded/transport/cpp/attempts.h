@@ -1,4 +1,4 @@
-// Steps of which each is tried, also where there was too little memory for one before it.
+// Steps that are each tried, even if there was too little memory for an earlier one.
 #pragma once
 
 #include <new>
@@ -7,7 +7,7 @@ namespace jaxcoded {
 
 class Attempts {
  public:
-  // What the step returns, or false where there is too little memory for it.
+  // Returns what the step returns, or false if there is too little memory for it.
   template <class Step>
   bool make(Step step) {
     try {
@@ -17,7 +17,7 @@ class Attempts {
       return false;
     }
   }
-  // Fails if one has.
+  // Fails if a step has.
   void end() const {
     if (failed_) throw std::bad_alloc();
   }

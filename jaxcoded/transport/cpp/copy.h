@@ -11,10 +11,10 @@
 
 namespace jaxcoded {
 
-// Where a copy is to be. To write to memory that is read into the caches first takes twice as long.
+// Where a copy will lie. Writing to memory takes twice as long if it is read into the caches first.
 enum class Copy : std::uint8_t { cached, past_caches };
 
-// Of a vector of so many bytes that the program uses next.
+// For a vector of this length that the program uses next.
 constexpr Copy for_program(std::uint64_t bytes) {
   constexpr std::uint64_t stays = 512 << 10;  // in a cache until then
   return bytes > stays ? Copy::past_caches : Copy::cached;
@@ -37,7 +37,7 @@ inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, [[mayb
       _mm_stream_si128(out + 2, c);
       _mm_stream_si128(out + 3, d);
     }
-    _mm_sfence();  // such writes are seen in no order otherwise
+    _mm_sfence();  // otherwise such writes become visible in any order
   }
 #endif
   if (bytes) std::memcpy(to, from, bytes);

@@ -753,7 +753,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;
-    if (driving_) {  // another thread is at work; tell it that there is more
+    if (driving_) {  // another thread is at work: wake it for this
       wake_up.send();
       ++waiting_;
       changed_.wait_for(lock, std::chrono::duration<double>(std::min(until - now(), idle_seconds)));

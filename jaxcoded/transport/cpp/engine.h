@@ -40,7 +40,7 @@ struct Flight {
   std::string error;
   std::uint64_t fingerprint = 0;   // of the call,
   std::vector<Segment> total;      // its result,
-  std::vector<std::byte*> result;  // and where that is, of a started one
+  std::vector<std::byte*> result;  // and the place of a started call's result
   // Copies of the caller's vectors. A result takes the place of a copy like it.
   std::shared_ptr<Pool> pool;
   std::vector<Buffer> memory;
@@ -184,7 +184,7 @@ class Engine {
   void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
               Decoder decoder, Erasures erasures);
 
-  // A group, and whom its call waits for after its deadline, or an error that no later round can fail with.
+  // A group, and the ranks that its call waits for after its deadline, or an error that no later round can fail with.
   using Warning = std::pair<std::uint64_t, std::string>;
   Reports<Warning>& warnings() { return warnings_; }
 

@@ -1,4 +1,4 @@
-// A lock that a thread may need for long, and still others get their turn.
+// A lock that one thread may need for long, while others still get their turn.
 #pragma once
 
 #include <atomic>
@@ -7,15 +7,15 @@
 
 namespace jaxcoded {
 
-// Of a plain mutex, who unlocks it and locks it again has it before any thread that waits wakes up.
-// That is quick, as nobody changes places, so it stays as it is for as long as nobody waits long.
+// A thread that unlocks a plain mutex and locks it again gets it before any waiting thread wakes up. That
+// is quick, as threads do not take turns, so it stays like that as long as no thread waits long.
 class FairMutex {
  public:
   void lock() {
     if (!mutex_.try_lock()) wait();
   }
   void unlock() { mutex_.unlock(); }
-  // By who has it: whoever has waited for it for long has it next.
+  // Called by the thread that has the lock: a thread that has waited long gets it next.
   void give_way() {
     const Time since = waits_since_;
     if (since == nobody || now() - since < patience) return;
@@ -37,9 +37,9 @@ class FairMutex {
     waits_since_ = nobody;
   }
 
-  std::mutex line_;  // held by the one thread that has it next
+  std::mutex line_;  // held by the one thread that gets the lock next
   std::mutex mutex_;
-  std::atomic<Time> waits_since_ = nobody;  // that thread
+  std::atomic<Time> waits_since_ = nobody;  // since when that thread waits
 };
 
 }  // namespace jaxcoded

@@ -47,7 +47,7 @@ class GradientCode {
   const std::vector<std::vector<std::size_t>>& held() const { return held_; }
 
   // Coefficients (slices × rows) with which the messages give the exact sum, amplified within the
-  // limit; no values if there are none. Uses the first message of each class that came.
+  // limit; no values if that is impossible. Uses the first message of each class that came.
   Matrix exact(const std::vector<bool>& answered) const;
   // Whether these messages suffice for a parent to continue.
   bool sufficient(const std::vector<bool>& answered) const;

@@ -19,7 +19,7 @@ constexpr std::size_t ahead = 1;
 constexpr double further = 0.5;
 // A block in progress is computed again only if that ends so much sooner, as a share of a block.
 constexpr double worth = 0.1;
-constexpr double telling = 0.5;  // after so many blocks of usual cost a pace is known
+constexpr double telling = 0.5;  // blocks of usual cost after which a pace is known
 constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
 // A late member is checked again after this share of its silence, and at least this share of the patience.
 constexpr double share_of_time = 1.0 / 16, finest = 1.0 / 64;

@@ -1,4 +1,4 @@
-// What something is as a rule.
+// The usual value of something.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace jaxcoded {
 
-// The median, 0 of nothing. Puts the values in another order.
+// The median, or 0 without values. Reorders the values.
 inline double median(std::span<double> values) {
   if (values.empty()) return 0;
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);

@@ -38,7 +38,7 @@ enum class Kind : std::uint8_t {
   order,  // down: what to compute of `round`, an `Order`
   will_ask,  // up: from `round` on I ask before I begin with my own blocks
   // For a sum that is formed in sections.
-  delegate,  // down: who forms which section of `round`, a `SectionPlan`
+  delegate,  // down: which rank forms which section of `round`, a `SectionPlan`
   formed,    // to all: pieces before `ready` of section `last` are available; failed: a message is not
 };
 

@@ -14,7 +14,7 @@ std::span<const std::byte> span_of(const nb::bytes& data) {
 
 // `wire` has the methods send(to, message), fetch(from, what, round, piece, version, address, bytes) ->
 // bytes of the piece, None if it is gone, or False if it will arrive later; direct(from), inline_bytes(to), now(),
-// withdraw(what, first_valid), has_memory(bytes). Where now() or send() raises a MemoryError, there is too little for the node.
+// withdraw(what, first_valid), has_memory(bytes). If now() or send() raises a MemoryError, the node lacks memory.
 class PythonWire : public Wire, Source {
  public:
   explicit PythonWire(nb::object wire) : wire_(std::move(wire)) {}

@@ -20,7 +20,7 @@ constexpr int most_at_once = 100;
 // For bodies that one rank after another adds to, such as texts. No honest body comes near.
 constexpr std::size_t longest_body = 64 << 20;
 
-// Whether MPI reports with this class of errors that the other rank is dead. It does where it is fault-tolerant.
+// Whether MPI reports with this class of errors that the other rank is dead. It does if it is fault-tolerant.
 bool reports_death([[maybe_unused]] int error) {
 #ifdef MPIX_ERR_PROC_FAILED
   return error == MPIX_ERR_PROC_FAILED;

@@ -24,7 +24,7 @@ class WakeUp {
  public:
   enum Sleeper : std::uint32_t { driver = 1, progress = 2 };
 
-  std::uint32_t sent() const { return sent_.load(); }  // so many
+  std::uint32_t sent() const { return sent_.load(); }  // their number
   void send();
   // Sleep until there are more than `seen`, or for so many seconds.
   void sleep(Sleeper who, std::uint32_t seen, double seconds);

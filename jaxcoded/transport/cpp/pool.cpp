@@ -21,12 +21,12 @@ std::size_t rounded(std::size_t bytes) {
   return (least + step - 1) / step * step;
 }
 
-// Memory of a source, for which others give back what they keep unused if it would not suffice.
+// Memory of a source. If it would not suffice, others first give back what they keep unused.
 template <class GiveBack>
 std::byte* allocated(Source& source, std::size_t bytes, GiveBack give_back) {
   try {
     return source.allocate(bytes);
-  } catch (...) {  // or what a GPU's driver says
+  } catch (...) {  // or an error of a GPU's driver
     give_back();
   }
   return source.allocate(bytes);

@@ -58,7 +58,7 @@ inline Heap heap;
 // Memory that one pool has given back, for any pool of the process that asks for as much.
 class Spare : public Source {
  public:
-  // `other` gives back what it keeps, too, before there is too little memory.
+  // Before memory runs out, `other` gives back what it keeps, too.
   explicit Spare(Source& source, Spare* other = nullptr) : source_(source), other_(other) {}
   ~Spare() override { give_back(0); }
 
@@ -80,7 +80,7 @@ class Spare : public Source {
 // Not safe for use from several threads at once.
 class Pool {
  public:
-  // Keeps up to this many unused bytes. Of its unused blocks it hands out the smallest that is large enough.
+  // Keeps up to this many unused bytes. A request gets the smallest unused block that is large enough.
   explicit Pool(std::size_t most, Source& source = heap) : most_(most), source_(source) {}
   Pool(const Pool&) = delete;
   ~Pool();

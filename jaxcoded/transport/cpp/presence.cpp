@@ -17,7 +17,7 @@ Presence::~Presence() {
 void Presence::listen() { MPI_Irecv(nullptr, 0, MPI_BYTE, root_, tag::question, comm_, &question_); }
 
 void Presence::answer() {
-  // Where MPI has reported the root's end there is nothing to listen to.
+  // After MPI has reported the root's end there are no questions.
   if (question_ == MPI_REQUEST_NULL) return;
   int asked = 0;
   if (MPI_Test(&question_, &asked, MPI_STATUS_IGNORE) != MPI_SUCCESS || !asked) return;

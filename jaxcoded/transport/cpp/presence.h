@@ -1,20 +1,20 @@
-// Whether a process is there, for a root that would end the job without it.
+// Whether a process is there, for a root that would otherwise end the job without it.
 #pragma once
 
 #include <mpi.h>
 
 namespace jaxcoded {
 
-// Answers the root of a group that asks, whatever the program does, also when this process has
-// closed the group and as long as its engine runs.
+// Answers the questions of a group's root, whatever the program does, as long as the engine of this
+// process runs, even after it has closed the group.
 class Presence {
  public:
-  // As ranks of `comm`, which is never freed.
+  // `root`: its rank in `comm`, which is never freed.
   Presence(MPI_Comm comm, int root);
   ~Presence();
   Presence(const Presence&) = delete;
 
-  // What was asked since the last time.
+  // Answer the questions since the last call.
   void answer();
 
  private:

@@ -9,8 +9,8 @@
 namespace jaxcoded::reserve {
 namespace {
 
-// Address space: it is in no page before it is written to. Mapped by itself, as what one thread gives back to malloc is
-// not there for the others.
+// Address space: it has no pages before it is written to. Mapped separately, since memory that one thread gives back to
+// malloc is not available to the others.
 constexpr std::size_t bytes = std::size_t{4} << 20;
 
 std::atomic<void*> aside = nullptr;

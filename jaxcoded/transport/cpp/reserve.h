@@ -1,17 +1,17 @@
-// Memory put aside, so that a turn that has begun does not end half done where there is no other.
+// Memory put aside, so that a turn that has begun does not stop halfway if there is no other memory.
 //
-// What a turn takes piece by piece is small: it gets it from here, and once there is nothing aside any more, rounds fail
-// instead of being begun. Vectors may be larger than this; whoever takes memory for one changes nothing before it is there.
+// A turn takes little memory at a time, and gets it from here. Once nothing is left here, rounds fail instead of
+// being begun. Vectors may be larger than this: code that takes memory for one changes nothing before it has it.
 #pragma once
 
 namespace jaxcoded::reserve {
 
-// From now on `new` of this process falls back on it, on any thread while no other one has a turn.
+// From now on `new` of this process falls back on it, on any thread while no other thread has a turn.
 void keep();
-// Put as much aside again as was used. Whether that is there.
+// Put aside again as much as was used. Returns whether all of it is there.
 bool fill() noexcept;
 
-// This thread has a turn: meanwhile what is aside is for it alone.
+// This thread has a turn: meanwhile the memory put aside is for it alone.
 class Turn {
  public:
   Turn();

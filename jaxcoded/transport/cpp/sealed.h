@@ -1,5 +1,5 @@
-// Memory that processes of one host share: a file without a name, which can neither shrink, which would
-// kill whoever has mapped it, nor grow.
+// Memory that processes of one host share: a file without a name. It can neither grow nor shrink, which would
+// kill processes that have mapped it.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,11 @@ class Descriptor {
   int number_;
 };
 
-// `name` is seen in /proc. Throws if there can be none. Its pages are there once something is written to
-// them.
+// `name` is shown in /proc. Throws if there can be none. A page exists once something is written to
+// it.
 Descriptor make_sealed(const char* name, std::size_t bytes);
-// That of another process, under its number there. None if there is no such file of this length, as
-// it may be anybody else's by now; throws if this process is out of descriptors.
+// The file of another process, under its number there. None if there is no such file of this length, as
+// the number may belong to any other by now. Throws if this process is out of descriptors.
 Descriptor open_sealed(std::int64_t pid, std::int64_t number, std::size_t bytes, bool to_write);
 
 [[noreturn]] void cannot_share(const std::string& what);

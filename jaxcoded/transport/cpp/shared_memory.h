@@ -1,8 +1,8 @@
-// Memory of a process that others of its host map, to copy vectors out of it without the kernel: that
-// takes a third of the time.
+// Memory of a process that others of its host map, to copy vectors out of it without the kernel, in a third
+// of the time.
 //
-// As with all that is fetched, a reader looks afterwards whether it was still valid: memory is used
-// again. It stays where it is when its process has ended.
+// As with all fetches, a reader checks afterwards whether the data was still valid, since memory is used
+// again. The memory stays in place when its process has ended.
 #pragma once
 
 #include <cstddef>
@@ -16,17 +16,17 @@
 
 namespace jaxcoded {
 
-// Where it is; of no bytes if there is none.
+// Where the memory is; no bytes if there is none.
 struct SharedPlace {
   std::int64_t descriptor = -1;
   std::uint64_t address = 0;
   std::uint64_t bytes = 0;
 };
 
-// This process's own. Where there is none, or no more of it, what it allocates is of the heap.
+// This process's own memory. If there is none, or no more of it, allocations come from the heap.
 class SharedMemory : public Source {
  public:
-  // `magic`: what it begins with, which says whose it is.
+  // `magic`: the word at its beginning, which identifies the process.
   explicit SharedMemory(std::uint64_t magic);
   ~SharedMemory() override;
   SharedMemory(const SharedMemory&) = delete;
@@ -42,18 +42,18 @@ class SharedMemory : public Source {
   std::map<std::size_t, std::size_t> free_;  // bytes from each place on
 };
 
-// Another process's, mapped for reading. Nothing is found in it where it cannot be mapped.
+// Another process's memory, mapped for reading. If it cannot be mapped, nothing is found in it.
 class PeerMemory {
  public:
   PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace& place);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
 
-  // One for all groups that have to do with that process.
+  // One for all groups that this process shares with the other.
   static std::shared_ptr<const PeerMemory> of(std::int64_t pid, std::uint64_t magic,
                                               const SharedPlace& place);
 
-  // Where these bytes of that process are here; null if they are not in its shared memory.
+  // Where these bytes of that process are mapped; null if they are not in its shared memory.
   const std::byte* find(std::uint64_t address, std::size_t bytes) const;
 
  private:

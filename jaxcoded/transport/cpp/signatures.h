@@ -1,4 +1,4 @@
-// What ranks call, in words, by the fingerprints of their calls.
+// The calls of ranks, in words, by their fingerprints.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace jaxcoded {
 class Signatures {
  public:
   static constexpr std::size_t most = 1024;  // that are kept,
-  static constexpr std::size_t most_bytes = 16 << 20;  // of so many bytes
+  static constexpr std::size_t most_bytes = 16 << 20;  // with so many bytes
   // Fingerprints whose calls another rank knows.
   using Known = std::set<std::uint64_t>;
 
@@ -27,7 +27,7 @@ class Signatures {
     const auto found = words_.find(fingerprint);
     return found == words_.end() ? "something else" : found->second;
   }
-  // What a rank is to be told of a call; null if it knows, or this one does not. It knows then.
+  // What to tell a rank about a call, which then knows it; null if it knows it already, or this rank does not.
   const std::string* news(std::uint64_t fingerprint, Known& known) const {
     if (known.size() >= most) known.clear();
     const auto found = words_.find(fingerprint);

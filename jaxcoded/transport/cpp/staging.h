@@ -23,7 +23,7 @@ struct DeviceCall {
   Request request = {};            // `own` and `out` lie in the GPU's memory,
   const void* skipped = nullptr;   // and so do an int32 in place of `skipped`, unless null,
   const void* erased = nullptr;    // and bools in place of `erased`, unless null:
-  std::size_t ranks = 0;           // so many
+  std::size_t ranks = 0;           // their number
 };
 
 // `Engine::run`, but for a GPU. When it returns, the result is on its way to the GPU, on the stream.

@@ -7,14 +7,14 @@
 
 namespace jaxcoded::status_signal {
 
-// From now on the signal wakes the engine, which says where its groups stand. Not where the program,
+// From now on the signal wakes the engine, which reports where its groups stand. Not if the program,
 // or JAXCODED_STATUS_SIGNAL=OFF, has decided what the signal does. A program may do so later, too.
 void install(WakeUp& engine);
-// In a process that was forked from this one, where no engine runs, it does what it does elsewhere.
+// In a process that was forked from this one no engine runs, so the signal has its default effect.
 void uninstall();
-// Whether the signal has come since this was asked last.
+// Whether the signal has come since the last call.
 bool taken();
-// Write to standard error what it takes at once, line by line so that those of ranks do not mix. The rest stays in `words`.
+// Write what standard error takes at once, line by line, so that ranks' lines do not mix. `words` keeps the rest.
 void say(std::string& words);
 
 }  // namespace jaxcoded::status_signal

@@ -6,14 +6,14 @@
 
 namespace jaxcoded {
 
-// A time at which something happened that has not.
+// The time of something that has not happened.
 constexpr double never = std::numeric_limits<double>::quiet_NaN();
 
-// How fast a rank is, as far as is known here.
+// How fast a rank is, as far as this rank knows.
 struct StepTime {
   std::int64_t rank = 0;
-  double work = never;  // median seconds from one call to the next, of rounds it took part in
-  double silent = 0;    // seconds for which it has not been heard of while rounds went on
+  double work = never;  // median seconds from one call to the next, over rounds it took part in
+  double silent = 0;    // seconds since its last message, while rounds continued
 };
 
 }  // namespace jaxcoded

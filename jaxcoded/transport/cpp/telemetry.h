@@ -1,4 +1,4 @@
-// What a node remembers of its latest rounds: who was in time, and what took how long.
+// What a node remembers of its latest rounds: which ranks were in time, and how long each step took.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace jaxcoded {
 
-// One round at this rank. Times are in seconds of the wire's clock, `never` if they did not come.
+// One round at this rank. Times are in seconds of the wire's clock, `never` if the event did not come.
 struct RoundRecord {
   Round round = 0;
   double work = never;     // seconds from the end of the previous call to this one
@@ -23,14 +23,14 @@ struct RoundRecord {
   std::uint64_t payload = 0;  // bytes of the result
   bool skipped = false;
   bool approximate = false;
-  bool shared = false;  // who computes what was settled meanwhile,
+  bool shared = false;  // the round itself settled which rank computes what,
   bool loop = false;    // in a loop over blocks, whose sum is the next round
   double busy = 0;      // seconds for which this rank computed blocks,
-  std::uint32_t blocks = 0;  // so many
+  std::uint32_t blocks = 0;  // their number
 };
 
 // A record for each of the latest rounds, and for each child when its message came and whether it
-// was used. Written at a cost of some ten nanoseconds an event.
+// was used. An event takes some ten nanoseconds to write.
 class Telemetry {
  public:
   Telemetry(std::size_t rounds, std::size_t children)
@@ -61,14 +61,14 @@ class Telemetry {
     record.busy = seconds;
     record.blocks = blocks;
   }
-  // What all members have computed of it: this rank, and its children by column.
+  // What all members have computed in it: this rank, and its children by column.
   void divided(Round round, const std::vector<Computed>& computed) {
     if (!on()) return;
     at(round);
     computed_.resize(records_.size() * (children_ + 1));
     std::ranges::copy(computed, computed_.begin() + first_of(round));
   }
-  // A child's first word of a round: it had called those before, too.
+  // A child's first word in a round: it had called the rounds before, too.
   void arrived(std::size_t child, Round first, Round round, double now) {
     if (!on()) return;
     heard_[child] = {round, now};
@@ -123,7 +123,7 @@ class Telemetry {
   double arrival(Round round, std::size_t child) const {
     return arrived_[slot(round) * children_ + child];
   }
-  // Of all members; empty where the root has not told it.
+  // For all members; empty if the root has not reported it.
   std::vector<Computed> computed(Round round) const {
     if (computed_.empty()) return {};
     const auto first = computed_.begin() + first_of(round);
@@ -157,7 +157,7 @@ class Telemetry {
   std::vector<RoundRecord> records_;
   std::vector<double> arrived_;
   std::vector<std::uint8_t> used_;
-  std::vector<Computed> computed_ = {};  // empty where no work is shared
+  std::vector<Computed> computed_ = {};  // empty if no work is shared
   struct Heard {
     Round round = 0;
     double at = never;

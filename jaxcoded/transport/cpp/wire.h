@@ -1,4 +1,4 @@
-// What a node asks of the world.
+// What a node needs from its surroundings.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ class Wire {
   // Messages to one rank arrive in the order in which they were sent, or never.
   virtual void send(Rank to, const Message& message) = 0;
 
-  // Fetch a piece that `from` announced, which lies at `address` there. `how`: where that is up to this
-  // process.
+  // Fetch a piece that `from` announced, which lies at `address` there. `how`: the kind of copy, if this
+  // process makes it.
   //   done: it is at `to` now.
   //   pending: `Node::arrived` will be called with it.
   //   gone: `from` no longer has it.
@@ -28,13 +28,13 @@ class Wire {
   // The object that others may be fetching from here is about to change.
   virtual void withdraw(Object::What what, Round first_valid) = 0;
 
-  // Where vectors are to lie that others fetch.
+  // Memory for vectors that others fetch.
   virtual Source& memory() { return heap; }
 
   // Messages to `to` of up to this many bytes carry their vectors with them.
   virtual std::size_t inline_bytes(Rank to) const = 0;
 
-  // Whether fetching from this rank takes no time, as a rule.
+  // Whether fetching from this rank usually takes no time.
   virtual bool direct(Rank from) const = 0;
 
   // Seconds, from any origin.
