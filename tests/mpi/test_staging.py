@@ -286,6 +286,7 @@ def test_parts(comm, gpu, stream, apart, flagged):
             check(comm, group, out, tree)
 
 
+@several  # a root has no parts
 @pytest.mark.parametrize("same", [True, False])
 def test_parts_on_two_streams(comm, gpu, stream, same):
     """Each part is read after its own stream has computed it, and each stream sees the
