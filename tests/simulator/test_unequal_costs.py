@@ -1,7 +1,5 @@
 """Examples of unequal cost in the simulator: parts of ranks as `Epoch` makes them, and steps computed by hand."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -58,7 +56,7 @@ def test_ranks_have_the_parts_of_an_epoch(strategy, known):
     """The batch is the whole data set, in another order. Shared work is simulated by known costs only."""
     plan, layout = plan_of(strategy), Layout.of(plan_of(strategy))
     costs = Costs.of(np.random.default_rng(3).pareto(1.5, 120) + 0.1, 120)
-    parts = Parts(dataclasses.replace(costs, known=known), layout, seed=0)
+    parts = Parts(costs if known else costs.unknown, layout, seed=0)
     batch = costs.batches(0)[0]
     for place, rank in enumerate(layout.ranks.tolist()):
         epoch = Epoch(plan, rank, 120, 120, costs=batch if known else None)
@@ -109,10 +107,9 @@ def test_by_hand(strategy, seconds):
 def test_by_number():
     """A rank has two examples of 5, 5, 1 and 1 s: by cost 6 s of work, by number 6 or 10 s, as the batch is drawn."""
     costs = Costs.of([5.0, 5.0, 1.0, 1.0], 4)
-    unknown = dataclasses.replace(costs, known=False)
     for layout in (Ring(2), Layout.of(plan_of(jaxcoded.Uncoded(), 2))):
         np.testing.assert_allclose(steps(layout, costs, work=12.0), 6.0)
-        found = steps(layout, unknown, work=12.0, rounds=40)
+        found = steps(layout, costs.unknown, work=12.0, rounds=40)
         assert set(found.round(9)) == {6.0, 10.0}
 
 
@@ -154,9 +151,8 @@ def test_shared_work_is_near_the_ideal(shape):
 
 def test_what_is_not_simulated():
     costs = Costs.of([1.0, 2.0, 3.0], 3)
-    unknown = dataclasses.replace(costs, known=False)
     with pytest.raises(ValueError, match="shared work is simulated by known costs"):
-        steps(Layout.of(plan_of(jaxcoded.Shared())), unknown)
+        steps(Layout.of(plan_of(jaxcoded.Shared())), costs.unknown)
     with pytest.raises(ValueError, match=r"Layout.of\(plan\), not Layout.balanced"):
         steps(Layout.balanced(7, 6, stragglers=1), costs)
 

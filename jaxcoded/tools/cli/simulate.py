@@ -95,7 +95,6 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
     if costs:
         layouts[_BLIND] = tree
     layouts |= {_BALANCED: tree, _RING: Ring(cluster.ranks)}
-    blind = costs and dataclasses.replace(costs, known=False)
     out = {}
     with progress("simulating") as tell:
         for number, (name, layout) in enumerate(layouts.items()):
@@ -112,7 +111,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
                 rounds=rounds,
                 seed=cluster.seed,
                 balanced=name == _BALANCED,
-                costs=blind if name == _BLIND else costs,
+                costs=costs.unknown if costs and name == _BLIND else costs,
             ).seconds
     out[_IDEAL] = ideal_seconds(
         cluster.ranks,

@@ -564,7 +564,6 @@ class _Search:
             self.progress(min(1.0, start + (self.done - start) * part))
             if costs and candidate.coded:  # which examples a rank has
                 layout = Layout.of(candidate.plan(self.ranks))
-            blind = costs and dataclasses.replace(costs, known=False)
             outcome = simulate(
                 layout,
                 self._network(candidate),
@@ -573,7 +572,7 @@ class _Search:
                 stragglers=self.stragglers,
                 rounds=rounds,
                 balanced=candidate.balanced,
-                costs=blind if candidate.blind else costs,
+                costs=costs.unknown if costs and candidate.blind else costs,
             )
             yield candidate, outcome.seconds + self.reading * candidate.held(layout)
 

@@ -52,6 +52,11 @@ class Costs:
         batch_size = _require.integer("batch_size", batch_size, 1, len(each))
         return cls(each / each.mean(), batch_size)
 
+    @property
+    def unknown(self) -> "Costs":
+        """Return the same costs, but batches are divided by number."""
+        return dataclasses.replace(self, known=False)
+
     def batches(self, seed: int) -> np.ndarray:
         """Return batches of shuffled epochs, float64 ``(batches, batch_size)``, which a simulation plays in turn."""
         random = np.random.default_rng([seed, len(self.each)])
