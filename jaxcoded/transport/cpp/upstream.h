@@ -27,6 +27,7 @@ class Upstream {
       const double took = now - asked->second;
       if (took < longest_answer && took >= answer_seconds(now)) answer_ = {took, now};
       asked_.erase(asked);
+      forsaken_seconds_ = 0;  // also if it is asked again before `forsaken` is called
     }
     if (above_.empty()) return;
     if (rank == source() && !asks) heard_at_ = now;
