@@ -26,6 +26,8 @@ from jaxcoded.transport import tokens
 from jaxcoded.transport.order import ORDER
 from jaxcoded.transport.result import Result
 
+_traced_once = functools.partial(jax.jit, inline=True)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
@@ -33,8 +35,9 @@ class Sum:
 
     name: str
     group: CodedGroup
-    # a function of a list of arguments, of some examples, and of their weights, which
-    # returns a list of results
+    # A function of a list of arguments, of some examples, and of their weights, which
+    # returns a list of results. A round and each derivative evaluate it several times,
+    # so `jax.jit` keeps its trace.
     of: Callable[[list[Any], Any, jax.Array], list[Any]]
     # A number for each argument. Arguments with the same number are compared between
     # ranks together: 1 for parameters and other differentiated arguments, and another
@@ -61,6 +64,7 @@ class Sum:
         """Return the sum of another function, which takes ``more`` arguments."""
         alike = *alike, *(max(1, *self.alike) + 1 for _ in more)
         name = f"{kind} of {self.name}"
+        of = _traced_once(of)
         return dataclasses.replace(self, name=name, of=of, alike=alike, derived=True)
 
     def named(self, number: int, args: Sequence[Any]) -> list[Any]:
@@ -74,6 +78,7 @@ class Sum:
         transport = self.group._session.transport
         like = jax.eval_shape(self.of, args, *self.unit)
 
+        @_traced_once
         def of(args: list[Any], examples: Any, weights: jax.Array) -> tuple[Any, None]:
             out = self.of(args, examples, weights)
             return {"sum": floats.of(out, transport, "sum", self.wire_dtype)}, None
@@ -107,6 +112,7 @@ def summed(
 ) -> Result:
     """Return the list of sums, as a `Result`."""
     rest = jax.tree.leaves((data, weights, token))
+    sum = dataclasses.replace(sum, of=_traced_once(sum.of))
     out = sum_p.bind(*args, *rest, sum=sum)
     return Result(out[:-1], token=out[-1]) if sum.tokened else Result(out)
 
@@ -127,7 +133,7 @@ def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
 @sum_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, sum: Sum) -> Any:
     args, _, token = sum.parts(avals)
-    out = jax.make_jaxpr(sum.of)(_described(args), *sum.unit).out_avals
+    out = sum.of.trace(_described(args), *sum.unit).jaxpr.out_avals
     return [*out, *token], set() if token else {ORDER}
 
 
@@ -256,6 +262,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
             f"{sum.name}: a token cannot be batched by vmap, as it orders one round: hand it in with in_axes=None"
         )
 
+    @_traced_once
     def of(args: list[Any], *rest: Any) -> list[Any]:
         return jax.vmap(lambda args: sum.of(args, *rest), in_axes=(its,))(args)
 

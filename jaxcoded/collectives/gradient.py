@@ -114,7 +114,7 @@ def unless_behind(
         return gradient(params, batch, weights)
 
     def skip() -> tuple[Any, Any]:
-        return jax.tree.map(_zeros, jax.eval_shape(compute))
+        return jax.tree.map(_zeros, jax.eval_shape(gradient, params, batch, weights))
 
     split = _jax_compat.varying(weights)
     some = jnp.any(weights != 0).astype(jnp.int32)

@@ -5,6 +5,7 @@ The model is that of `test_gradients`: L(θ) = φ(Σ_j g_j(θ)), so that the sum
 exact before the nonlinear φ.
 """
 
+import importlib
 import time
 
 import jax
@@ -209,6 +210,25 @@ def test_cotangents_of_a_vmap_are_one_round(strategy):
     jax.effects_barrier()
     assert strategy.rounds == before + 2  # the sum, and all rows of its derivative
     close(out, Whole(THETA).jacobian, strategy)
+
+
+@every_strategy
+def test_a_function_is_traced_seldom(strategy, monkeypatch):
+    """Its round and that of its derivative share traces, one while JAX traces and one
+    while it lowers, as a model may take seconds to trace.
+    """
+    module = importlib.import_module("jaxcoded.collectives.coded_sum")
+    evaluated = module._evaluated
+    traced = []
+
+    def counted(*args):
+        traced.append(args)
+        return evaluated(*args)
+
+    monkeypatch.setattr(module, "_evaluated", counted)
+    grad = jax.jit(jax.grad(loss_of(strategy)))(THETA)
+    close(grad, Whole(THETA).grad, strategy)
+    assert len(traced) <= 2
 
 
 @pytest.mark.ranks(2)
