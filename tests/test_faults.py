@@ -1668,6 +1668,15 @@ def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):
     assert job.status == 3
 
 
+def test_a_rank_that_the_root_has_left_behind(tmp_path):
+    """It is told so, and the job ends; they once waited for each other for ever."""
+    job = run(tmp_path, 5, "left_behind.py", limit=60)
+    assert job.status == 0, job.stderr[-8000:]
+    words = r"round \d+ cannot be decided: the root, rank 0, has left the group"
+    assert re.search(words, job.reports[4]["error"])
+    assert set(job.reports) == set(range(5))
+
+
 def test_every_line_of_the_faults_page_has_a_test():
     page = (ROOT / "docs" / "faults.md").read_text()
     lines = re.findall(r"^\| (?!what happens|---).*", page, re.MULTILINE)

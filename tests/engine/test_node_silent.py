@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from simulation import DESYNCHRONIZED, DONE, FAILED, Call, World
+from simulation import DESYNCHRONIZED, DONE, FAILED, WANT, Call, World
 from test_node_deadline import SECONDS, limits, probed_script
 
 from jaxcoded import Coded, make_plan
@@ -185,6 +185,45 @@ def test_a_root_that_is_known_to_be_dead(action):
         assert ends[3].outcome == FAILED
         text = "round 3 cannot be decided: the root, rank 0, is dead: go on with group.recovered()"
         assert ends[3].error == f"CodedError: {text}"
+
+
+@pytest.mark.parametrize("action", ["wait", "raise", "approximate"])
+def test_a_root_that_has_left_without_a_rank(action):
+    """Its process lives, and hears no question any more."""
+    world = world_of(make_plan(3, Coded(stragglers=1)), action)
+    late = world.plan.tree.children[0][-1]
+    world.idle.add(late)
+    world.open = 2
+    world.settle()
+    world.frozen.add(0)
+    world.idle.clear()
+    world.open = 4
+    world.nodes[late].root_has_ended()
+    pass_time(world, ended(world, [late], 4))
+    error = world.ends[late][4].error
+    assert error.startswith("CodedError: round 4 cannot be decided: the root, rank 0,")
+    assert "has left the group, and its program is at its end" in error
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_question_that_mpi_loses_is_asked_again(told):
+    """MPI tells its sender or its receiver of it. Rank 3 waits below rank 1, whose
+    program is away.
+    """
+    tree = Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetition"})
+    world = world_of(make_plan(5, tree), "wait")
+    world.idle.add(1)
+    world.open = 2
+    while not (queue := world.queues[1, 0]) or queue[0][0] != WANT:
+        world.step()
+    queue.popleft()
+    world.nodes[told].lost_message(1 - told)
+    world.settle()
+    world.open = 6
+    for _ in range(5):
+        world.settle()
+        world.clock += 100
+    assert [node.next_round() for node in world.nodes] == [7, 2, 7, 7, 7]
 
 
 CHAIN = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))

@@ -168,7 +168,7 @@ void EndOfJob::enter(MPI_Comm comm, Rank root, double silent_seconds) {
   std::vector<int> world = in_world(comm);
   if (rank_of(comm) != root) {
     roots_.insert_or_assign(world[static_cast<std::size_t>(root)], Place{comm, root});
-    presences_.try_emplace(Below{MPI_Comm_c2f(comm), root}, comm, root);
+    above_.try_emplace(Below{MPI_Comm_c2f(comm), root}, comm, root, world[static_cast<std::size_t>(root)]);
   } else if (std::ranges::find(own_, comm, &Own::comm) == own_.end()) {
     own_.push_back({comm, std::move(world)});
   }
@@ -185,14 +185,23 @@ void EndOfJob::note(bool failed, int status) {
   dies_ = failed && tell_parent("-") && !status && fault_tolerant();
 }
 
-void EndOfJob::answer() {
-  for (auto& [where, presence] : presences_) presence.answer();
+bool EndOfJob::answer() {
+  bool asked = false;
+  for (auto& [where, root] : above_) asked |= root.presence.answer();
+  return asked;
+}
+
+bool EndOfJob::has_ended(MPI_Comm comm, Rank root) const {
+  const auto it = above_.find({MPI_Comm_c2f(comm), root});
+  return it != above_.end() && std::ranges::any_of(above_, [&](const auto& other) {
+    return other.second.world == it->second.world && other.second.presence.root_has_ended();
+  });
 }
 
 void EndOfJob::end() {
   std::vector<Below> below;
-  for (const auto& [where, presence] : presences_) below.push_back(where);
-  presences_.clear();
+  for (const auto& [where, root] : above_) below.push_back(where);
+  above_.clear();
   for (const auto& [rank, root] : roots_) tell(root.comm, root.rank, tag::end, &failed_);
   dies_at_ = dies_ ? now() + others_seconds : forever;
   if (left_any()) {

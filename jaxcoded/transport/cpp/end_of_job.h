@@ -42,8 +42,11 @@ class EndOfJob {
   // would not.
   void note(bool failed, int status);
 
-  // Answer what was asked since the last time.
-  void answer();
+  // Answer what was asked since the last time. Returns whether anything was.
+  bool answer();
+  // Whether the root of a group of this process is at its end, and has left the group. It may have another
+  // communicator in common with this process, and asks on one of them.
+  bool has_ended(MPI_Comm comm, Rank root) const;
   // In `MPI_Finalize`, when no other thread calls MPI for the engine any more.
   void end();
 
@@ -71,7 +74,12 @@ class EndOfJob {
   // an error in MPI_Finalize, though not in a communicator that was never freed.
   std::map<int, Place> roots_;
   std::vector<Own> own_;  // where this rank is the root
-  std::map<Below, Presence> presences_;
+  struct Above {
+    Above(MPI_Comm comm, Rank root, int world) : presence(comm, root), world(world) {}
+    Presence presence;
+    int world;  // the root's rank there
+  };
+  std::map<Below, Above> above_;
   std::set<int> absent_;  // ranks of the world
   unsigned char failed_ = 0;  // whether an exception ends a process of the group: 1
   int status_ = 0;

@@ -816,7 +816,7 @@ void Engine::progress() {
       lock.lock();
     }
     if (now() >= answers_at_) {
-      end_of_job_.answer();
+      if (end_of_job_.answer()) tell_of_ended_roots();
       answers_at_ = now() + answer_seconds;
     }
     const std::uint32_t seen = wake_up.sent();
@@ -833,6 +833,14 @@ void Engine::progress() {
     lock.unlock();
     wake_up.sleep(WakeUp::progress, seen, sleep);
     lock.lock();
+  }
+}
+
+// A root that has left without this rank answers nothing any more, although it lives.
+void Engine::tell_of_ended_roots() {
+  for (auto& [index, its] : members_) {
+    if (its.root || !end_of_job_.has_ended(its.comm, its.node->root_rank())) continue;
+    in_memory(its, [&] { its.node->root_has_ended(); });
   }
 }
 

@@ -238,6 +238,7 @@ class Engine {
   void report_untold(std::uint64_t index, const Member& member);
   void finalize();
   void tell_waiting();
+  void tell_of_ended_roots();
   void wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside);
 
   OwnPage page_;

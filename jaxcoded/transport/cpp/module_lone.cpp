@@ -150,6 +150,8 @@ void add_lone_node(nb::module_& module) {
       .def("lack_memory", [](LoneNode& self, bool for_call) { self.node().lack_memory(for_call); },
            nb::arg("for_call") = false)
       .def("lost", [](LoneNode& self, Rank rank) { self.node().lost(rank); })
+      .def("root_has_ended", [](LoneNode& self) { self.node().root_has_ended(); })
+      .def("lost_message", [](LoneNode& self, Rank rank) { self.node().lost_message(rank); })
       .def("expect_state", [](LoneNode& self) { self.node().expect_state(); })
       .def("watch", [](LoneNode& self, bool whether) { self.node().watch(whether); })
       .def("decided", [](LoneNode& self) { return self.node().decided(); })

@@ -480,6 +480,11 @@ void Node::lost(Rank rank) {
   check_offers();
 }
 
+void Node::root_has_ended() {
+  if (std::exchange(root_ended_, true)) return;
+  lost(family_.ancestors.back());
+}
+
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
   // the child's messages may wait behind the piece
   if (Child* child = child_of(from)) {

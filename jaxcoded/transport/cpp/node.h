@@ -219,6 +219,9 @@ class Node {
   void alarm(const std::string& why);
   // MPI has lost a message to or from a living rank. No rank sends it again.
   void lost_message(Rank other);
+  // The program of the root is at its end: it has left without this rank, and answers nothing any more.
+  void root_has_ended();
+  Rank root_rank() const { return family_.ancestors.empty() ? family_.rank : family_.ancestors.back(); }
   bool left() const { return departures_.gone(); }
   // Leave without the ranks below that still need this rank.
   void give_up();
@@ -658,6 +661,7 @@ class Node {
   } copied_ = {};  // this rank's section of the latest copy, and the ranks that may fetch it
   FailedAlone failed_alone_;
   bool desynchronized_ = false;
+  bool root_ended_ = false;  // so it counts as dead
 
   std::array<Round, Object::kinds> first_valid_{};  // objects that others may fetch
 

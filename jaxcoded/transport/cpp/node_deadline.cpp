@@ -194,7 +194,10 @@ void Node::watch_above() {
 
 std::string Node::without_a_root(Round round) const {
   return "CodedError: round " + std::to_string(round) + " cannot be decided: the root, rank " +
-         std::to_string(family_.ancestors.back()) + ", is dead: go on with group.recovered()";
+         std::to_string(family_.ancestors.back()) +
+         (root_ended_ ? ", has left the group, and its program is at its end: let it wait longer for late "
+                        "ranks, with group.close(timeout=...)"
+                      : ", is dead: go on with group.recovered()");
 }
 
 // The round at the frontier fails here without the root. If the root still decides it, or has decided it, others

@@ -1,5 +1,7 @@
 #include "presence.h"
 
+#include <algorithm>
+
 #include "mpi_wire.h"
 
 namespace jaxcoded {
@@ -16,16 +18,18 @@ Presence::~Presence() {
 
 void Presence::listen() { MPI_Irecv(nullptr, 0, MPI_BYTE, root_, tag::question, comm_, &question_); }
 
-void Presence::answer() {
+bool Presence::answer() {
   // After MPI has reported the root's end there are no questions.
-  if (question_ == MPI_REQUEST_NULL) return;
+  if (question_ == MPI_REQUEST_NULL) return false;
   int asked = 0;
-  if (MPI_Test(&question_, &asked, MPI_STATUS_IGNORE) != MPI_SUCCESS || !asked) return;
+  if (MPI_Test(&question_, &asked, MPI_STATUS_IGNORE) != MPI_SUCCESS || !asked) return false;
+  asked_ = std::min(asked_ + 1, 2);
   MPI_Request sent;
   if (MPI_Isend(nullptr, 0, MPI_BYTE, root_, tag::answer, comm_, &sent) == MPI_SUCCESS) {
     MPI_Request_free(&sent);
   }
   listen();
+  return true;
 }
 
 }  // namespace jaxcoded

@@ -14,14 +14,18 @@ class Presence {
   ~Presence();
   Presence(const Presence&) = delete;
 
-  // Answer the questions since the last call.
-  void answer();
+  // Answer the question that has come since the last call. Returns whether there was one.
+  bool answer();
+  // Whether the root is at its end, and whatever it sent before has come. It asks at its end alone, and asks
+  // again a while after the first answer.
+  bool root_has_ended() const { return asked_ >= 2; }
 
  private:
   void listen();
 
   MPI_Comm comm_;
   int root_;
+  int asked_ = 0;
   MPI_Request question_ = MPI_REQUEST_NULL;
 };
 
