@@ -100,13 +100,13 @@ def coded_sum(
             composed.Sum(
                 name=_NAME,
                 group=group,
-                of=evaluated,
                 alike=(0,) * len(of.consts) + (1,) * len(known),
                 unit=unit,
                 rest=rest,
                 wire_dtype=wire_dtype,
                 tokened=token is not None,
             ),
+            evaluated,
             *([*of.consts, *known], data, weights, token),
         )
         tree = jax.tree.structure(shape)

@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ad, batching, mlir
 from jaxcoded.collectives import floats, gradient, over_batch, shared
+from jaxcoded.collectives.eager import same
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.group.weights import Weights
 from jaxcoded.transport import tokens
@@ -31,14 +32,12 @@ _traced_once = functools.partial(jax.jit, inline=True)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
-    """The description of a sum."""
+    """The description of a sum. Sums are equal if they compute the same, so that JAX
+    compiles once where it calls them outside of ``jit``.
+    """
 
     name: str
     group: CodedGroup
-    # A function of a list of arguments, of some examples, and of their weights, which
-    # returns a list of results. A round and each derivative evaluate it several times,
-    # so `jax.jit` keeps its trace.
-    of: Callable[[list[Any], Any, jax.Array], list[Any]]
     # A number for each argument. Arguments with the same number are compared between
     # ranks together: 1 for parameters and other differentiated arguments, and another
     # number for the tangents or cotangents of each derivative, which have different
@@ -52,6 +51,28 @@ class Sum:
     # Whether it is the sum of a derivative. Each rank computes tangents and cotangents
     # by a separate program, so that they may differ in rounding.
     derived: bool = False
+    # A function of a list of arguments, of some examples, and of their weights, which
+    # returns a list of results. A round and each derivative evaluate it several times,
+    # so `jax.jit` keeps its trace.
+    of: Any = None
+    traced: Any = None  # its trace
+
+    def adding(self, of: Callable[..., list[Any]], args: Sequence[Any]) -> "Sum":
+        """Return the sum of a function, for arguments of these types."""
+        of = _traced_once(of)
+        args = [_jax_compat.like(x, jnp.shape(x)) for x in args]
+        traced = of.trace(args, *self.unit).jaxpr
+        return dataclasses.replace(self, of=of, traced=traced)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sum) and same(self._compared(), other._compared())
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.alike, len(self.traced.eqns)))
+
+    def _compared(self) -> list[Any]:
+        fields = dataclasses.fields(self)
+        return [getattr(self, each.name) for each in fields if each.name != "of"]
 
     def parts(self, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the arguments, the batch, and the token, if any."""
@@ -59,13 +80,22 @@ class Sum:
         return list(operands[:args]), list(operands[args:end]), list(operands[end:])
 
     def derivative(
-        self, kind: str, of: Any, alike: Sequence[int], more: Sequence[Any]
+        self,
+        kind: str,
+        of: Any,
+        alike: Sequence[int],
+        args: Sequence[Any],
+        more: Sequence[Any],
     ) -> "Sum":
-        """Return the sum of another function, which takes ``more`` arguments."""
-        alike = *alike, *(max(1, *self.alike) + 1 for _ in more)
+        """Return the sum of another function of ``args``, and of ``more`` arguments."""
+        alike = *alike, *(self.scales() + 1 for _ in more)
         name = f"{kind} of {self.name}"
-        of = _traced_once(of)
-        return dataclasses.replace(self, name=name, of=of, alike=alike, derived=True)
+        its = dataclasses.replace(self, name=name, alike=alike, derived=True)
+        return its.adding(of, [*args, *more])
+
+    def scales(self) -> int:
+        """Return the largest number of an argument."""
+        return max((1, *self.alike))
 
     def named(self, number: int, args: Sequence[Any]) -> list[Any]:
         """Return the arguments with this number."""
@@ -87,7 +117,7 @@ class Sum:
             functools.partial(gradient.unless_behind, of, args),
             self.named(1, args),
             *(data, weights, self.group),
-            moving=[self.named(i, args) for i in range(2, max(1, *self.alike) + 1)],
+            moving=[self.named(i, args) for i in range(2, self.scales() + 1)],
             eps=lambda: _jax_compat.coarsest_eps(self.of, args, *self.unit),
             same_bits=not self.derived,
             name=self.name,
@@ -108,11 +138,16 @@ _jax_compat.compile_alone(sum_p, lambda sum: sum.name)
 
 
 def summed(
-    sum: Sum, args: Sequence[Any], data: Any, weights: Any, token: Any
+    sum: Sum,
+    of: Callable[..., list[Any]],
+    args: Sequence[Any],
+    data: Any,
+    weights: Any,
+    token: Any,
 ) -> Result:
-    """Return the list of sums, as a `Result`."""
+    """Return the list of sums of a function, see `Sum.of`, as a `Result`."""
     rest = jax.tree.leaves((data, weights, token))
-    sum = dataclasses.replace(sum, of=_traced_once(sum.of))
+    sum = sum.adding(of, args)
     out = sum_p.bind(*args, *rest, sum=sum)
     return Result(out[:-1], token=out[-1]) if sum.tokened else Result(out)
 
@@ -132,9 +167,8 @@ def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
 
 @sum_p.def_effectful_abstract_eval
 def _abstract_eval(*avals: Any, sum: Sum) -> Any:
-    args, _, token = sum.parts(avals)
-    out = sum.of.trace(_described(args), *sum.unit).jaxpr.out_avals
-    return [*out, *token], set() if token else {ORDER}
+    token = sum.parts(avals)[2]
+    return [*sum.traced.out_avals, *token], set() if token else {ORDER}
 
 
 def _described(avals: Sequence[Any]) -> list[Any]:
@@ -197,12 +231,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
     ]
     if inexact and which:  # integers have no tangents
         alike = [a or int(move) for a, move in zip(sum.alike, moves)]
-        its = sum.derivative("jvp", of, alike, which)
         args, rest, _ = sum.parts(primals)
+        moving = [tangents[i] for i in which]
+        its = sum.derivative("jvp", of, alike, args, moving)
         if token:
             tokens.check_derivative(sum.name, *token)
             token = [tokens.after(token[0], out[-1])]
-        moved = sum_p.bind(*args, *(tangents[i] for i in which), *rest, *token, sum=its)
+        moved = sum_p.bind(*args, *moving, *rest, *token, sum=its)
         if token:
             token = [tokens.after(moved.pop(), out[-1])]
             out[-1] = tokens.after(out[-1], token[0])
@@ -239,10 +274,10 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
         return list(jax.linear_transpose(linear, *_described(avals))(its))
 
     alike = [a for i, a in enumerate(sum.alike) if i not in which]
-    its = sum.derivative("transpose", of, alike, there)
     args = [x for i, x in enumerate(args) if i not in which]
-    args += [cotangents[i] for i in there]
-    out = sum_p.bind(*args, *rest, *token, sum=its)
+    moving = [cotangents[i] for i in there]
+    its = sum.derivative("transpose", of, alike, args, moving)
+    out = sum_p.bind(*args, *moving, *rest, *token, sum=its)
     if token:
         back[-1] = out.pop()
     for i, x in zip(which, out):
@@ -262,11 +297,10 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
             f"{sum.name}: a token cannot be batched by vmap, as it orders one round: hand it in with in_axes=None"
         )
 
-    @_traced_once
     def of(args: list[Any], *rest: Any) -> list[Any]:
         return jax.vmap(lambda args: sum.of(args, *rest), in_axes=(its,))(args)
 
-    out = sum_p.bind(*operands, sum=dataclasses.replace(sum, of=of))
+    out = sum_p.bind(*operands, sum=sum.adding(of, sum.parts(operands)[0]))
     return out, [0] * (len(out) - len(token)) + token
 
 

@@ -16,7 +16,7 @@ from cases import more
 from marks import SIZE, engine_only, once, redundant, several, slices
 from reference import BATCH, assert_same_bits
 from test_gradients import DIRECTION, THETA, A, Whole, phi
-from together import finish, one_late, wait_for_all
+from together import finish, lowered, one_late, wait_for_all
 
 import jaxcoded
 from jaxcoded import Coded, Shared, Uncoded, coded_sum, spread
@@ -166,6 +166,58 @@ def test_outside_of_jit(strategy):
     value, grad = jax.value_and_grad(loss)(THETA)
     close(value, whole.loss, strategy)
     close(grad, whole.grad, strategy)
+
+
+@every_strategy
+def test_calls_outside_jit_compile_once(strategy):
+    loss = loss_of(strategy)
+    grad = jax.grad(loss)
+    product = lambda theta: jax.jvp(grad, (theta,), (DIRECTION,))[1]
+    for function, expected in (
+        (loss, lambda whole: whole.loss),
+        (grad, lambda whole: whole.grad),
+        (product, lambda whole: whole.hessian @ DIRECTION),
+    ):
+        compiled = []
+        for step in range(3):
+            theta = jnp.asarray(THETA * (1 + 0.1 * step))
+            with lowered() as programs:
+                out = function(theta)
+            compiled.append(len(programs))
+            close(out, expected(Whole(theta)), strategy, 1e-11)
+        assert compiled[0] > 0
+        assert compiled[1:] == [0, 0]
+
+
+def test_calls_outside_jit_use_their_own_rules(comm):
+    """Two functions have the same values, but other rules for derivatives."""
+
+    def sines(factor):
+        @jax.custom_jvp
+        def sine(x):
+            return jnp.sin(x)
+
+        @sine.defjvp
+        def _(primals, tangents):
+            return sine(*primals), factor * tangents[0]
+
+        return lambda theta, x: sine(x @ theta).sum(-1)
+
+    with jaxcoded.CodedGroup(comm) as group:
+        batch = group.batch(A)
+        for factor in (2.0, 3.0):
+            total = coded_sum(sines(factor), group)
+            out = jax.grad(lambda theta, total=total: total(theta, batch))(THETA)
+            np.testing.assert_allclose(out, factor * A.sum((0, 1)), rtol=1e-11)
+
+
+@every_strategy
+def test_without_parameters(strategy):
+    batch = strategy.batch(A)
+    for params in (None, (), {}):
+        total = coded_sum(lambda _, x: x, strategy)
+        close(total(params, batch), A.sum(0), strategy)
+        close(jax.jit(total)(params, batch), A.sum(0), strategy)
 
 
 @every_program
