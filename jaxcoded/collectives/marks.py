@@ -7,6 +7,7 @@ all atoms add up to 0, so the count is right if all ranks in the sum have one ke
 otherwise it is off by more than rounding explains.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -110,32 +111,49 @@ def _plain(leaf: Any) -> jax.Array:
 
 def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     """Return a float32 from −16 to 16 that depends on a few numbers of each array
-    without integers. A small relative change of those numbers changes it by little more
-    than 16 times as much; with ``scaled`` also if they are all small.
+    without integers, with ``scaled`` on all of them. A small relative change of those
+    numbers changes it by little more than 16 times as much; with ``scaled`` also if
+    they are all small.
     """
     leaves = map(_plain, jax.tree.leaves(pytree))
-    few = [_few(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    if not few:
+    those = _real if scaled else _few
+    parts = [those(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    parts = [x for x in parts if x.size]
+    if not parts:
         return jnp.float32(0)
-    x = jnp.concatenate(few)
-    unit = jnp.max(jnp.abs(x), initial=0) if scaled else jnp.float32(1)
-    x = x / unit
-    size = jnp.sqrt(jnp.sum(x * x) + (0 if scaled else _SMALL))
-    minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
-    across = jnp.sum(jnp.where(minus == 1, -x, x)) / size
+    # leaf by leaf, as arrays on several devices are not gathered
+    unit = jnp.float32(1)
+    if scaled:
+        unit = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x)) for x in parts))
+    parts = [x / unit for x in parts]
+    squares = sum(jnp.sum(x * x) for x in parts)
+    size = jnp.sqrt(squares + (0 if scaled else _SMALL))
+    across = sum(_across(x, number) for number, x in enumerate(parts)) / size
     out = _SWING * jnp.sin(jnp.log2(size) + jnp.log2(unit) + 2 * across)
     return jnp.where(jnp.isfinite(out), out, 0)  # other values do not matter
 
 
-def _few(leaf: jax.Array) -> jax.Array:
-    """Return numbers of one corner: arrays on several devices are not gathered."""
+def _across(x: jax.Array, number: int) -> jax.Array:
+    """Return the sum of an array's numbers with signs that depend on their places."""
+    place = jnp.full(x.shape, number, jnp.uint32)
+    for axis in range(x.ndim):
+        place = 31 * place + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(jnp.where(mixed(place) & 1 == 1, -x, x))
+
+
+def _real(leaf: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    return leaf.astype(jnp.float32)
+
+
+def _few(leaf: jax.Array) -> jax.Array:
+    """Return numbers of one corner, as there may be many parameters."""
+    leaf = _real(leaf)
     last = min(leaf.ndim, 2)
     ends = (
         [1] * (leaf.ndim - last) + [round(_OF_EACH ** (1 / last))] * last
         if last
         else []
     )
-    corner = leaf[tuple(slice(end) for end in ends)]
-    return corner.reshape(-1).astype(jnp.float32)
+    return leaf[tuple(slice(end) for end in ends)]

@@ -155,6 +155,25 @@ def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
     assert max(abs(key - keys[0]) for key in keys[2:]) > 1e-3 or scale < 0.01
 
 
+@pytest.mark.parametrize("shape", [(1000,), (30, 40), (4, 20, 20)])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_cotangents_that_differ_at_their_end(shape, dtype):
+    """All their numbers count, on any scale; rounding does not."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape)
+    other, rounded = x.copy(), x * (1 + 1e-6 * rng.uniform(-1, 1, shape))
+    other[-1] *= 1.5
+
+    def key(moving, scale):
+        moving = jnp.asarray(scale * moving, dtype)
+        return float(marks.key(0, [], [moving], to_the_bit=False))
+
+    for scale in (1e-8, 1, 1e8):
+        usual = key(x, scale)
+        assert abs(key(rounded, scale) - usual) < 1e-3
+        assert abs(key(other, scale) - usual) > 1e-3
+
+
 def test_parameters_that_are_not_finite_say_nothing():
     for x in (np.nan, np.inf, 3e38):
         params = {"w": jnp.full((2, 3), x), "none": jnp.zeros(0)}
