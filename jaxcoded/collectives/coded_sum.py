@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, Literal
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import composed, floats
@@ -88,6 +89,8 @@ def coded_sum(
             # traced once, so that the values that it closes over are known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
             check_alone("per_example", of)
+            if weighted:
+                _check_weighted(of.jaxpr, shape)
             if axes := _jax_compat.axes_of_vmap(of):
                 raise NotImplementedError(
                     f"per_example uses the axes {axes} of a vmap around {_NAME}, but one round sums for the whole "
@@ -129,6 +132,23 @@ def coded_sum(
         return reducing(params, data, batch.weights, token)
 
     return of_batch
+
+
+def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
+    """Raise unless all results depend on the weights, which are the last argument."""
+    reached = {jaxpr.invars[-1]}
+    depends = lambda x: not isinstance(x, Literal) and x in reached
+    for equation in jaxpr.eqns:
+        if any(map(depends, equation.invars)):
+            reached.update(equation.outvars)
+    paths = jax.tree_util.tree_leaves_with_path(shape)
+    for (path, leaf), out in zip(paths, jaxpr.outvars):
+        if leaf.size and not depends(out):
+            raise ValueError(
+                f"{named('per_example(params, data, weights)', path)} does not depend on its weights, without which "
+                "padding, and examples that several ranks hold, would count: multiply the values of examples by "
+                "their weights before you add them up"
+            )
 
 
 def _evaluated(

@@ -488,6 +488,18 @@ def test_a_function_that_sums_its_examples(strategy):
     close(grad, Whole(THETA).grad, strategy)
 
 
+@once
+def test_a_function_that_ignores_its_weights(group):
+    """The error names the result."""
+
+    def sums(theta, x, weights):
+        return {"right": weights @ values(theta, x), "wrong": values(theta, x).sum(0)}
+
+    total = coded_sum(sums, group, weighted=True)
+    with pytest.raises(ValueError, match=r"\['wrong'\] does not depend on its weights"):
+        total(THETA, group.batch(A))
+
+
 @every_strategy
 def test_narrow_messages(strategy):
     batch = strategy.batch(A.astype(np.float32))
