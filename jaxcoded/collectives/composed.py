@@ -186,8 +186,8 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
     """Raise unless only arguments are differentiated, or batched."""
     if any(sum.parts(moved)[1]):
         root = (
-            " In a function for jax.lax.custom_root, which differentiates all that this closes over, sum over "
-            "jax.lax.stop_gradient(batch)."
+            " In a function for jax.lax.custom_root or with a rule of its own, where JAX differentiates all that this "
+            "closes over or takes, sum over jax.lax.stop_gradient(batch)."
         )
         raise NotImplementedError(
             f"{sum.name}: the batch is {what}, but its examples are this rank's own. Compute what depends on "
