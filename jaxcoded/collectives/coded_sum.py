@@ -46,7 +46,7 @@ def coded_sum(
         weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the
             sum itself, of its examples with their ``weights``, ``(length,)``, so that
             the values of single examples are not kept. It must be linear in the
-            weights.
+            weights; a result that does not depend on them is a ``ValueError``.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays are sent,
             see `coded_allreduce`.
 

@@ -185,14 +185,14 @@ mlir.register_lowering(sum_p, _lowering)
 def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
     """Raise unless only arguments are differentiated, or batched."""
     if any(sum.parts(moved)[1]):
-        root = (
+        hint = (
             " In a function for jax.lax.custom_root or with a rule of its own, where JAX differentiates all that this "
             "closes over or takes, sum over jax.lax.stop_gradient(batch)."
         )
         raise NotImplementedError(
             f"{sum.name}: the batch is {what}, but its examples are this rank's own. Compute what depends on "
             "parameters inside of per_example, from params and from examples that do not depend on them."
-            f"{root if what == 'differentiated' else ''}"
+            f"{hint if what == 'differentiated' else ''}"
         )
 
 

@@ -217,7 +217,7 @@ class Node {
   void leave(const std::string& failure = {});
   // This rank's calls are of no use, for the reason `why`: a round fails on every rank.
   void alarm(const std::string& why);
-  // MPI has lost a message to or from a living rank. No rank sends it again.
+  // MPI has lost a message to or from a living rank. Only a question is sent again.
   void lost_message(Rank other);
   // The program of the root is at its end: it has left without this rank, and answers nothing any more.
   void root_has_ended();
