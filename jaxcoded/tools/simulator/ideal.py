@@ -17,15 +17,15 @@ def ideal_seconds(
     costs: Costs | None = None,
 ) -> np.ndarray:
     """Return the seconds of ideal steps: all ranks compute until all work is done, and messages take no time. This is
-    ``w / Σ_i v_i`` (``docs/theory.md``).
+    ``w / Σ_i v_i`` (``docs/theory.md``), but with ``costs`` at least the time of the most costly example on the rank
+    that does it first, as an example is not divided.
 
     A rank begins after what the model adds to its work, and is as slow as the model says.
 
     Args:
         size: number of ranks.
         work: seconds that one usual rank would take for the whole batch.
-        stragglers, rounds, seed, costs: as in `simulate`, whose draws are the same. That an example is not divided
-            is left out.
+        stragglers, rounds, seed, costs: as in `simulate`, whose draws are the same.
 
     Returns:
         float64 ``(rounds,)``; infinite if no rank is alive.
@@ -43,7 +43,10 @@ def ideal_seconds(
     rounds = _require.integer("rounds", rounds, 1)
     work = _require.not_negative("work", work)
     drawn = as_model(stragglers).rounds(size, _require.integer("seed", seed, 0))
-    works = work * (np.ones(1) if costs is None else costs.batches(seed).mean(axis=1))
+    works, largest = np.array([work]), np.zeros(1)  # of each batch, and of its examples
+    if costs is not None:
+        batches = work * costs.batches(seed)
+        works, largest = batches.mean(axis=1), batches.max(axis=1) / costs.batch_size
     out = np.empty(rounds)
     for number, delays in enumerate(itertools.islice(drawn, rounds)):
         order = np.argsort(delays.seconds)
@@ -52,8 +55,11 @@ def ideal_seconds(
             speeds = np.where(np.isfinite(begins), 1 / delays.factor[order], 0.0)
             head_start = np.cumsum(np.where(speeds > 0, begins * speeds, 0.0))
             # with the first one, two, … ranks that begin: one too many only helps
-            out[number] = np.nanmin(
-                (works[number % len(works)] + head_start) / np.cumsum(speeds),
-                initial=np.inf,
+            at = number % len(works)
+            all_work = np.nanmin(
+                (works[at] + head_start) / np.cumsum(speeds), initial=np.inf
+            )
+            out[number] = max(
+                all_work, (begins + largest[at] * delays.factor[order]).min()
             )
     return out
