@@ -233,7 +233,7 @@ def summed(
         like = x
         if not isinstance(x, Encoded):
             x = floats.of(
-                *(x, group._session.transport, "leaf", asked.get("wire_dtype")),
+                *(x, group, "leaf", asked.get("wire_dtype")),
                 counted=count.examples is not None,
             )
         round, operands, packing = prepared(

@@ -15,7 +15,6 @@ from jaxcoded.collectives.gradient import check_alone
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport import tokens
-from jaxcoded.transport.base import Carrier
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.leaves import array, check_no_key, named
 from jaxcoded.transport.packing import checked_wire_dtype
@@ -83,9 +82,7 @@ def coded_sum(
     def reduce(params: Any, data: Any, weights: Any, token: Any) -> Any:
         with group._session.failing(_NAME):
             unit = composed.unit(group, data, weights)
-            sums = functools.partial(
-                _sums, per_example, weighted, group._session.transport, wire_dtype
-            )
+            sums = functools.partial(_sums, per_example, weighted, group, wire_dtype)
             # traced once, so that the values that it closes over are known
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
             check_alone("per_example", of)
@@ -161,7 +158,7 @@ def _evaluated(
 def _sums(
     per_example: Callable[..., Any],
     weighted: bool,
-    transport: Carrier,
+    group: CodedGroup,
     wire_dtype: Any,
     params: Any,
     data: Any,
@@ -195,5 +192,5 @@ def _sums(
     else:
         out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
     # refused here, where leaves have names
-    floats.of(out, transport, "the sum", wire_dtype)
+    floats.of(out, group, "the sum", wire_dtype)
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

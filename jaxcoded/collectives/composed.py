@@ -105,13 +105,12 @@ class Sum:
         """Trace the round."""
         args, rest, token = self.parts(operands)
         data, weights = jax.tree.unflatten(self.rest, rest)
-        transport = self.group._session.transport
         like = jax.eval_shape(self.of, args, *self.unit)
 
         @_traced_once
         def of(args: list[Any], examples: Any, weights: jax.Array) -> tuple[Any, None]:
             out = self.of(args, examples, weights)
-            return {"sum": floats.of(out, transport, "sum", self.wire_dtype)}, None
+            return {"sum": floats.of(out, self.group, "sum", self.wire_dtype)}, None
 
         out, *_ = over_batch.summed(
             functools.partial(gradient.unless_behind, of, args),

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded.group.group import CodedGroup
 from jaxcoded.plan import Plan
-from jaxcoded.transport.base import Carrier
 from jaxcoded.transport.leaves import array, check_no_key, named
 
 _BYTE = 256
@@ -20,7 +20,7 @@ _MOST = 2**24 // (_BYTE - 1)
 
 def of(
     pytree: Any,
-    transport: Carrier,
+    group: CodedGroup,
     root: str,
     wire_dtype: Any = None,
     counted: bool = True,
@@ -29,8 +29,8 @@ def of(
     its real and imaginary parts, or the bytes of its integers, each a float32.
 
     Raises:
-        TypeError: a leaf, named in the message, has integers. The plan's codes would multiply them, or the
-            transport shows a wrong count of their examples, if ``counted``, as NaN.
+        TypeError: a leaf, named in the message, has integers. The sum may be approximate, the plan's codes would
+            multiply them, or the transport shows a wrong count of their examples, if ``counted``, as NaN.
         ValueError: they would be rounded to the ``wire_dtype``.
     """
 
@@ -45,15 +45,41 @@ def of(
             return leaf.real, leaf.imag
         if not _counts(dtype):
             return leaf  # also leaves without numbers, which packing refuses
-        _check(transport.plan, name, dtype, wire_dtype)
-        if counted and not transport.refuses_miscounts:
+        _check(group, name, dtype, wire_dtype)
+        if counted and not group._session.transport.refuses_miscounts:
             raise TypeError(
                 f"{name} has dtype {dtype}. Without the engine a sum of other examples becomes NaN, which integers "
                 "cannot show: install jaxcoded with its engine, or cast it to floating point"
             )
-        return tuple(_bytes(array(leaf, name)))
+        return tuple(_bytes(array(leaf, name), _summed(dtype)))
 
     return jax.tree_util.tree_map_with_path(floats, pytree)
+
+
+def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
+    """Return what `of` returns for one NumPy array. Its integers keep their dtype."""
+    if array.dtype.kind == "c":
+        return array.real, array.imag
+    if not _counts(array.dtype):
+        return array
+    _check(group, "the array", array.dtype, wire_dtype)
+    return tuple(_bytes(array, sum_on_host(array.dtype)))
+
+
+def sum_on_host(dtype: np.dtype) -> np.dtype:
+    """Return the dtype of a sum of NumPy arrays of this one."""
+    return np.dtype(np.int64) if dtype == bool else dtype
+
+
+def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
+    """Write the sum to ``out``, from that of the arrays of `on_host`, one after the other."""
+    total = total.reshape(-1, *out.shape)
+    if out.dtype.kind == "c":
+        out.real, out.imag = total
+    elif _counts(out.dtype):
+        out[...] = _integers(total, out.dtype, np)
+    else:
+        out[...] = total[0]
 
 
 def restored(total: Any, like: Any) -> Any:
@@ -70,11 +96,15 @@ def _restored(total: Any, like: Any) -> Any:
         return jax.lax.complex(*total)
     if not _counts(dtype):
         return total
-    dtype = _summed(dtype)
-    wide = jnp.uint64 if dtype.itemsize == 8 else jnp.uint32
-    out = jnp.zeros((), wide)
+    return _integers(total, _summed(dtype), jnp)
+
+
+def _integers(total: Any, dtype: np.dtype, xp: Any) -> Any:
+    """Return the integers of these sums of bytes."""
+    wide = xp.uint64 if dtype.itemsize == 8 else xp.uint32
+    out = xp.zeros((), wide)
     for k, each in enumerate(total):
-        out += each.astype(wide) << 8 * k
+        out = out + (each.astype(wide) << wide(8 * k))
     return out.astype(dtype)
 
 
@@ -85,11 +115,13 @@ def _counts(dtype: Any) -> bool:
     )
 
 
-def _bytes(leaf: jax.Array) -> list[jax.Array]:
-    dtype = _summed(leaf.dtype)
+def _bytes(leaf: Any, dtype: np.dtype) -> list[Any]:
+    """Return the bytes of integers of this dtype, each as a float32."""
     unsigned = leaf.astype(dtype).astype(f"uint{8 * dtype.itemsize}")
     return [
-        (unsigned >> 8 * k & (_BYTE - 1)).astype(jnp.float32)
+        (
+            unsigned >> unsigned.dtype.type(8 * k) & unsigned.dtype.type(_BYTE - 1)
+        ).astype(np.float32)
         for k in range(dtype.itemsize)
     ]
 
@@ -101,7 +133,13 @@ def _summed(dtype: Any) -> np.dtype:
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
 
 
-def _check(plan: Plan, name: str, dtype: Any, wire_dtype: Any) -> None:
+def _check(group: CodedGroup, name: str, dtype: Any, wire_dtype: Any) -> None:
+    plan = group.plan
+    if group.approximate:
+        raise TypeError(
+            f"{name} has dtype {dtype}, and sums of this group may be approximate, which integers cannot be: cast it to "
+            "floating point"
+        )
     if not _exact(plan):
         raise TypeError(
             f"{name} has dtype {dtype}, and the code of {plan.strategy!r} multiplies what it sums by fractions, which "

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxcoded import _jax_compat
 from jaxcoded.collectives import floats
 from jaxcoded.collectives.counting import over_devices
-from jaxcoded.transport.base import Carrier
+from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.order import ORDER
 
@@ -19,7 +19,7 @@ from jaxcoded.transport.order import ORDER
 def of_part(
     losses: Callable[[Any, Any], Any],
     has_aux: bool,
-    transport: Carrier,
+    group: CodedGroup,
     params: Any,
     batch: Any,
     weights: jax.Array,
@@ -53,7 +53,7 @@ def of_part(
 
     value_and_grad = jax.value_and_grad(weighted_loss, has_aux=True)
     (loss, aux), grads = value_and_grad(params)
-    grads = floats.of(grads, transport, "params")
+    grads = floats.of(grads, group, "params")
     return {"loss": over_devices(loss, split), "grads": grads}, aux
 
 

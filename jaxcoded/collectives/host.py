@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxcoded import _arrays, _require
+from jaxcoded.collectives import floats
 from jaxcoded.collectives.allreduce import sum_round
 from jaxcoded.collectives.arguments import checked_erasures
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
@@ -42,12 +43,12 @@ def allreduce(
     blocks until the result is complete.
 
     Args:
-        array: this rank's contribution, of a float dtype, contiguous; equal shapes and
-            dtypes on all ranks: NumPy's, or an object with the buffer protocol or DLPack, such as a tensor of PyTorch.
-            The result has this machine's byte order.
+        array: this rank's contribution, contiguous; equal shapes and dtypes on all ranks: NumPy's, or an object with
+            the buffer protocol or DLPack, such as a tensor of PyTorch. Complex numbers, integers and bools as in
+            `jaxcoded.coded_allreduce`; the sum of bools is int64. The result has this machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
         weights: as for `jaxcoded.coded_allreduce`.
-        out: an array like ``array`` for the result; may be ``array`` itself. Default: a
+        out: an array like the result; may be ``array`` itself. Default: a
             new array.
         skip: whether this rank contributes nothing, like a late one (`CodedGroup.lag`);
             ``array`` then only gives the shape.
@@ -60,7 +61,8 @@ def allreduce(
         ValueError: an array is not contiguous, or ``out`` is not like ``array``,
             read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
             ``wire_dtype`` is another one.
-        TypeError: it is no array or not floating point, or the group has slices or parts.
+        TypeError: it is no array of numbers, or of integers that the code would round, or the group has slices or
+            parts.
         CodedError: the errors during the round, as in `jaxcoded.coded_allreduce`, but
             raised directly as the classes `GroupMismatch`, `TooManyErasures`,
             `Desynchronized`, `GroupClosed`.
@@ -98,15 +100,18 @@ def summed(
             )
         array = np.asarray(held(array, "the array"))
         wire_dtype = checked_wire_dtype(wire_dtype)
+        parts = floats.on_host(array, group, wire_dtype)
         vector = count.vector
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts)
         round = _sum_of(
-            *(weakref.ref(group), array.shape, array.dtype, wire_dtype),
-            *(count.words, count.examples, None if vector is None else vector.dtype),
+            *(weakref.ref(group), like, wire_dtype, count.words, count.examples),
+            None if vector is None else vector.dtype,
         )
-        result = np.empty_like(array) if out is None else _memory_of(out)
-        if (result.shape, result.dtype) != (array.shape, array.dtype):
+        dtype = floats.sum_on_host(array.dtype)
+        result = np.empty(array.shape, dtype) if out is None else _memory_of(out)
+        if (result.shape, result.dtype) != (array.shape, dtype):
             raise ValueError(
-                f"out must be like the array, {array.dtype}{list(array.shape)}, "
+                f"out must be like the sum, {dtype}{list(array.shape)}, "
                 f"got {result.dtype}{list(result.shape)}"
             )
         if not result.flags.writeable:
@@ -125,13 +130,14 @@ def summed(
     counts = [] if vector is None else [np.array(vector)]  # summed in place
     vectors, results = [*counts], [*counts]
     for kind in round.vectors[len(counts) :]:  # one, or none for an empty array
-        vectors.append(array.astype(kind.wire, copy=False))
+        sent = parts if parts is array else np.concatenate([x.ravel() for x in parts])
+        vectors.append(sent.astype(kind.wire, copy=False))
         results.append(result if kind.wire == result.dtype else vectors[-1])
     transport = Engine.of(group._session.transport, "rounds on numpy arrays need")
     transport.host_round(round, vectors, results, skip, mask)
     for received in results[len(counts) :]:
         if received is not result:
-            result[...] = received.reshape(result.shape)
+            floats.restore_on_host(received, result)
     return result
 
 
@@ -160,8 +166,7 @@ def _memory_of(out: Any) -> np.ndarray:
 @functools.lru_cache(maxsize=1024)
 def _sum_of(
     group: "weakref.ref[CodedGroup]",
-    shape: tuple[int, ...],
-    dtype: np.dtype,
+    like: Any,
     wire_dtype: np.dtype | None,
     words: str,
     examples: tuple[float, float] | None,
@@ -170,11 +175,12 @@ def _sum_of(
     """Return the round of such arrays, which counts in numbers of this dtype."""
     its = group()
     assert its is not None  # the caller holds the group
-    check_real(dtype, "the array")
+    for each in jax.tree.leaves(like):
+        check_real(each.dtype, "the array")
     if its.plan.encoded:
         raise TypeError(
             "collectives on numpy arrays need a group without slices and parts"
         )
-    packing = Packing.of(jax.ShapeDtypeStruct(shape, dtype), wire_dtype)
+    packing = Packing.of(like, wire_dtype)
     vector = None if counts is None else np.empty(0, counts)
     return sum_round(packing, its, Count(vector, examples, words))

@@ -99,11 +99,7 @@ def coded_value_and_grad(
         params: Any, data: Any, weights: Weights, erasures: Any, token: Any
     ) -> Result:
         # the shapes are needed for every chunk, so trace it once
-        of_part = jax.jit(
-            functools.partial(
-                gradient.of_part, losses, has_aux, group._session.transport
-            )
-        )
+        of_part = jax.jit(functools.partial(gradient.of_part, losses, has_aux, group))
         out, aux, counted, count = over_batch.summed(
             functools.partial(gradient.unless_behind, of_part, params),
             *(params, data, weights, group),

@@ -21,6 +21,14 @@ X = np.random.default_rng(0).normal(size=(BATCH, 3))
 GRADIENT = 2 * (X @ np.ones(3)) @ X
 BEYOND = 5_000_000_000  # beyond 32 bits
 
+INTEGERS = {
+    "i": np.array([[2**31 - 1, -5]] * BATCH, np.int32),
+    "small": np.arange(BATCH, dtype=np.int8) * 100,
+    "wide": np.arange(BATCH) * 2**58 - 7,
+    "unsigned": np.arange(BATCH, dtype=np.uint16) * 5000,
+    "bool": np.arange(BATCH) % 3 == 0,
+}
+
 REFUSED = {
     "text": (np.array(["a", "b"]), "<U1, text: leave it out, or .* token ids"),
     "objects": (np.array([np.ones(2), np.ones(3)], object), "pad them to one length"),
@@ -124,9 +132,6 @@ def test_among_parameters(own, label):
         step({label: REFUSED[label][0]}, own.batch({"x": X}))
 
 
-COMPLEX = r'{} has dtype complex\d+, but coded sums are of real numbers: hand over real and imaginary parts, {{"re": x.real, "im": x.imag}}'
-
-
 def test_complex_parameters(own):
     """The gradient follows JAX's convention."""
     batch = own.batch(X)
@@ -149,17 +154,37 @@ def test_complex_sums(group):
     assert total["c"].dtype == np.complex128
     np.testing.assert_allclose(total["c"], X.sum(0) * 0.5j, rtol=1e-9)
     np.testing.assert_allclose(total["r"], X.sum(0) / 2, rtol=1e-9)
-    with pytest.raises(TypeError, match=COMPLEX.format("the array")):
-        uncounted.allreduce(np.complex64([1j]), group)
 
 
-INTEGERS = {
-    "i": np.array([[2**31 - 1, -5]] * BATCH, np.int32),
-    "small": np.arange(BATCH, dtype=np.int8) * 100,
-    "wide": np.arange(BATCH) * 2**58 - 7,
-    "unsigned": np.arange(BATCH, dtype=np.uint16) * 5000,
-    "bool": np.arange(BATCH) % 3 == 0,
-}
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_complex_sums_on_the_host(group, dtype):
+    """They are the rounds of a jitted call, in place with ``out``."""
+    weights = group.batch(X).weights
+    mine = (np.asarray(weights) @ group.batch(X).data * (2 + 1j)).astype(dtype)
+    wanted, rtol = X.sum(0) * (2 + 1j), 1e-4 if dtype == "complex64" else 1e-9
+    number = jaxcoded.host.allreduce(mine[0], group, weights)
+    np.testing.assert_allclose(number, wanted[0], rtol=rtol)
+    if group.rank == 1:
+        mine = np.asarray(jaxcoded.coded_allreduce(mine, group, weights))
+    else:
+        out = jaxcoded.host.allreduce(mine, group, weights, out=mine)
+        assert out is mine
+    assert mine.dtype == dtype
+    np.testing.assert_allclose(mine, wanted, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_on_the_host(comm, transport, name):
+    """Integers keep their width, also where JAX has only 32 bits."""
+    mine = INTEGERS[name] + np.array(comm.rank).astype(INTEGERS[name].dtype)
+    with (
+        jax.enable_x64(False),
+        jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as plain,
+    ):
+        out = jaxcoded.host.allreduce(mine, plain)
+    wanted = sum(comm.allgather(mine.astype(out.dtype)))
+    assert out.dtype == (np.int64 if name == "bool" else mine.dtype)
+    np.testing.assert_array_equal(out, wanted)
 
 
 OF_0_AND_1 = [jaxcoded.Shared(), jaxcoded.Uncoded()]
@@ -204,9 +229,32 @@ def test_integers_that_a_code_would_round(comm, transport):
         for call in (
             lambda: jaxcoded.coded_sum(lambda _, data: data["i"], group)(0.0, batch),
             lambda: coded_allreduce(np.int32(3), group),
+            lambda: uncounted.allreduce(np.int32([3]), group),
         ):
             with pytest.raises(TypeError, match=r"take Shared\(\), Uncoded\(\) or"):
                 call()
+
+
+APPROXIMATE = {
+    "deadline": (
+        jaxcoded.Shared(),
+        jaxcoded.Options(deadline=600, on_deadline="approximate"),
+    ),
+    "code": (jaxcoded.Coded(code="ignore_stragglers"), jaxcoded.Options()),
+}
+
+
+@pytest.mark.parametrize("kind", APPROXIMATE)
+def test_integers_in_approximate_sums(comm, transport, kind):
+    strategy, options = APPROXIMATE[kind]
+    with jaxcoded.CodedGroup(
+        comm, strategy, options=options, transport=transport
+    ) as group:
+        batch = group.batch(INTEGERS)
+        with pytest.raises(TypeError, match="'small'.* sums of this group may be app"):
+            jaxcoded.coded_sum(lambda _, data: {"small": data["small"]}, group)(
+                0.0, batch
+            )
 
 
 def summing(group):
