@@ -298,6 +298,8 @@ class World:
         open: the last round that ranks may call.
         frozen: stopped processes. Others can still read their memory.
         idle: ranks that do not call, but whose engine runs.
+        started: ranks whose calls wait in a queue, so that the next one begins in the turn in which the last one
+            ended.
         leaving: ranks that have closed the group. Their processes end once they may.
         snapshots: after how many rounds ranks keep a snapshot; 0: never.
         recovers: whether ranks that are too far behind fetch a snapshot.
@@ -345,6 +347,7 @@ class World:
         self.clock = 0.0
         self.frozen = set()
         self.idle = set()
+        self.started = set()
         self.leaving = set()
         self.dead = set()  # processes that have ended
         self.reported = set()  # those of them that MPI has reported dead
@@ -690,6 +693,9 @@ class World:
             )
         self.news[rank] += node.take_news()
         self.check_end(rank)
+        if rank in self.started and self.may_call(rank):
+            self.submit(rank)
+            return True
         return more
 
     def rest(self, times=RESTS):
@@ -781,6 +787,12 @@ class World:
         for request in [r for r in self.requests if r[1] == rank]:
             self.requests.remove(request)
             self._ask(request)
+
+    def lose(self, link, told):
+        """Lose the next message of a link. MPI tells one of its two ranks."""
+        self.queues[link].popleft()
+        self.nodes[told].lost_message(link[link[0] == told])
+        self.check_end(told)
 
     def bury(self):
         """End the processes that may."""

@@ -186,6 +186,17 @@ class World(simulation.World):
         self._comes(rank)
         self.check_end(rank)
 
+    def check_end(self, rank):
+        running = self.running[rank]
+        super().check_end(rank)
+        comes = isinstance(running, Sharing) and not (
+            running.over or self.running[rank]
+        )
+        if (
+            comes and rank not in self.dead
+        ):  # the program asks for a block, as it does not know yet
+            assert self.nodes[rank].take_block() is None
+
     def _comes(self, rank):
         running = self.running[rank]
         for vector, wide in zip(running.own, running.sums):
@@ -657,6 +668,31 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
     rest = {r: part for r, part in run.parts.items() if r > (2 if handed_over else 1)}
     assert [*rest.values()] == pytest.approx([1 - np.mean(lost)] * len(rest))
     assert rest
+
+
+@pytest.mark.parametrize("replicas", [0, 1])
+@pytest.mark.parametrize("shared", [{1, 2, 3, 4}, {1, 2}])
+def test_a_rank_that_is_late_in_a_failed_round(replicas, shared):
+    """Its call is over as it begins. The next round uses its vectors, and computes no block twice."""
+    plan = make_plan(4, Shared(replicas=replicas, blocks=2))
+    script = [Call((("float32", 500),), seed) for seed in range(4)]
+    drawn = random.Random(0)
+    world = World(plan, script, drawn, shared=shared, hosts=[0, 1, 2, 3])
+    world.open = 1
+    world.settle()
+    world.open = 2
+    world.idle = {2}
+    world.deviations[1, 2] = Call((("float32", 500),), 77)
+    world.settle()
+    world.idle.clear()
+    world.settle()
+    assert {ends[2].outcome for ends in world.ends} == {FAILED}
+    world.open = 4
+    world.settle()
+    for ends in world.ends:
+        assert (ends[3].outcome, ends[4].outcome) == (DONE, DONE)
+    blocks = len(plan.placement.holders)
+    assert all(world.computed[round] == blocks for round in shared - {1, 2})
 
 
 def test_what_follows_blocks_is_their_sum():

@@ -6,10 +6,22 @@ import random
 
 import numpy as np
 import pytest
+from hypothesis import given
+from independent import random_missing
+from schedules import many, seeds
 
 pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
 
-from simulation import DESYNCHRONIZED, DONE, FAILED, WANT, Call, World
+from simulation import (
+    DESYNCHRONIZED,
+    DONE,
+    FAILED,
+    WANT,
+    Call,
+    World,
+    random_plan,
+    random_world,
+)
 from test_node_deadline import SECONDS, limits, probed_script
 
 from jaxcoded import Coded, make_plan
@@ -205,6 +217,62 @@ def test_a_root_that_has_left_without_a_rank(action):
     assert "has left the group, and its program is at its end" in error
 
 
+@pytest.mark.parametrize("ends", ["dies", "has ended"])
+@many
+@given(seeds)
+def test_a_living_rank_above_has_what_a_late_rank_lacks(ends, seed):
+    """Without the root it gets all results that a living rank above it has, however soon it calls."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 3, stragglers=(1, 2))
+    late = random_missing(plan, np.random.default_rng(seed)) - {plan.root}
+    world = random_world(plan, 12, rng, limits=limits("wait"))
+    world.frozen |= late
+    world.started = set(rng.sample(range(plan.size), rng.randint(0, plan.size)))
+    world.settle()
+    on_time = set(range(plan.size)) - late
+    world.assert_done(on_time)
+    if ends == "dies":
+        world.kill(plan.root, known=True)
+    else:
+        world.frozen.add(plan.root)
+        for rank in set(range(plan.size)) - {plan.root}:
+            world.nodes[rank].root_has_ended()
+    world.frozen -= late
+    world.settle()
+    above = [
+        set(world.ancestors[rank]) - late - {plan.root} for rank in range(plan.size)
+    ]
+    world.assert_done({rank for rank in late if above[rank]})
+    for rank in late:
+        assert world.nodes[rank].next_round() > 12 or world.nodes[rank].desynchronized()
+
+
+@many
+@given(seeds)
+def test_messages_that_mpi_loses(seed):
+    """It tells the sender or the receiver of each. No rank waits for ever, and no sum is wrong."""
+    rng = random.Random(seed)
+    plan = random_plan(rng, 2, 5)
+    action = rng.choice(["wait", "wait", "raise"])
+    world = random_world(plan, 8, rng, limits=limits(action))
+    world.recovers = False
+    losses = rng.randint(1, 8)
+    while losses:
+        world.step()
+        links = [link for link, queue in world.queues.items() if queue]
+        if links and rng.random() < 0.2:
+            link = rng.choice(links)
+            world.lose(link, rng.choice(link))
+            losses -= 1
+        if all(node.next_round() > 8 for node in world.nodes):
+            break
+    for _ in range(4):
+        world.settle()
+        world.clock += 100
+    for rank, node in enumerate(world.nodes):
+        assert node.next_round() > 8 or node.desynchronized(), world.describe(rank)
+
+
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_question_that_mpi_loses_is_asked_again(told):
     """MPI tells its sender or its receiver of it. Rank 3 waits below rank 1, whose
@@ -216,8 +284,7 @@ def test_a_question_that_mpi_loses_is_asked_again(told):
     world.open = 2
     while not (queue := world.queues[1, 0]) or queue[0][0] != WANT:
         world.step()
-    queue.popleft()
-    world.nodes[told].lost_message(1 - told)
+    world.lose((1, 0), told)
     world.settle()
     world.open = 6
     for _ in range(5):

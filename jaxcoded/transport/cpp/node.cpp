@@ -280,7 +280,7 @@ void Node::finish(Outcome outcome, std::string error) {
     work_.computed = up_.share.blocks();
     work_.computed_round = round;
   }
-  if (outcome == Outcome::desynchronized && up_.delegated) end_sections();  // their sum has no place any more
+  if (!root() && up_.delegated) end_sections();  // their sum has no place any more
   up_.sum = {};
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();

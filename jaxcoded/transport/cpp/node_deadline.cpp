@@ -183,7 +183,10 @@ void Node::watch_above() {
     up_.forsaken = false;
     return;
   }
-  if (upstream_.rootless()) return decide_alone(without_a_root(frontier_));
+  // a living rank above may have the result, and needs time to answer
+  if (upstream_.all_dead() || (upstream_.rootless() && *silent >= limits_.silent_seconds)) {
+    return decide_alone(without_a_root(frontier_));
+  }
   const double seconds = deadline(1);
   const double since = calling() ? up_.started : upstream_.stuck_since();
   up_.forsaken = now - since >= seconds && *silent >= limits_.silent_seconds;

@@ -132,6 +132,7 @@ void Node::lost_message(Rank other) {
   if (left() || (child && child->left)) return;
   alarm("MPI has lost a message to or from rank " + std::to_string(other) +
         ": look for errors of the network with jaxcoded doctor");
+  upstream_.lost_message(other);
   // If it was a question, that rank asks again when it hears that this one is there.
   if (listeners_.contains(other)) note(other, newest_);
 }

@@ -69,7 +69,8 @@ void Node::come_for_block(const std::vector<const std::byte*>& own) {
 
 std::optional<Work> Node::take_block() {
   if (no_more_blocks()) {
-    withdraw(Object::What::message, next_ + 1);  // a late rank may still form a section from it
+    // a late rank may still form a section from its vectors; if the call is over, they are withdrawn
+    if (calling()) withdraw(Object::What::message, next_ + 1);
     stop_lending();
     return std::nullopt;
   }

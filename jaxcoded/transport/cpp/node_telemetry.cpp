@@ -43,7 +43,7 @@ double Node::own_work() const {
     }
     works.push_back(work);
   }
-  if (works.empty()) return never;
+  if (works.empty()) return unknown;
   return median(works);
 }
 

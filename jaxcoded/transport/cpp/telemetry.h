@@ -14,10 +14,10 @@ namespace jaxcoded {
 // One round at this rank. Times are in seconds of the wire's clock, `never` if the event did not come.
 struct RoundRecord {
   Round round = 0;
-  double work = never;     // seconds from the end of the previous call to this one
-  double started = never;  // this rank's call
-  double decided = never;  // its sum was complete
-  double ended = never;    // its result was here
+  double work = unknown;     // seconds from the end of the previous call to this one
+  double started = unknown;  // this rank's call
+  double decided = unknown;  // its sum was complete
+  double ended = unknown;    // its result was here
   Rank decider = -1;       // whose message completed the sum: a child's, or this rank's own
   std::uint8_t outcome = 0;
   std::uint64_t payload = 0;  // bytes of the result
@@ -36,7 +36,7 @@ class Telemetry {
   Telemetry(std::size_t rounds, std::size_t children)
       : children_(children),
         records_(rounds),
-        arrived_(rounds * children, never),
+        arrived_(rounds * children, unknown),
         used_(rounds * children),
         heard_(children) {}
 
@@ -145,7 +145,7 @@ class Telemetry {
       for (std::size_t child = 0; child < children_; ++child) {
         const std::size_t place = slot(round) * children_ + child;
         // it may be so far ahead that there was no place for it
-        arrived_[place] = heard_[child].round >= round ? heard_[child].at : never;
+        arrived_[place] = heard_[child].round >= round ? heard_[child].at : unknown;
         used_[place] = 0;
       }
       if (!computed_.empty()) std::fill_n(computed_.begin() + first_of(round), children_ + 1, Computed());
@@ -160,11 +160,11 @@ class Telemetry {
   std::vector<Computed> computed_ = {};  // empty if no work is shared
   struct Heard {
     Round round = 0;
-    double at = never;
+    double at = unknown;
   };
   std::vector<Heard> heard_;  // the latest word of each child
   Round current_ = 1;         // this rank's latest call
-  double ended_ = never;
+  double ended_ = unknown;
 };
 
 }  // namespace jaxcoded

@@ -43,6 +43,13 @@ class Upstream {
   }
   bool dead(Rank rank) const { return dead_.contains(rank); }
   bool rootless() const { return !above_.empty() && dead(above_.back()); }
+  bool all_dead() const { return std::ranges::all_of(above_, [&](Rank rank) { return dead(rank); }); }
+  // MPI has lost a message to or from a living rank. It may have been a question, an offer, or the answer: the
+  // rank may be asked again.
+  void lost_message(Rank rank) {
+    asked_.erase(rank);
+    if (!above_.empty() && rank == parent()) unanswered_ = false;
+  }
   // Some of the result came, or this rank calls: the source gets all of its time again.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
   // A wait for a result begins now, although the source may have had some of its time.
