@@ -23,7 +23,7 @@ _MOST = 64  # of a block's mark, in the smallest
 _KEYS = 63
 _LEAST, _LARGEST = 2.0**-12, 2.0**-6  # of an atom's, as parts of the batch
 _OF_EACH = 256  # numbers of a leaf that are compared
-_SMALL = 1e-4  # share of the sum of their squares that may be rounding alone
+_SMALL, _SMALLER = math.log2(0.01), -20  # of numbers that may be rounding alone
 _SWING = 16  # their largest effect on the key
 
 
@@ -62,8 +62,8 @@ def key(
     number: Any, params: Any, moving: Sequence[Any] = (), *, to_the_bit: bool
 ) -> jax.Array:
     """Return the key of a batch's number, an int32, of a pytree of parameters, and of
-    pytrees of tangents or cotangents, each on a separate scale. It is a float32 from
-    −16 to 78, with up to 16 more either way for each of ``moving``. Consecutive batches
+    pytrees of tangents or cotangents, each on a separate scale. It is a float32, mostly
+    from −16 to 78, with 16 more either way for each of ``moving``. Consecutive batches
     have different keys.
 
     Parameters that differ only in rounding have nearly the same key, unless they must
@@ -110,27 +110,36 @@ def _plain(leaf: Any) -> jax.Array:
 
 
 def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
-    """Return a float32 from −16 to 16 that depends on a few numbers of each array
-    without integers, with ``scaled`` on all of them. A small relative change of those
-    numbers changes it by little more than 16 times as much; with ``scaled`` also if
-    they are all small.
+    """Return a float32, mostly from −16 to 16, that depends on a few finite numbers of
+    each array without integers, with ``scaled`` on all of them. A small relative change
+    of one array's numbers changes it by little more than 16 times as much. Arrays of
+    small numbers count less: below 0.01, or with ``scaled`` below a millionth of the
+    largest number.
     """
     leaves = map(_plain, jax.tree.leaves(pytree))
-    those = _real if scaled else _few
-    parts = [those(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    parts = [x for x in parts if x.size]
+    parts = [
+        _finite(leaf if scaled else _corner(leaf))
+        for leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+    ]
     if not parts:
         return jnp.float32(0)
     # leaf by leaf, as arrays on several devices are not gathered
-    unit = jnp.float32(1)
+    largest = [jnp.log2(jnp.max(jnp.abs(x))).astype(jnp.float32) for x in parts]
+    least = jnp.float32(_SMALL)
     if scaled:
-        unit = functools.reduce(jnp.maximum, (jnp.max(jnp.abs(x)) for x in parts))
-    parts = [x / unit for x in parts]
-    squares = sum(jnp.sum(x * x) for x in parts)
-    size = jnp.sqrt(squares + (0 if scaled else _SMALL))
-    across = sum(_across(x, number) for number, x in enumerate(parts)) / size
-    out = _SWING * jnp.sin(jnp.log2(size) + jnp.log2(unit) + 2 * across)
-    return jnp.where(jnp.isfinite(out), out, 0)  # other values do not matter
+        least = functools.reduce(jnp.maximum, largest) + _SMALLER
+        least = jnp.where(jnp.isfinite(least), least, 0)  # all numbers are 0
+    out = jnp.float32(0)
+    for number, (x, log) in enumerate(zip(parts, largest)):
+        log = jnp.maximum(log, least)
+        root = jnp.exp2(
+            (-log / 2).astype(x.dtype)
+        )  # its square may be beyond the dtype
+        x = (x * root * root).astype(jnp.float32)  # at most about 1
+        size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
+        out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)
+    return _SWING / math.sqrt(len(parts)) * out
 
 
 def _across(x: jax.Array, number: int) -> jax.Array:
@@ -141,15 +150,16 @@ def _across(x: jax.Array, number: int) -> jax.Array:
     return jnp.sum(jnp.where(mixed(place) & 1 == 1, -x, x))
 
 
-def _real(leaf: jax.Array) -> jax.Array:
+def _finite(leaf: jax.Array) -> jax.Array:
+    """Return real numbers, float32 or wider. Others than finite ones do not matter."""
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    return leaf.astype(jnp.float32)
+    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return jnp.where(jnp.isfinite(leaf), leaf, 0)
 
 
-def _few(leaf: jax.Array) -> jax.Array:
+def _corner(leaf: jax.Array) -> jax.Array:
     """Return numbers of one corner, as there may be many parameters."""
-    leaf = _real(leaf)
     last = min(leaf.ndim, 2)
     ends = (
         [1] * (leaf.ndim - last) + [round(_OF_EACH ** (1 / last))] * last
