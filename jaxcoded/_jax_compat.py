@@ -172,6 +172,13 @@ def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
     primitive.def_impl(run)
 
 
+def program_of(ctx: Any) -> Any:
+    """Return an object that all operations of a program that is being lowered share;
+    ``None`` if this JAX has none.
+    """
+    return getattr(ctx.module_context, "keepalives", None)
+
+
 def never_drop(primitive: Any) -> None:
     """Make an operation run whether or not its result is used."""
 

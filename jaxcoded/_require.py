@@ -1,10 +1,12 @@
 """Check arguments."""
 
+import functools
 import math
 import numbers
 import operator
 import reprlib
 import sys
+import types
 from typing import Any
 
 _short = reprlib.Repr()
@@ -44,6 +46,31 @@ def function(name: str, value: Any) -> None:
     """Raise a TypeError with the name unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {kind(value)}")
+
+
+def named(function: Any) -> str:
+    """Return the name of a function, with the line for a lambda.
+
+    Example:
+        >>> import functools
+        >>> from jaxcoded import _require
+        >>> _require.named(functools.partial(len, [])), _require.named(float.hex)
+        ('len', 'hex')
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = str(getattr(function, "__name__", type(function).__name__))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return name
+    return f"{name}, line {code.co_firstlineno}" if name == "<lambda>" else name
+
+
+def identity(function: Any) -> Any:
+    """Return what tells a function from all others that live, also from equal ones."""
+    if isinstance(function, types.MethodType):  # a new object each time
+        return id(function.__self__), id(function.__func__)
+    return id(function)
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:

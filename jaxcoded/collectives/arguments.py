@@ -106,8 +106,7 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
 
 def checked_params(params: Any) -> Any:
     """Return the parameters as arrays, all of which can be differentiated."""
-    if isinstance(params, Batch):
-        raise TypeError("params is a batch: the call is (params, batch)")
+    check_no_batch(params)
 
     def taken(path: Any, leaf: Any) -> jax.Array:
         name = named("params", path)
@@ -125,6 +124,12 @@ def checked_params(params: Any) -> Any:
         return array(leaf, name)
 
     return jax.tree_util.tree_map_with_path(taken, params)
+
+
+def check_no_batch(params: Any) -> None:
+    """Raise a TypeError if the arguments of ``(params, batch)`` have another order."""
+    if isinstance(params, Batch):
+        raise TypeError("params is a batch: the call is (params, batch)")
 
 
 def checked_data(batch: Batch, group: CodedGroup) -> Any:

@@ -8,10 +8,10 @@ from jax.extend.core import Jaxpr, Literal
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import composed, floats
-from jaxcoded.collectives.arguments import checked_data
+from jaxcoded.collectives.arguments import check_no_batch, checked_data
 from jaxcoded.collectives.counting import over_devices
 from jaxcoded.collectives.eager import Eager
-from jaxcoded.collectives.gradient import check_alone
+from jaxcoded.collectives.gradient import check_alone, check_axis
 from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport import tokens
@@ -20,6 +20,8 @@ from jaxcoded.transport.leaves import array, check_no_key, named
 from jaxcoded.transport.packing import checked_wire_dtype
 
 _NAME = "coded_sum"
+_VALUES = "per_example(params, data)"
+_OTHERWISE = "or their weighted sum with weighted=True"
 
 
 def coded_sum(
@@ -78,6 +80,7 @@ def coded_sum(
     with group._session.failing(_NAME):
         _require.function("per_example", per_example)
         wire_dtype = checked_wire_dtype(wire_dtype)
+    checked: set[Any] = set()
 
     def reduce(params: Any, data: Any, weights: Any, token: Any) -> Any:
         with group._session.failing(_NAME):
@@ -88,6 +91,8 @@ def coded_sum(
             check_alone("per_example", of)
             if weighted:
                 _check_weighted(of.jaxpr, shape)
+            else:
+                check_axis(_VALUES, _OTHERWISE, per_example, params, unit[0], checked)
             if axes := _jax_compat.axes_of_vmap(of):
                 raise NotImplementedError(
                     f"per_example uses the axes {axes} of a vmap around {_NAME}, but one round sums for the whole "
@@ -98,7 +103,7 @@ def coded_sum(
         evaluated = functools.partial(_evaluated, of.jaxpr, len(of.consts))
         out = composed.summed(
             composed.Sum(
-                name=_NAME,
+                name=f"{_NAME}({_require.named(per_example)})",
                 group=group,
                 alike=(0,) * len(of.consts) + (1,) * len(known),
                 unit=unit,
@@ -112,13 +117,21 @@ def coded_sum(
         tree = jax.tree.structure(shape)
         return out._replace(value=jax.tree.unflatten(tree, out.value)).plain()
 
-    asked = _NAME, group._session.index, per_example, weighted, wire_dtype
+    # equal functions may compute different things
+    asked = (
+        _NAME,
+        group._session.index,
+        _require.identity(per_example),
+        weighted,
+        wire_dtype,
+    )
     outside = group._session.kept(asked, lambda: Eager(reduce))
 
     def of_batch(params: Any, batch: Batch, *, token: jax.Array | None = None) -> Any:
         check_open(group)
         group._session.check_alike()
         with group._session.failing(_NAME):
+            check_no_batch(params)
             params = jax.tree_util.tree_map_with_path(
                 lambda path, leaf: array(leaf, named("params", path)), params
             )
@@ -132,20 +145,37 @@ def coded_sum(
 
 
 def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
-    """Raise unless all results depend on the weights, which are the last argument."""
-    reached = {jaxpr.invars[-1]}
-    depends = lambda x: not isinstance(x, Literal) and x in reached
-    for equation in jaxpr.eqns:
-        if any(map(depends, equation.invars)):
-            reached.update(equation.outvars)
+    """Raise unless all results depend on the weights, which are the last argument, and
+    divide nothing by them.
+    """
+    reached = _reached(jaxpr, {jaxpr.invars[-1]})
     paths = jax.tree_util.tree_leaves_with_path(shape)
     for (path, leaf), out in zip(paths, jaxpr.outvars):
-        if leaf.size and not depends(out):
+        if leaf.size and (isinstance(out, Literal) or out not in reached):
             raise ValueError(
                 f"{named('per_example(params, data, weights)', path)} does not depend on its weights, without which "
                 "padding, and examples that several ranks hold, would count: multiply the values of examples by "
                 "their weights before you add them up"
             )
+
+
+def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
+    """Return the variables that depend on these. Raise if one divides."""
+    for equation in jaxpr.eqns:
+        depends = [not isinstance(x, Literal) and x in reached for x in equation.invars]
+        if not any(depends):
+            continue
+        reached.update(equation.outvars)
+        if equation.primitive.name == "div" and depends[1]:
+            raise ValueError(
+                "per_example(params, data, weights) divides by its weights, as an average does: return the weighted "
+                "sum, and divide the total by batch.weights.examples"
+            )
+        inner = equation.params.get("jaxpr")
+        if inner is not None and len(inner.jaxpr.invars) == len(depends):
+            its = {x for x, it in zip(inner.jaxpr.invars, depends) if it}
+            _reached(inner.jaxpr, its)
+    return reached
 
 
 def _evaluated(
@@ -168,13 +198,13 @@ def _sums(
     split = _jax_compat.varying(weights)
 
     def weigh(path: Any, leaf: Any) -> jax.Array:
-        name = named("per_example(params, data)", path)
+        name = named(_VALUES, path)
         leaf = array(leaf, name)
         check_no_key(leaf.dtype, name)
         if leaf.shape[:1] != weights.shape:
             raise ValueError(
-                f"{name} has shape {leaf.shape}, but needs a leading axis of {len(weights)} examples: return one "
-                "value for each example, or their weighted sum with weighted=True"
+                f"{name} has shape {leaf.shape}, but is of several examples, here {len(weights)}: return one value "
+                f"for each example, {_OTHERWISE}"
             )
         w = weights.reshape(-1, *(1 for _ in leaf.shape[1:]))
         # padding has weight 0 and must not count, whatever its value

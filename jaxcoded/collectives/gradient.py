@@ -13,6 +13,7 @@ from jaxcoded.collectives import floats
 from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport.kernels import accumulator
+from jaxcoded.transport.leaves import named
 from jaxcoded.transport.order import ORDER
 
 
@@ -20,15 +21,18 @@ def of_part(
     losses: Callable[[Any, Any], Any],
     has_aux: bool,
     group: CodedGroup,
+    known: set[Any],
     params: Any,
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, as `floats`, and auxiliary data."""
+    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, as `floats`, and auxiliary data.
+    ``known``: see `check_axis`.
+    """
     split = _jax_compat.varying(weights)
 
     def weighted_loss(params: Any) -> tuple[jax.Array, Any]:
-        each, aux = _losses_of_examples(losses, has_aux, params, batch)
+        each, aux = _losses_of_examples(losses, has_aux, known, params, batch)
         if each.shape != weights.shape:
             raise ValueError(
                 "losses must return one loss for each example, "
@@ -58,7 +62,11 @@ def of_part(
 
 
 def _losses_of_examples(
-    losses: Callable[[Any, Any], Any], has_aux: bool, params: Any, batch: Any
+    losses: Callable[[Any, Any], Any],
+    has_aux: bool,
+    known: set[Any],
+    params: Any,
+    batch: Any,
 ) -> tuple[jax.Array, Any]:
     """Return the loss of each example, and the auxiliary data. A scalar loss is the
     mean over its examples, so for a batch of one example it is the loss of this
@@ -85,6 +93,10 @@ def _losses_of_examples(
     traced, (values, _) = jax.make_jaxpr(pair, return_shape=True)(params, batch)
     check_alone("losses", traced)
     if values.shape:
+        check_axis(
+            *("losses", "or their mean"),
+            *(lambda *args: pair(*args)[0], params, batch, known),
+        )
         return pair(params, batch)
     return jax.vmap(of_one)(batch)
 
@@ -96,6 +108,37 @@ def check_alone(name: str, traced: ClosedJaxpr) -> None:
             f"{name} calls a collective, but a rank that is late skips {name}, and the others would wait for it: call "
             f"the collective before, and hand its result to {name} as a parameter"
         )
+
+
+def check_axis(
+    name: str,
+    otherwise: str,
+    function: Callable[[Any, Any], Any],
+    params: Any,
+    examples: Any,
+    known: set[Any],
+) -> None:
+    """Raise a ValueError if the first axis of a result is not that of the examples, but
+    as long by chance. ``known``: the shapes of examples with which it is not so.
+    """
+    shapes = tuple(leaf.shape for leaf in jax.tree.leaves(examples))
+    if shapes in known:
+        return
+    twice = jax.tree.map(
+        lambda leaf: _jax_compat.like(leaf, (2 * leaf.shape[0], *leaf.shape[1:])),
+        examples,
+    )
+    try:
+        found = jax.eval_shape(function, params, twice)
+    except Exception:  # noqa: BLE001  # it may take this number of examples only
+        found = None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        if leaf.shape[:1] != (2 * shapes[0][0],):
+            raise ValueError(
+                f"{named(name, path)} has shape {leaf.shape} also for {2 * shapes[0][0]} examples: return one value "
+                f"for each example, {otherwise}"
+            )
+    known.add(shapes)
 
 
 def unless_behind(

@@ -94,17 +94,20 @@ def coded_value_and_grad(
         _require.function("losses", losses)
         wire_dtype = checked_wire_dtype(wire_dtype)
     strategy = group.plan.strategy
+    known: set[Any] = set()
 
     def reduce(
         params: Any, data: Any, weights: Weights, erasures: Any, token: Any
     ) -> Result:
         # the shapes are needed for every chunk, so trace it once
-        of_part = jax.jit(functools.partial(gradient.of_part, losses, has_aux, group))
+        of_part = jax.jit(
+            functools.partial(gradient.of_part, losses, has_aux, group, known)
+        )
         out, aux, counted, count = over_batch.summed(
             functools.partial(gradient.unless_behind, of_part, params),
             *(params, data, weights, group),
             eps=lambda: _jax_compat.coarsest_eps(losses, params, data),
-            name=_NAME,
+            name=f"{_NAME}({_require.named(losses)})",
             words=", of which the mean" * mean,  # all ranks must agree on it
             erasures=erasures,
             token=token,
@@ -116,7 +119,11 @@ def coded_value_and_grad(
             loss, grads = divided((loss, grads), present(counted, weights, count))
         return out._replace(value=(((loss, aux) if has_aux else loss), grads))
 
-    asked = _NAME, group._session.index, losses, has_aux, mean, residual, wire_dtype
+    # equal functions may compute different things
+    asked = (
+        *(_NAME, group._session.index, _require.identity(losses)),
+        *(has_aux, mean, residual, wire_dtype),
+    )
     outside = group._session.kept(asked, lambda: Eager(reduce))
 
     def value_and_grad(

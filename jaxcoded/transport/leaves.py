@@ -124,7 +124,7 @@ def sendable(leaf: Any, name: str) -> Any:
         keeps = dtype == wide or (dtype.itemsize == 4 and not np.ndim(leaf))
         return np.asarray(leaf, wide) if keeps else jnp.asarray(leaf)
     except OverflowError:
-        raise ValueError(_too_large(leaf, name)) from None
+        raise ValueError(_too_large(leaf, name, wide)) from None
 
 
 def check_real(dtype: Any, name: str) -> None:
@@ -222,8 +222,9 @@ def _is_python_number(leaf: Any) -> bool:
     )
 
 
-def _too_large(leaf: Any, name: str) -> str:
-    most = jax.dtypes.canonicalize_dtype(np.int64)
+def _too_large(leaf: Any, name: str, most: Any = None) -> str:
+    """Return the text for an integer beyond the dtype ``most``; default: JAX's."""
+    most = most or jax.dtypes.canonicalize_dtype(np.int64)
     remedy = (
         "set jax_enable_x64"
         if most == np.int32 and -(2**63) <= leaf < 2**63

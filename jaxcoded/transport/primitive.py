@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -191,6 +192,8 @@ def _abstract_eval(*avals: Any, round: Round) -> Any:
 def _lowering(ctx: Any, *operands: Any, round: Round, platform: str | None) -> Any:
     if round.transposed:
         return operands[len(round.leading) :]
+    if not RULES[round.kind].alone:
+        _check_order(ctx, round)
     if "token" in round.leading:
         at = round.leading.index("token")
         if ctx.avals_in[at].dtype == np.float32:
@@ -198,6 +201,22 @@ def _lowering(ctx: Any, *operands: Any, round: Round, platform: str | None) -> A
             return rule(ctx, *operands)
     _jax_compat.check_not_again(_with_others(round))
     return find(round.group).lower(ctx, operands, round, platform)
+
+
+_last = threading.local()  # the program that is being lowered, and its groups
+
+
+def _check_order(ctx: Any, round: Round) -> None:
+    """Raise unless all of a group's rounds in the program are ordered in one way."""
+    program = _jax_compat.program_of(ctx)
+    if getattr(_last, "program", None) is not program or program is None:
+        _last.program, _last.tokened = program, {}
+    tokened = "token" in round.leading
+    if _last.tokened.setdefault(round.group, tokened) != tokened:
+        raise ValueError(
+            f"{round}: in one compiled function either all calls of a group have a token, or none. Ranks could carry "
+            "out the two kinds in different orders, and wait for each other: pass on the token of each call to the next"
+        )
 
 
 def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:

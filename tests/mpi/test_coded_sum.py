@@ -20,6 +20,7 @@ from together import finish, lowered, one_late, wait_for_all
 
 import jaxcoded
 from jaxcoded import Coded, Shared, Uncoded, coded_sum, spread
+from jaxcoded.collectives import composed
 
 SLICED = Coded(stragglers=1, slices=2)
 STRATEGIES = {
@@ -842,3 +843,99 @@ def test_integers_among_the_parameters(group):
     assert key(1.0, count) != key(1.0, count + 1)
     typed = jax.random.key(7)
     assert key(1.0, typed) == key(1.0, jax.random.key(7)) != key(1.0, jax.random.key(8))
+
+
+# Functions that ranks, and rounds, must not mix up.
+
+
+@pytest.mark.parametrize(
+    "strategy", [Shared(), STRATEGIES["coded"]], ids=["shared", "coded"], indirect=True
+)
+def test_a_first_axis_that_is_as_long_by_chance(strategy):
+    """`x.T @ x` has one row for each feature, whose number may be that of a block's examples."""
+    data = np.ones((BATCH, 3))
+    batch = strategy.batch(data)
+    length = jax.tree.leaves(composed.unit(strategy, batch.data, batch.weights))[
+        0
+    ].shape[0]
+    x = np.ones((BATCH, length))
+    gram = jaxcoded.coded_sum(lambda _, x: x.T @ x, strategy)
+    features = jaxcoded.coded_value_and_grad(lambda w, x: (w * x).mean(0), strategy)
+    for call in (gram, features):
+        with pytest.raises(ValueError, match=f"also for {2 * length} examples: return"):
+            call(1.0, strategy.batch(x))
+    right = jaxcoded.coded_sum(lambda _, x: x[:, :, None] * x[:, None], strategy)
+    np.testing.assert_allclose(right(1.0, strategy.batch(x)), x.T @ x)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Shared(), STRATEGIES["coded"]], ids=["shared", "coded"], indirect=True
+)
+def test_an_average_instead_of_a_sum(strategy):
+    average = lambda w, x, weights: jnp.average(w * x, axis=0, weights=weights)
+    total = jaxcoded.coded_sum(average, strategy, weighted=True)
+    with pytest.raises(ValueError, match="divides by its weights, as an average does"):
+        total(1.0, strategy.batch(np.ones((BATCH, 3))))
+
+
+def mean_of(_, x):
+    return x
+
+
+def square_of(_, x):
+    return x**2
+
+
+@pytest.mark.parametrize("strategy", [Uncoded(), Shared()], ids=repr, indirect=True)
+def test_sums_in_another_order(strategy):
+    """Ranks that take the functions of a set in different orders."""
+    if strategy.size == 1:
+        return
+    batch = strategy.batch(np.arange(float(BATCH)))
+    functions = [mean_of, square_of]
+    for function in functions[:: -1 if strategy.rank == strategy.size - 1 else 1]:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="GroupMismatch.*square_of"
+        ):
+            jax.block_until_ready(jaxcoded.coded_sum(function, strategy)(1.0, batch))
+        jaxcoded.effects_barrier()
+
+
+class Times:
+    """A function that is equal to all others of its kind."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, w, x):
+        return self.factor * w * x
+
+    def __eq__(self, other):
+        return isinstance(other, Times)
+
+    def __hash__(self):
+        return 0
+
+
+@pytest.mark.parametrize("strategy", [Uncoded()], ids=repr, indirect=True)
+def test_functions_that_are_equal(strategy):
+    batch = strategy.batch(np.ones(BATCH))
+    for factor in (1.0, 3.0):
+        total = jaxcoded.coded_sum(Times(factor), strategy)(1.0, batch)
+        mean, _ = jaxcoded.coded_value_and_grad(Times(factor), strategy)(1.0, batch)
+        np.testing.assert_allclose([total, mean], [factor * BATCH, factor])
+
+
+@pytest.mark.parametrize("strategy", [Shared()], ids=repr, indirect=True)
+def test_calls_with_and_without_a_token(strategy):
+    """Nothing orders them, so that ranks would wait for each other."""
+    batch = strategy.batch(np.ones(BATCH))
+    total = coded_sum(lambda w, x: w * x, strategy)
+
+    @jax.jit
+    def both(w):
+        return total(w, batch, token=jnp.int32(0)).value + total(w, batch)
+
+    with pytest.raises(ValueError, match="all calls of a group have a token, or none"):
+        both(1.0)
+    assert jax.jit(lambda w: total(w, batch) + total(w, batch))(1.0) == 2 * BATCH

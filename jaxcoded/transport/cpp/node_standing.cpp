@@ -79,7 +79,8 @@ void Node::watch_children() {
     if (!it.since || called != it.called) it = {.called = called, .since = now};
     if (it.said) continue;
     const auto known = [&] {
-      return "; the last call that is known is that of " + numbered(called) +
+      return (called ? "; the last call that is known is that of " + numbered(called)
+                     : "; no call of it is known") +
              ", and rounds up to " + std::to_string(newest_) + " are decided";
     };
     const auto without = [&] {
