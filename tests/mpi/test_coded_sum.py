@@ -703,7 +703,7 @@ def test_spread_of_integers(group):
 @pytest.mark.parametrize(
     "per_example, error, words",
     [
-        (lambda t, x: jnp.sum(t), ValueError, "leading axis of"),
+        (lambda t, x: jnp.sum(t), ValueError, "is of several examples"),
         (lambda t, x: "adam", TypeError, "is a str"),
         (lambda t, x: {"a": jnp.ones((2, 3))}, ValueError, r"\['a'\]"),
     ],
