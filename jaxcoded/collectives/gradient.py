@@ -92,13 +92,12 @@ def _losses_of_examples(
 
     traced, (values, _) = jax.make_jaxpr(pair, return_shape=True)(params, batch)
     check_alone("losses", traced)
-    if values.shape:
-        check_axis(
-            *("losses", "or their mean"),
-            *(lambda *args: pair(*args)[0], params, batch, known),
-        )
-        return pair(params, batch)
-    return jax.vmap(of_one)(batch)
+    if not values.shape:
+        return jax.vmap(of_one)(batch)
+    if values.shape == jax.tree.leaves(batch)[0].shape[:1]:
+        each = lambda *args: pair(*args)[0]
+        check_axis("losses", "or their mean", each, params, batch, known)
+    return pair(params, batch)
 
 
 def check_alone(name: str, traced: ClosedJaxpr) -> None:

@@ -154,7 +154,8 @@ def _finite(leaf: jax.Array) -> jax.Array:
     """Return real numbers, float32 or wider. Others than finite ones do not matter."""
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    if jnp.finfo(leaf.dtype).bits < 32:
+        leaf = leaf.astype(jnp.float32)
     return jnp.where(jnp.isfinite(leaf), leaf, 0)
 
 
