@@ -503,7 +503,7 @@ def test_a_record_is_of_whole_batches(comm, transport):
 # Ranks that call different things.
 
 SHARED = (
-    "coded_value_and_grad of ['grads']['b'] float64[], "
+    "coded_value_and_grad(loss) of ['grads']['b'] float64[], "
     "['grads']['w'] float64[5], ['loss'] float64[], for a batch of 20"
 )
 PLAIN = "coded_allreduce of float64[5]"
