@@ -94,7 +94,7 @@ def _losses_of_examples(
     check_alone("losses", traced)
     if not values.shape:
         return jax.vmap(of_one)(batch)
-    if values.shape == jax.tree.leaves(batch)[0].shape[:1]:
+    if values.shape in [leaf.shape[:1] for leaf in jax.tree.leaves(batch)]:
         each = lambda *args: pair(*args)[0]
         check_axis("losses", "or their mean", each, params, batch, known)
     return pair(params, batch)
@@ -121,7 +121,7 @@ def check_axis(
     as long by chance. ``known``: the shapes of examples with which it is not so.
     """
     shapes = tuple(leaf.shape for leaf in jax.tree.leaves(examples))
-    if shapes in known:
+    if shapes in known or not shapes:
         return
     twice = jax.tree.map(
         lambda leaf: _jax_compat.like(leaf, (2 * leaf.shape[0], *leaf.shape[1:])),
