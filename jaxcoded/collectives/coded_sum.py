@@ -172,9 +172,9 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
                 "sum, and divide the total by batch.weights.examples"
             )
         inner = equation.params.get("jaxpr")
-        if inner is not None and len(inner.jaxpr.invars) == len(depends):
-            its = {x for x, it in zip(inner.jaxpr.invars, depends) if it}
-            _reached(inner.jaxpr, its)
+        inner = getattr(inner, "jaxpr", inner)  # that of a closed one
+        if inner is not None and len(inner.invars) == len(depends):
+            _reached(inner, {x for x, it in zip(inner.invars, depends) if it})
     return reached
 
 

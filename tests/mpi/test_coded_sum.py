@@ -873,9 +873,14 @@ def test_a_first_axis_that_is_as_long_by_chance(strategy):
 )
 def test_an_average_instead_of_a_sum(strategy):
     average = lambda w, x, weights: jnp.average(w * x, axis=0, weights=weights)
-    total = jaxcoded.coded_sum(average, strategy, weighted=True)
-    with pytest.raises(ValueError, match="divides by its weights, as an average does"):
-        total(1.0, strategy.batch(np.ones((BATCH, 3))))
+    batch = strategy.batch(np.ones((BATCH, 3)))
+    for function in (average, jax.checkpoint(average)):
+        total = jaxcoded.coded_sum(function, strategy, weighted=True)
+        with pytest.raises(ValueError, match="divides by its weights, as an average"):
+            total(1.0, batch)
+    right = jax.checkpoint(lambda w, x, weights: weights @ (w * x))
+    total = jaxcoded.coded_sum(right, strategy, weighted=True)
+    np.testing.assert_allclose(total(1.0, batch), BATCH)
 
 
 def mean_of(_, x):
