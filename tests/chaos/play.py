@@ -520,7 +520,7 @@ class Player:
                     uncounted.allreduce(np.zeros(3, "datetime64[D]"), self._group)
                 except TypeError:
                     return
-                raise Wrong("integers were summed")
+                raise Wrong("dates were summed")
 
     def _die_when_announced(self):
         """Die when the message is announced, or soon if there is no message or the step
