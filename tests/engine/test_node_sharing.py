@@ -189,12 +189,10 @@ class World(simulation.World):
     def check_end(self, rank):
         running = self.running[rank]
         super().check_end(rank)
-        comes = isinstance(running, Sharing) and not (
-            running.over or self.running[rank]
-        )
-        if (
-            comes and rank not in self.dead
-        ):  # the program asks for a block, as it does not know yet
+        if self.running[rank] or rank in self.dead:
+            return
+        # the program does not know yet, and asks for a block
+        if isinstance(running, Sharing) and not running.over:
             assert self.nodes[rank].take_block() is None
 
     def _comes(self, rank):

@@ -22,9 +22,9 @@ constexpr const char* causes =
 
 constexpr const char* miscounted =
     ". Some rank's parameters are not those of the others (tree_bcast hands on one rank's), it is at another "
-    "batch, or its weights are not those that group.epoch or group.batch gave it. In the backward pass of a sum: "
-    "or its loss is another function of the sum, with a constant, a random key or a branch of its own. The result "
-    "is of no use";
+    "batch, or its weights are not those that group.epoch or group.batch gave it. In the backward pass of a sum "
+    "its loss may also be another function of the sum, with a constant, a random key or a branch of its own. The "
+    "result is of no use";
 
 constexpr const char* without =
     "; the sum does without it. So do later ones, and nothing is said of it, until what is sent fits again";

@@ -13,7 +13,7 @@ constexpr double unknown = std::numeric_limits<double>::quiet_NaN();
 struct StepTime {
   std::int64_t rank = 0;
   double work = unknown;  // median seconds from one call to the next, over rounds it took part in
-  double silent = 0;    // seconds since its last message, while rounds continued
+  double silent = 0;      // seconds since its last message, while rounds continued
 };
 
 }  // namespace jaxcoded

@@ -11,14 +11,14 @@
 
 namespace jaxcoded {
 
-// One round at this rank. Times are in seconds of the wire's clock, `never` if the event did not come.
+// One round at this rank. Times are in seconds of the wire's clock, `unknown` if the event did not come.
 struct RoundRecord {
   Round round = 0;
   double work = unknown;     // seconds from the end of the previous call to this one
   double started = unknown;  // this rank's call
   double decided = unknown;  // its sum was complete
   double ended = unknown;    // its result was here
-  Rank decider = -1;       // whose message completed the sum: a child's, or this rank's own
+  Rank decider = -1;         // whose message completed the sum: a child's, or this rank's own
   std::uint8_t outcome = 0;
   std::uint64_t payload = 0;  // bytes of the result
   bool skipped = false;
