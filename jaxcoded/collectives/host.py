@@ -102,10 +102,9 @@ def summed(
         wire_dtype = checked_wire_dtype(wire_dtype)
         parts = floats.on_host(array, group, wire_dtype)
         vector = count.vector
-        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), parts)
         round = _sum_of(
-            *(weakref.ref(group), like, wire_dtype, count.words, count.examples),
-            None if vector is None else vector.dtype,
+            *(weakref.ref(group), array.shape, array.dtype, wire_dtype),
+            *(count.words, count.examples, None if vector is None else vector.dtype),
         )
         dtype = floats.sum_on_host(array.dtype)
         result = np.empty(array.shape, dtype) if out is None else _memory_of(out)
@@ -166,7 +165,8 @@ def _memory_of(out: Any) -> np.ndarray:
 @functools.lru_cache(maxsize=1024)
 def _sum_of(
     group: "weakref.ref[CodedGroup]",
-    like: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
     wire_dtype: np.dtype | None,
     words: str,
     examples: tuple[float, float] | None,
@@ -175,6 +175,10 @@ def _sum_of(
     """Return the round of such arrays, which counts in numbers of this dtype."""
     its = group()
     assert its is not None  # the caller holds the group
+    like = jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct(shape, part.dtype),
+        floats.on_host(np.empty(0, dtype), its, wire_dtype),
+    )
     for each in jax.tree.leaves(like):
         check_real(each.dtype, "the array")
     if its.plan.encoded:
