@@ -439,12 +439,18 @@ class World:
         if gone or self.wires[source].valid[what] > round:
             return None
         data = self.nodes[source].read(what, round, piece, version)
-        assert data is not None, (
-            f"rank {source} changed {what, round} before withdrawing it"
-        )
+        if data is None:
+            assert self.may_change(source, what, version), (
+                f"rank {source} changed {what, round} before withdrawing it"
+            )
+            return self.rng.randbytes(size)
         assert ctypes.string_at(address, size) == data
         self.check_piece(source, what, round, piece, version, data)
         return data
+
+    def may_change(self, source, what, version):
+        """Return whether what others may read may change at any moment."""
+        return False
 
     def _ask(self, request):
         if request[1] in self.reported:
@@ -644,11 +650,13 @@ class World:
 
     def _check_lost(self, rank, round):
         """Check that a rank that cannot get a result any more was far enough behind, or
-        had asked such a rank.
+        had asked such a rank or one that is dead.
         """
         behind = self.nodes[self.plan.root].next_round() - round
         assert behind >= self.limits.history_rounds or any(
-            self.nodes[above].desynchronized() or self.restored.get(above)
+            above in self.dead
+            or self.nodes[above].desynchronized()
+            or self.restored.get(above)
             for above in self.ancestors[rank]
         ), (rank, round, behind)
 

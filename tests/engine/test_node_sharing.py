@@ -20,6 +20,7 @@ from simulation import (
     EXAMPLES,
     FAILED,
     HEADER,
+    MESSAGE,
     NEWS,
     OFFER,
     PENDING,
@@ -117,6 +118,7 @@ class World(simulation.World):
         self.dealt = []
         self.said = set()  # ranks that have reported that they are present
         self.out = set()  # ranks that no longer take part in a round
+        self.versions = {}  # of each rank's vectors, as it has reported them
         self.starts = plan.placement.examples(EXAMPLES)
         for node in self.nodes:
             node.share_blocks(plan.placement.holders)
@@ -128,10 +130,21 @@ class World(simulation.World):
         if head.flags & SHARES and head.kind == OFFER:
             if to not in self.dead:
                 self.queues[source, to].append(message)
-            if struct.unpack_from("<I", head.body, 12)[0]:
+            generation, blocks, _, out = struct.unpack_from("<4I", head.body)
+            self.versions[source] = generation << 32 | blocks
+            if out:
                 self.out.add(source)
             return
         super().sent(source, to, message)
+
+    def may_change(self, source, what, version):
+        """Programs add blocks to vectors that others may still read. No rank uses pieces of an earlier version."""
+        running = self._offering(source)
+        return (
+            what == MESSAGE
+            and isinstance(running, Sharing)
+            and (running.work is not None or version < self.versions[source])
+        )
 
     def _check_own(self, source, round, piece, data):
         if isinstance(self._offering(source), Sharing):

@@ -51,6 +51,8 @@ class Departures {
   // The parent has been told that no rank needs anything, here or below.
   void said_bye() { gone_ = true; }
   bool gone() const { return gone_; }
+  // The parent may not have got the message with one of these: they are told again.
+  void unheard() { retired_ = gone_ = false; }
 
  private:
   static void append(std::vector<Rank>& all, const std::vector<Rank>& ranks) {

@@ -129,7 +129,9 @@ void Node::alarm(const std::string& why) {
 
 void Node::lost_message(Rank other) {
   const Child* child = child_of(other);
-  if (left() || (child && child->left)) return;
+  const bool had_left = left();
+  if (!root() && other == family_.ancestors.front()) departures_.unheard();
+  if (had_left || (child && child->left)) return;
   alarm("MPI has lost a message to or from rank " + std::to_string(other) +
         ": look for errors of the network with jaxcoded doctor");
   upstream_.lost_message(other);
