@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from marks import SIZE, not_alone
+from scipy.optimize import least_squares
 from together import wait_for_all, wait_until
 
 pytestmark = pytest.mark.ranks(4)
@@ -355,13 +356,21 @@ def test_variational_energy(comm, monkeypatch):
 
 @not_alone
 def test_chi_square(comm):
-    """The fit recovers the parameters of the histogram, and matches the histogram up to
-    rounding.
-    """
-    module = example("chi_square")
+    """The fit agrees with SciPy's least squares in one process."""
+    module = example("chi_square", "sklearn")
     theta, seen = module.fit(comm)
-    np.testing.assert_allclose(theta, module.TRUTH, atol=1e-4)
-    assert seen[-1] < 1e-6 * seen[0]
+    examples, observed = module.patients()
+
+    def residuals(theta):
+        sums = module.simulated(theta, examples.astype(np.float64)).sum(0)
+        return (np.asarray(sums) - observed) / np.sqrt(observed + 1)
+
+    with jax.enable_x64(True):
+        expected = least_squares(residuals, [4.9, 0.3, 0.5])
+    np.testing.assert_allclose(theta, expected.x, atol=1e-4)
+    assert seen[-1] == pytest.approx(2 * expected.cost, rel=1e-4)
+    # 36 bins less 3 parameters: the model fits
+    assert seen[-1] < 50 < seen[0]
 
 
 @not_alone
