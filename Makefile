@@ -64,7 +64,7 @@ check: lint doctest
 	    --timeout=150 --timeout-method=thread $(check_tests) -k engine
 
 test: setup
-	$(python) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist worksteal --durations=20 --junitxml=build/tests.xml $(ARGS)
 
 test-all: setup
 	XLA_FLAGS=$(as_users) $(python) -m pytest -n $(WORKERS) --dist worksteal --exhaustive $(ARGS)

@@ -8,9 +8,7 @@ import compiled
 import hypothesis
 import pytest
 from launch import MOST
-from outcomes import SECONDS
-
-SLOWEST = 20  # tests in jobs that the summary names
+from outcomes import Reported
 
 # JAX makes many permanent objects, which Python's garbage collector would traverse
 # again and again.
@@ -41,6 +39,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if config.getoption("exhaustive"):
         hypothesis.settings.load_profile("exhaustive")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Reported())
 
 
 def pytest_collection_modifyitems(config, items):
@@ -56,18 +56,6 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(MOST * limit), append=False)
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
     items[:] = arranged(items, workers)
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Name the slowest tests in the jobs under mpirun, as ``--durations`` names jobs."""
-    seconds = {}
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            seconds |= dict(getattr(report, "user_properties", ())).get(SECONDS, {})
-    if seconds:
-        terminalreporter.section(f"slowest {SLOWEST} tests in jobs under mpirun")
-    for test in sorted(seconds, key=seconds.get, reverse=True)[:SLOWEST]:
-        terminalreporter.write_line(f"{seconds[test]:.1f}s {test}")
 
 
 def arranged(items, workers):

@@ -5,7 +5,33 @@ the job.
 import json
 import time
 
-SECONDS = "seconds"  # property of a job's report: seconds of each test in the job
+import pytest
+
+TEST = "test"  # property of the report of a test in a job: its name
+
+
+class Reported:
+    """A plugin of pytest that counts and names tests in jobs like all others."""
+
+    def pytest_sessionstart(self, session):
+        self.session = session
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report):
+        if name := dict(report.user_properties).get(TEST):
+            report.nodeid = name
+            self.session.testscollected += 1
+
+
+def report(item, name, outcome, text, seconds):
+    """Report the outcome of a test in the job of this item."""
+    details = (name.partition("::")[0], None, text) if outcome == "skipped" else text
+    its = pytest.TestReport(
+        *(item.nodeid, item.location, {}, outcome, details or None, "call"),
+        duration=seconds,
+        user_properties=[(TEST, name)],
+    )
+    item.ihook.pytest_runtest_logreport(report=its)
 
 
 class Outcomes:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from launch import mpirun, slowness
-from outcomes import SECONDS, read
+from outcomes import read, report
 
 LIMIT = 3600  # seconds for a job, which no load of the machine reaches
 TEST_LIMIT = 300  # seconds for a test in it; a test that hangs shows where
@@ -18,7 +18,7 @@ FAILURES = 5  # after this number of jobs the rest is skipped
     ("ranks", "devices"),
     [(4, 1), (2, 2), (13, 1), (7, 1), (4, 2), (4, 4)],
 )
-def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_path):
+def test_under_mpirun(ranks, devices, request, tmp_path):
     """Run the tests on ``ranks`` ranks with ``devices`` devices each.
 
     A failure ends a job, as the other ranks would wait for the failed one for ever.
@@ -33,6 +33,7 @@ def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_pa
         environment = {"XLA_FLAGS": f"{flags} {count}"}
     else:
         environment = {}
+    name = f"on {ranks} ranks" + f" of {devices} devices" * (devices > 1)
     done = {}
     for attempt in range(FAILURES):
         outcomes, without = tmp_path / f"outcomes-{attempt}", tmp_path / "done"
@@ -47,6 +48,8 @@ def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_pa
             check=False,
             **environment,
         )
+        if job.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
+            break  # the test that failed was the last one
         found = read(outcomes)
         if job.returncode and "failed" not in (what for what, *_ in found.values()):
             # the job hangs or has crashed in the test that began last
@@ -54,18 +57,11 @@ def test_under_mpirun(ranks, devices, request, subtests, record_property, tmp_pa
             words = f"exit status {job.returncode}\n{job.stdout[-4000:]}\n{job.stderr[-8000:]}"
             found[last[0]] = "failed", words, 0
         ended = {test: each for test, each in found.items() if each[0] != "begun"}
-        for test, (outcome, text, _) in ended.items():
-            with subtests.test(test):
-                if outcome == "failed":
-                    pytest.fail(f"{test} {text}", pytrace=False)
-                elif outcome == "skipped":
-                    pytest.skip(text)
+        for test, outcome in ended.items():
+            report(request.node, f"{test} {name}", *outcome)
         done |= ended
         if not job.returncode:
             break
-    name = f"on {ranks} ranks of {devices} devices"
-    record_property(
-        SECONDS, {f"{test} {name}": each[-1] for test, each in done.items()}
-    )
-    assert not job.returncode, f"of {FAILURES} jobs none has come to its end"
+    else:
+        pytest.fail(f"of {FAILURES} jobs none has come to its end")
     assert done, "no test was run"
