@@ -613,6 +613,28 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
     comm.Barrier()
 
 
+@several
+@pytest.mark.parametrize(
+    ("strategy", "share"),
+    [(Shared(), 0.003), (Uncoded(), 0.1)],
+    ids=["shared", "uncoded"],
+    indirect=["strategy"],
+)
+def test_parameters_that_differ_by_a_share(strategy, comm, share):
+    """One of eight steps finds it. Ranks whose parameters differ in rounding alone get no error."""
+    batch = strategy.batch(A)
+    total = jax.jit(coded_sum(values, strategy))
+    start = np.random.default_rng(0).normal(size=(8, *np.shape(THETA)))
+    for theta in start:
+        finish(total(theta * (1 + 1e-6 * comm.rank), batch))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="InconsistentMessages"):
+        for theta in start:
+            wait_for_all(comm)
+            finish(total(theta * (1 + share * comm.rank), batch))
+    jaxcoded.effects_barrier()
+    comm.Barrier()
+
+
 @redundant
 @pytest.mark.ranks(4)
 @every_strategy
