@@ -39,7 +39,7 @@ WORK = 0.02  # seconds of a rank's part
 EXAMPLES, NUMBERS = 48, 1000
 GRADIENTS = np.random.default_rng(0).standard_normal((EXAMPLES, NUMBERS))
 FAULTS = ("none", "slow", "stuck", "stopped", "killed")
-FIELDS = ("scheme", "fault", "before", "after", "longest", "outcome")
+FIELDS = ("scheme", "fault", "before", "after", "longest", "outcome", "steps")
 SHORT = 2  # seconds of JAX's time-outs in the short case
 
 
@@ -227,7 +227,9 @@ def command(args, scheme, fault, folder):
 
 
 def play_alone(command, output, finished):
-    """Start processes one by one. Return their statuses; None for a killed one."""
+    """Start processes one by one. Return their statuses, None for a killed one, and
+    whether a rank without a fault was killed.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -241,7 +243,8 @@ def play_alone(command, output, finished):
     try:
         while not finished() and any(rank.poll() is None for rank in ranks):
             time.sleep(0.05)
-        return [rank.poll() for rank in ranks]
+        statuses = [rank.poll() for rank in ranks]
+        return statuses, any(each is None for each in statuses[:FAULTY])
     finally:
         for rank in ranks:
             rank.kill()
@@ -249,21 +252,26 @@ def play_alone(command, output, finished):
 
 
 def play_mpi(command, output, scheme, fault, limit):
-    """Run a job of mpirun, with fault-tolerant MPI if it must survive a death."""
+    """Run a job of mpirun, with fault-tolerant MPI if it must survive a death. Return
+    its status, and whether it took too long.
+    """
     mpirun = launcher.found(None, beside=ROOT / ".venv/bin/mpirun")
     tolerant = fault == "killed" and scheme in ("coded", "shared")
     start = ["--with-ft", "ulfm"] if tolerant else []
     program = command if tolerant else [command[0], "-m", "mpi4py", *command[1:]]
-    return job.play(
+    end = job.play(
         [mpirun.path, *mpirun.crowded(), *start, "-n", str(RANKS), *program],
         os.environ | launcher.environment(threads=1),
         seconds=limit,
         output=output,
     )
+    return end.status, end.too_long
 
 
 def observed(args, scheme, fault):
-    """Run a job; return the steps before and after the fault, and its outcome as text."""
+    """Run a job; return the steps before and after the fault, its outcome as text, and the
+    end of each step, in ms after that of the last one before the fault.
+    """
     limit = args.limit
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
@@ -283,10 +291,10 @@ def observed(args, scheme, fault):
         with (folder / "output").open("w") as output:
             line = command(args, scheme, fault, folder)
             if scheme in WITHOUT_MPI:
-                status = play_alone(line, output, finished)
+                status, hung = play_alone(line, output, finished)
             else:  # limit the job, which should end by itself after its last step
                 usual = (args.before + 12 * args.after) * 2 * WORK + args.start
-                status = play_mpi(line, output, scheme, fault, usual + limit)
+                status, hung = play_mpi(line, output, scheme, fault, usual + limit)
         ended = time.monotonic()
         done = times()
         said = (folder / "output").read_text(errors="replace")
@@ -298,9 +306,7 @@ def observed(args, scheme, fault):
     complete = len(done) == args.before + args.after
     if complete:
         outcome = "goes on"
-    elif status == job.TOO_LONG or (
-        isinstance(status, list) and any(each is None for each in status[:FAULTY])
-    ):
+    elif hung:
         outcome = f"no step any more, no error, in {limit:g} s"
     else:
         outcome = f"the job ends after {ended - done[-1]:.0f} s, status {status}"
@@ -311,6 +317,9 @@ def observed(args, scheme, fault):
         "after": float(np.median(after)) if complete else None,
         "longest": float(np.max(after)) if complete else None,
         "outcome": outcome,
+        "steps": " ".join(
+            f"{1000 * (each - done[args.before - 1]):.0f}" for each in done
+        ),
     }
 
 

@@ -39,7 +39,7 @@ FAULTS = ("none", "slow", "stuck", "stopped", "killed", "restarted")
 TIMEOUTS = ("default", "short")
 FIELDS = (
     *("timeouts", "fault", "before", "after", "longest", "discarded"),
-    *("gradients", "back", "outcome"),
+    *("gradients", "back", "outcome", "steps"),
 )
 
 
@@ -153,7 +153,9 @@ def lines(folder, replica):
 
 
 def observed(args, timeouts, fault):
-    """Run a job; return the steps before and after the fault, and its outcome as text."""
+    """Run a job; return the steps before and after the fault, its outcome as text, and the
+    end of each step of replica 0, in ms after the fault.
+    """
     seconds = args.short if timeouts == "short" else 0
     others = [n for n in range(REPLICAS) if n != FAULTY]
     processes, output = {}, (args.out / f"torchft.{timeouts}.{fault}").open("w")
@@ -232,6 +234,9 @@ def observed(args, timeouts, fault):
         "gradients": done[0][-1][2],
         "back": back,
         "outcome": outcome,
+        "steps": " ".join(
+            f"{1000 * (when - at):.0f}" for when, taken, _ in done[0] if taken
+        ),
     }
 
 

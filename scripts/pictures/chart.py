@@ -1,4 +1,4 @@
-"""Logarithmic axes, grids and legends."""
+"""Axes, grids and legends."""
 
 import csv
 import dataclasses
@@ -20,15 +20,19 @@ def figures(name: str, **wanted: str) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A logarithmic scale from numbers to places."""
+    """A scale from numbers to places."""
 
     low: float
     high: float
     begin: float
     end: float
+    logarithmic: bool = True
 
     def __call__(self, number: float) -> float:
-        part = math.log(number / self.low) / math.log(self.high / self.low)
+        if self.logarithmic:
+            part = math.log(number / self.low) / math.log(self.high / self.low)
+        else:
+            part = (number - self.low) / (self.high - self.low)
         return self.begin + (self.end - self.begin) * part
 
 
