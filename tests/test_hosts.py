@@ -78,6 +78,10 @@ def test_training(hosts, tmp_path):
         assert received(host) > report["message"]
 
 
+def test_a_rank_closes_before_its_round_is_over(hosts, tmp_path):
+    on_all(hosts, tmp_path, ROOT / "tests" / "hosts" / "closing.py")
+
+
 def faulty(hosts, directory, program, *arguments):
     """Return the ranks' reports from a program of tests/faults, by rank."""
     before = [received(host) for host in hosts]

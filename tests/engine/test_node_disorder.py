@@ -16,6 +16,7 @@ from simulation import (
     DESYNCHRONIZED,
     DONE,
     Call,
+    Running,
     comparing,
     random_plan,
     random_world,
@@ -91,7 +92,11 @@ class Disorder:
         rank = self.rng.choice(self.living() or [0])
         if rank in world.dead:
             return
-        if world.running[rank] is None and not {rank} & world.leaving | world.frozen:
+        running = world.running[rank]
+        whole = running is None or (
+            type(running) is Running and running.known == len(running.own)
+        )
+        if whole and rank not in world.leaving | world.frozen:
             world.leave(rank)
 
     def lose(self):

@@ -113,6 +113,45 @@ def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
     assert all(f"rank {failing} failed: ValueError: mine" in text for text in errors)
 
 
+def test_a_rank_leaves_in_a_started_round():
+    """It stays until it has the result, so that its call comes to an end."""
+    world = World(
+        make_plan(3, Coded(fanout=2, stragglers=0)),
+        [Call((("float32", 6),), 1)],
+        random.Random(0),
+    )
+    world.submit(1)
+    world.advance(1)  # it offers its message
+    world.leave(1)
+    world.idle = {0}
+    world.settle()
+    assert not world.nodes[1].left()
+    world.idle = set()
+    world.settle()
+    world.assert_done()
+    assert world.nodes[1].left()
+
+
+def test_a_root_that_ends_in_a_round():
+    """Those that are in it get an error."""
+    world = World(
+        make_plan(3, Coded(fanout=2, stragglers=0)),
+        [Call((("float32", 6),), 1)],
+        random.Random(0),
+    )
+    world.idle = {2}
+    world.settle()
+    world.leave(0)
+    world.settle()
+    assert not world.ends[0] and not world.ends[1]  # rank 2 may still come
+    world.nodes[0].give_up()
+    world.nodes[0].end()
+    world.check_end(0)
+    world.settle()
+    error = "GroupMismatch: rank 0 closed the group before round 1 was over"
+    assert [ends[1].error for ends in world.ends[:2]] == [error] * 2
+
+
 @pytest.mark.slow
 @many
 @given(seeds)

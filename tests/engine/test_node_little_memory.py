@@ -356,7 +356,7 @@ def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
     world.frozen.clear()
     world.wires[1].short = True
     world.running[1].left = world.running[1].over = True
-    world._turn(1, world.nodes[1].leave_share)
+    world._turn(1, world.nodes[1].leave_call)
     assert not world.wires[1].short
     world.open = 2
     world.settle()

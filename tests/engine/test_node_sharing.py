@@ -264,7 +264,7 @@ class World(simulation.World):
         """Let an exception end the program between two blocks."""
         self.running[rank].left = True
         self.running[rank].over = True
-        self.nodes[rank].leave_share()
+        self.nodes[rank].leave_call()
         self.check_end(rank)
 
     def _check_result(self, rank, running):

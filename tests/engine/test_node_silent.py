@@ -352,6 +352,48 @@ def test_nobody_is_patient_with_a_parent_reported_dead():
     world.frozen.clear()
 
 
+def stopped_after(first):
+    """Return a world of 13 ranks whose first round took so many seconds, as its root came
+    late, and in whose second one a rank with children is stopped; and those children.
+    """
+    plan = make_plan(13, Coded(fanout=3))
+    script = [Call((("float64", 12),), seed) for seed in range(2)]
+    world = World(plan, script, random.Random(0), limits=limits("wait"))
+    world.open = 1
+    world.idle = {0}
+    world.sweep_all()
+    world.clock += first
+    world.idle = set()
+    world.sweep_all()
+    world.assert_done()
+    stopped = plan.coded_children(0)[0]
+    world.frozen, world.open = {stopped}, 2
+    return world, plan.coded_children(stopped)
+
+
+@pytest.mark.parametrize("first", [0, 300])
+def test_a_stopped_rank_is_found_out_after_a_long_round(first):
+    """The first round takes long where programs compile."""
+    world, below = stopped_after(first)
+    until = world.clock + 30
+    while world.clock < until and not all(map(world.done, below)):
+        world.sweep_all()
+        world.clock += TICK
+    world.assert_done(below)
+
+
+def test_a_snapshot_from_further_up_after_a_long_round():
+    """The parent is stopped, and the root has one."""
+    world, (asks, *_) = stopped_after(300)
+    world.nodes[0].keep_state(2, world.state(2))
+    world.nodes[asks].ask_state()
+    until = world.clock + 60  # as long as `resync` waits
+    while world.clock < until and not world.nodes[asks].state_round():
+        world.sweep_all()
+        world.clock += TICK
+    world.check_state(asks, 2)
+
+
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_root_that_comes_back(knows):
     """If it has decided a round that failed elsewhere, the ranks that continue get an

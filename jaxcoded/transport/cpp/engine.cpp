@@ -338,7 +338,7 @@ void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   if (!breaks_off) return;
   const auto at = its.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
-  if (before->shared) return leave_share(its, *before);
+  if (before->shared) return leave_call(its, *before);
   its.queue.erase(at);
   flight->replaces = before->submitted ? before : before->replaces;
 }
@@ -381,19 +381,19 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
   }
 }
 
-// The program takes no more blocks. Others compute the rest, and the round ends without it. With too little memory for
-// that, `fly` does it.
-void Engine::leave_share(Member& its, Flight& flight) {
+// The program takes no more blocks, or brings no more parts. Others compute the rest, and the round ends without it.
+// With too little memory for that, `fly` does it.
+void Engine::leave_call(Member& its, Flight& flight) {
   flight.open = false;
   if (flight.submitted) {
-    in_memory(its, [&] { its.node->leave_share(); });
+    in_memory(its, [&] { its.node->leave_call(); });
   } else {
     flight.call.skipped = flight.call.complete = true;
   }
 }
 
 void Engine::leave_open_share(Member& its) {
-  if (its.has_open_call() && its.queue.back()->shared) leave_share(its, *its.queue.back());
+  if (its.has_open_call() && its.queue.back()->shared) leave_call(its, *its.queue.back());
 }
 
 // Run a turn of a member. Returns whether it had news. If it lacks memory, its round fails once that can be said.
@@ -432,7 +432,7 @@ bool Engine::fly(Member& its) {
       if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
     }
-    if (flight.shared && !flight.open) node.leave_share();
+    if (flight.shared && !flight.open) node.leave_call();
     if (node.outcome() == Outcome::pending || flight.open) break;
     flight.outcome = node.outcome();
     flight.error = node.error();
@@ -622,11 +622,13 @@ Started Engine::start(std::uint64_t index, Request request) {
                          ? own
                          : memory_for(flight->memory, *flight->pool, request.total, request.total.size());
   });
-  // The engine continues meanwhile.
+  if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
+  its->running = true;  // the engine continues meanwhile
   lock.unlock();
   if (enough) copy(own, request.own, request.message.data());
   lock.lock();
   its = &member(index);
+  its->running = false;
   if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
   // what takes memory comes before the call is counted
   std::vector<Segment> total;
@@ -707,6 +709,7 @@ bool Engine::poll() {
   }
   if (!news) {
     for (auto& [index, its] : members_) its.wire->has_all();
+    end_abandoned();
   }
   return news;
 }
@@ -884,6 +887,7 @@ void Engine::leave(Member& its, const std::string& failure) {
     fail(*its.queue.back(), "GroupClosed: the group has failed, or the process ends");
     its.queue.pop_back();
   }
+  if (its.has_open_call()) leave_call(its, *its.queue.back());
   in_memory(its, [&] { its.node->leave(failure); });
   tell_waiting();
 }
@@ -915,24 +919,37 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   in_memory(its, [&] { its.node->leave({}); });
   if (!drive(lock, [&] { return its.node->left(); }, until)) in_memory(its, [&] { its.node->give_up(); });
-  drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
   std::vector<Rank> absent;
   in_memory(its, [&] {
-    absent = its.node->absent();
+    absent = its.node->end();
     give_up(its, absent);
     report_untold(index, its);
   });
-  auto ended = members_.extract(index);
-  for (const auto& flight : its.queue) {
-    fail(*flight, "GroupClosed: the group was closed before this round was over");
-  }
+  drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
+  end(members_.find(index), "GroupClosed: the group was closed before this round was over");
+  return absent;
+}
+
+// Forget a group that this rank has left. Its calls that are not over fail.
+Engine::Members::iterator Engine::end(Members::iterator it, const char* why) {
+  auto ended = members_.extract(it++);
+  for (const auto& flight : ended.mapped().queue) fail(*flight, why);
   tell_waiting();
-  page_.close_slot(its.slot);
+  page_.close_slot(ended.mapped().slot);
   ended = {};
   if (members_.empty()) {
     for (Spare* each : {&spare_, &shared_spare_}) each->give_back(0);
   }
-  return absent;
+  return it;
+}
+
+// The groups that an exception has ended here relay until no rank below needs them.
+void Engine::end_abandoned() {
+  for (auto it = members_.begin(); it != members_.end();) {
+    const Member& its = it->second;
+    const bool over = its.abandoned && its.queue.empty() && !its.inside && its.node->left() && its.wire->sent();
+    it = over && !ending_ ? end(it, "") : std::next(it);
+  }
 }
 
 void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {

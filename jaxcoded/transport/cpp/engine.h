@@ -66,7 +66,7 @@ struct Member {
   // Started calls that wait for their `finish`, over or not, in their order.
   std::deque<std::shared_ptr<Flight>> started;
   std::uint32_t numbers = 0;  // given to started calls
-  bool running = false;       // a thread is in `run` or `take`,
+  bool running = false;       // a thread is in `run` or `take`, or copies in `start`
   std::string mixed_up;       // why no call is carried out any more: two threads were, at this rank or another
   bool closing = false;       // a thread is in `close`
   int inside = 0;             // threads in `wait`
@@ -225,7 +225,7 @@ class Engine {
   void enqueue_unmade(Member& member);
   std::string why_not(Member& member);
   std::string returned(std::uint64_t index);
-  void leave_share(Member& member, Flight& flight);
+  void leave_call(Member& member, Flight& flight);
   void leave_open_share(Member& member);
   bool fly(Member& member);
   void work(Member& member);
@@ -234,6 +234,9 @@ class Engine {
   void say_news(std::uint64_t index, Member& member, bool waits);
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
+  using Members = std::map<std::uint64_t, Member>;
+  Members::iterator end(Members::iterator it, const char* why);
+  void end_abandoned();
   void attend_finalize();
   void report_untold(std::uint64_t index, const Member& member);
   void finalize();
@@ -246,7 +249,7 @@ class Engine {
   FairMutex mutex_;
   std::condition_variable_any changed_;
   int waiting_ = 0;  // threads on `changed_`
-  std::map<std::uint64_t, Member> members_;
+  Members members_;
   Reports<Warning> warnings_;
   // A thread that may look at a member again after it has waited for the lock.
   class Inside {

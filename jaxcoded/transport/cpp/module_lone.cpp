@@ -170,7 +170,7 @@ void add_lone_node(nb::module_& module) {
       .def("come_for_block", &LoneNode::come_for_block)
       .def("take_block", &LoneNode::take_block)
       .def("no_more_blocks", [](LoneNode& self) { return self.node().no_more_blocks(); })
-      .def("leave_share", [](LoneNode& self) { self.node().leave_share(); })
+      .def("leave_call", [](LoneNode& self) { self.node().leave_call(); })
       .def("arrived", &LoneNode::arrived, nb::arg("from"), nb::arg("what"), nb::arg("round"),
            nb::arg("piece"), nb::arg("data"), nb::arg("version") = 0)
       .def("read", &LoneNode::read, nb::arg("what"), nb::arg("round"), nb::arg("piece"),

@@ -10,7 +10,7 @@
 namespace jaxcoded {
 namespace {
 
-// A stopped rank must be found out even after a long wait.
+// A stopped rank must be found out even after a long wait, and after long rounds.
 constexpr double longest_patience = 10;
 
 }  // namespace
@@ -308,8 +308,8 @@ void Node::withdraw(Object::What what, Round first_valid) {
 // For how many seconds a rank that this one relies on may be silent. This grows while nothing comes, as cables
 // may be slow, and a long wait must cost little. An answer that takes no longer than earlier ones is not late.
 double Node::patience(double stuck_since) const {
-  return std::max({limits_.orphan_seconds, 2 * durations_.median(), 2 * upstream_.answer_seconds(wire_.now()),
-                   share_of_wait(stuck_since)});
+  const double usual = std::min(2 * durations_.median(), longest_patience);
+  return std::max({limits_.orphan_seconds, usual, 2 * upstream_.answer_seconds(wire_.now()), share_of_wait(stuck_since)});
 }
 
 double Node::share_of_wait(double since) const { return std::min((wire_.now() - since) / 4, longest_patience); }

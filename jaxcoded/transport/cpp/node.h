@@ -156,8 +156,9 @@ class Node {
   bool goes_on_at_once() const { return up_.share.has_blocks() || no_more_blocks(); }
   // Whether this call gets no more blocks.
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
-  // The program takes no more blocks. Others compute the blocks that it has, and the round ends without it.
-  void leave_share();
+  // The program takes no more blocks, or brings no more parts of its call. Others compute the blocks that it has, and
+  // the round ends without it.
+  void leave_call();
   // The blocks that this rank computed in the previous round, if the next round sums them.
   std::optional<std::vector<Block>> computed() const {
     const bool follows = work_.computed_round && work_.computed_round + 1 == next_;
@@ -578,7 +579,9 @@ class Node {
   void give_up(Child& child);
   bool needs_nothing(const Child& child) const;
   bool has_left() const { return departures_.leaving() && !calling(); }
-  void say_bye();
+  bool all_left() const;
+  bool may_leave() const;
+  void say_bye(bool at_once = false);
   void go_on_leaving();
   std::string who_left() const;
   void refuse(Round round, const std::string& text);

@@ -12,10 +12,10 @@ namespace jaxcoded {
 
 void Node::leave(const std::string& failure) {
   if (!departures_.leave(family_.rank, failure)) return;
-  leave_share();
+  leave_call();
   // others must not wait for what this rank no longer gives
   if (copied_.round) tell_unformed(copied_.round, copied_.index, copied_.version, copied_.members);
-  if (!std::ranges::all_of(children_, &Child::left)) retire();
+  if (!may_leave()) retire();
   for (Child& child : children_) check_offer(child);
   if (const auto [round, text] = alerts_.left(); round) refuse(round, text);
   if (root()) {
@@ -108,12 +108,20 @@ void Node::give_up(Child& child) {
   child.left = true;
 }
 
-void Node::say_bye() {
+bool Node::all_left() const { return std::ranges::all_of(children_, &Child::left); }
+
+// A rank whose call is not over, of a started round, hears of its result first.
+bool Node::may_leave() const {
+  const bool waits = !root() && calling() && up_.call.complete;
+  return !waits && all_left();
+}
+
+void Node::say_bye(bool at_once) {
   if (!departures_.leaving() || departures_.gone()) return;
   for (Child& child : children_) {
     if (!child.left && needs_nothing(child)) give_up(child);
   }
-  if (!std::ranges::all_of(children_, &Child::left)) return;
+  if (at_once ? !all_left() : !may_leave()) return;
   if (!root()) {
     Message message = bye(0);
     append_departed(message, absent());
@@ -125,7 +133,7 @@ void Node::say_bye() {
 // Called in each turn, as memory may have been too short for it before.
 void Node::go_on_leaving() {
   if (!departures_.leaving() || left()) return;
-  if (!std::ranges::all_of(children_, &Child::left)) retire();
+  if (!may_leave()) retire();
   say_bye();
 }
 
@@ -133,14 +141,19 @@ void Node::give_up() {
   for (Child& child : children_) {
     if (!child.left) give_up(child);
   }
-  say_bye();
+  say_bye(true);
 }
 
 std::vector<Rank> Node::end() {
   leave();
+  say_bye(true);
   std::vector<Rank> out = absent();
   for (const Child& child : children_) {
     if (!child.left) out.push_back(child.rank);
+  }
+  if (root() && calling() && !is_over(next_)) {
+    decide_error(departures_.kind({family_.rank}) + departures_.how(family_.rank) + " before round " +
+                 std::to_string(next_) + " was over");
   }
   if (root() || !calling() || !up_.offering) return out;
   Message message = bye(next_);

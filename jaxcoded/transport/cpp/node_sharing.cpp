@@ -93,9 +93,14 @@ void Node::stop_lending() {
   up_.offered = 0;
 }
 
-void Node::leave_share() {
-  if (!calling() || !up_.call.shared || up_.call.complete) return;
-  withdraw(Object::What::message, next_ + 1);  // its vectors may be fetched this very moment
+void Node::leave_call() {
+  if (!calling() || up_.call.complete) return;
+  if (!up_.call.shared) {
+    stop_contributing();
+    return complete({});
+  }
+  // its vectors may be fetched this very moment
+  for (const auto what : {Object::What::message, Object::What::own}) withdraw(what, next_ + 1);
   stop_lending();
   up_.share.leave();
   up_.call.complete = true;  // first, as memory may be too short to tell others
