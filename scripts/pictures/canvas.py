@@ -46,7 +46,6 @@ svg { --panel: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #b7bfc8; --late
 .called { fill: var(--soft); }
 .over { paint-order: stroke; stroke: var(--panel); stroke-width: 4px; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.tick { fill: none; stroke-width: 1; }
 .mark { stroke-width: 1.75; }
 .state { fill: none; stroke-width: 2; }
 .bad-state { stroke: var(--late); }
@@ -115,10 +114,6 @@ class Picture:
         self.path(
             "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points), f"curve {colour}"
         )
-
-    def ticks(self, places: Iterable[float], y: float, colour: str) -> None:
-        """Draw short upright lines in a row."""
-        self.path("".join(f"M{x:.1f} {y - 8:g}v16" for x in places), f"tick {colour}")
 
     def mark(self, x: float, y: float, shape: str, colour: str) -> None:
         """Draw a point of a chart, identified by its shape as well as its colour."""

@@ -1,4 +1,4 @@
-"""Axes, grids and legends."""
+"""Logarithmic axes, grids and legends."""
 
 import csv
 import dataclasses
@@ -20,19 +20,15 @@ def figures(name: str, **wanted: str) -> list[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """A scale from numbers to places."""
+    """A logarithmic scale from numbers to places."""
 
     low: float
     high: float
     begin: float
     end: float
-    logarithmic: bool = True
 
     def __call__(self, number: float) -> float:
-        if self.logarithmic:
-            part = math.log(number / self.low) / math.log(self.high / self.low)
-        else:
-            part = (number - self.low) / (self.high - self.low)
+        part = math.log(number / self.low) / math.log(self.high / self.low)
         return self.begin + (self.end - self.begin) * part
 
 

@@ -7,11 +7,11 @@ import pathlib
 from .canvas import WIDTH, Picture
 from .chart import Scale, along, figures, legend, upright
 
-BEFORE, AFTER = -0.5, 4.5  # seconds around a fault that its picture shows
+SECONDS = {10: "10 ms", 100: "0.1 s", 1000: "1 s", 10_000: "10 s", 100_000: "100 s"}
 
 
 def faults(file: pathlib.Path) -> None:
-    """Draw each step around a fault for each library."""
+    """Draw the step time around a fault for each library."""
     libraries = {
         "shared": "jaxcoded, shared",
         "coded, s=1": "jaxcoded, a code",
@@ -29,35 +29,43 @@ def faults(file: pathlib.Path) -> None:
     it = Picture(
         WIDTH,
         474,
-        "The steps of six libraries before and after one of four ranks is slow, stuck, frozen or dead. jaxcoded goes "
-        "on at its speed; psum and mpi4jax slow down, hang or abort; torchft makes no step until its time-out.",
+        "Time of a step before and after one of four ranks is slow, stuck, frozen or dead. jaxcoded goes on at "
+        "its speed; psum and mpi4jax slow down, hang or abort; torchft makes no step until its time-out.",
     )
-    it.words(24, 32, "One of four ranks turns faulty: when do steps end?", "title")
-    it.words(30, 58, "Each line is a step. At 0 s rank 2 turns faulty.", "small")
+    it.words(24, 32, "One of four ranks turns faulty: how long is a step?", "title")
+    entries = [
+        ("ring", "e", "a step before the fault, median"),
+        ("circle", "e", "a step after it, median"),
+        ("bar", "e", "the longest step after it"),
+    ]
+    legend(it, 30, 54, entries, [235, 190, 180])
     pitch, rows = 24, len(libraries)
     for number, (kind, title) in enumerate(kinds.items()):
         top = 100 + 200 * (number // 2)
         left = 136 + 290 * (number % 2)
-        x = Scale(BEFORE, AFTER, left, left + 270, logarithmic=False)
+        x = Scale(7, 150_000, left, left + 270)
         y = Scale(1, 10, top, top + pitch * rows)
         it.words(left, top - 8, title, "title")
-        along(it, x, y, {float(each): f"{each} s" for each in range(5)})
+        along(it, x, y, SECONDS)
         for place, (library, name) in enumerate(libraries.items()):
             at = top + pitch * (place + 0.5)
             if number % 2 == 0:
                 it.words(left - 8, at + 4.5, name, "" if place < 2 else "soft", "end")
-            (row,) = figures("steps", library=library, fault=kind)
-            ends = [float(each) / 1000 for each in row["steps"].split()]
-            shown = [each for each in ends if BEFORE <= each <= AFTER]
-            it.ticks([x(each) for each in shown], at, "a" if place < 2 else "b")
-            (known,) = figures("faults", library=library, fault=kind)
-            says = known["outcome"]
-            if not says and max(ends) > AFTER > 2 * max(shown):
-                says = f"next step after {float(known['longest_ms']) / 1000:.0f} s"
-            if says:
-                begin = x(max(shown)) + 3
-                it.box(begin, at - 10, x.end - begin, 20, "bad", 0)
-                it.words(begin + 8, at + 4.5, says, "outcome")
+            (row,) = figures("faults", library=library, fault=kind)
+            if row["outcome"]:
+                it.box(left, at - 10, 270, 20, "bad", 0)
+                it.words(left + 8, at + 4.5, row["outcome"], "outcome")
+                continue
+            before, after, longest = (
+                x(float(row[f"{which}_ms"])) for which in ("before", "after", "longest")
+            )
+            colour = "a" if place < 2 else "b"
+            it.path(
+                f"M{min(before, after):.1f} {at:g}H{longest:.1f}", f"curve {colour}"
+            )
+            it.mark(longest, at, "bar", colour)
+            it.mark(after, at, "circle", colour)
+            it.mark(before, at, "ring", colour)
     it.save(file)
 
 
