@@ -679,6 +679,15 @@ def test_error_inside_with_closes(comm, group, transport):
         compiled(1.0)
 
 
+@engine_only
+def test_groups_that_exceptions_have_ended_are_forgotten(comm, transport):
+    """A process can have 100 groups at a time."""
+    for _ in range(105):
+        with pytest.raises(KeyError), jaxcoded.CodedGroup(comm):
+            raise KeyError("a mistake that the program catches")
+        comm.Barrier()  # no rank is many groups ahead
+
+
 def test_an_engine_of_another_mpi(comm, monkeypatch):
     extension = pytest.importorskip("jaxcoded.transport._engine")
     other = "Another MPI  v1.2, package: of somebody"
