@@ -200,6 +200,9 @@ class Running:
     out: list[np.ndarray]
     known: int  # number of its vectors that the node has
     scale: float = 1.0  # see `World.steps`
+    left: bool = (
+        False  # its program brings no more blocks or parts, and reads no result
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -582,6 +585,7 @@ class World:
         return (
             running is not None
             and running.known < len(running.own)
+            and rank not in self.leaving
             and rank not in self.frozen
             and rank not in self.idle
         )
@@ -637,6 +641,8 @@ class World:
         self.given_back[rank] = arrays
 
     def _check_result(self, rank, running):
+        if running.left:
+            return
         where = rank, running.round
         try:
             out = [scaled(vector, 1 / running.scale) for vector in running.out]
@@ -764,12 +770,10 @@ class World:
         return True
 
     def leave(self, rank, failure=""):
-        """Let a rank make no more calls. It may still be in its last one, which is whole, of a
-        started round.
-        """
-        running = self.running[rank]
-        assert running is None or running.known == len(running.own)
+        """Let a rank make no more calls. It may still be in its last one, and brings no more parts of it."""
         self.leaving.add(rank)
+        if running := self.running[rank]:
+            running.left |= running.known < len(running.own)
         self.nodes[rank].leave(failure)
 
     def kill(self, rank, *, known):

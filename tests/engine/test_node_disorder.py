@@ -16,7 +16,6 @@ from simulation import (
     DESYNCHRONIZED,
     DONE,
     Call,
-    Running,
     comparing,
     random_plan,
     random_world,
@@ -93,11 +92,10 @@ class Disorder:
         if rank in world.dead:
             return
         running = world.running[rank]
-        whole = running is None or (
-            type(running) is Running and running.known == len(running.own)
-        )
-        if whole and rank not in world.leaving | world.frozen:
+        shared = isinstance(running, Sharing) and not running.left
+        if not shared and rank not in world.leaving | world.frozen:
             world.leave(rank)
+            world.check_end(rank)
 
     def lose(self):
         links = [link for link, queue in self.world.queues.items() if queue]

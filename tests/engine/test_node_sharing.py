@@ -73,7 +73,6 @@ class Sharing(Running):
     sums: list = dataclasses.field(default_factory=list)  # float64
     work: tuple | None = None  # the block being computed, and whether to begin again
     over: bool = False
-    left: bool = False
     taken: list = dataclasses.field(default_factory=list)
 
 
@@ -270,7 +269,7 @@ class World(simulation.World):
     def _check_result(self, rank, running):
         if self.wrong:
             return
-        if not getattr(running, "left", False):
+        if not running.left:
             super()._check_result(rank, running)
             if rank == self.plan.root:
                 self._check_bits(running)
@@ -583,7 +582,7 @@ def test_any_rank_raises_between_two_blocks(seed):
         rank = rng.randrange(run.plan.size)
         running = run.running[rank]
         may = isinstance(running, Sharing) and not running.over
-        left = {r for r, each in enumerate(run.running) if getattr(each, "left", False)}
+        left = {r for r, each in enumerate(run.running) if each and each.left}
         few = len(left | {rank}) <= run.plan.placement.replicas
         if may and few and rank != run.plan.root and rng.random() < 0.05:
             gone.add((rank, running.round))

@@ -583,6 +583,7 @@ class Node {
   bool may_leave() const;
   void say_bye(bool at_once = false);
   void go_on_leaving();
+  void end_round();
   std::string who_left() const;
   void refuse(Round round, const std::string& text);
   void refuse_called(Rank rank, const Listener& listener);

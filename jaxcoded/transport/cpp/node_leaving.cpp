@@ -151,16 +151,20 @@ std::vector<Rank> Node::end() {
   for (const Child& child : children_) {
     if (!child.left) out.push_back(child.rank);
   }
-  if (root() && calling() && !is_over(next_)) {
-    decide_error(departures_.kind({family_.rank}) + departures_.how(family_.rank) + " before round " +
-                 std::to_string(next_) + " was over");
-  }
+  if (root()) end_round();
   if (root() || !calling() || !up_.offering) return out;
   Message message = bye(next_);
   // Ranks below may still be on their way, served from above: the remaining ranks wait for them.
   message.header.flags = left() ? ended : ended | relays;
   wire_.send(family_.ancestors.front(), message);
   return out;
+}
+
+// The root leaves in the middle of a round.
+void Node::end_round() {
+  if (!calling() || is_over(next_)) return;
+  decide_error(departures_.kind({family_.rank}) + departures_.how(family_.rank) + " before round " +
+               std::to_string(next_) + " was over");
 }
 
 // --- Calls after the end ---

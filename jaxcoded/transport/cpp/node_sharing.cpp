@@ -96,6 +96,7 @@ void Node::stop_lending() {
 void Node::leave_call() {
   if (!calling() || up_.call.complete) return;
   if (!up_.call.shared) {
+    if (root()) return end_round();
     stop_contributing();
     return complete({});
   }
