@@ -913,9 +913,11 @@ def square_of(_, x):
     return x**2
 
 
-@pytest.mark.parametrize("strategy", [Uncoded(), Shared()], ids=repr, indirect=True)
+@pytest.mark.parametrize("strategy", [Uncoded()], ids=repr, indirect=True)
 def test_sums_in_another_order(strategy):
-    """Ranks that take the functions of a set in different orders."""
+    """Ranks that take the functions of a set in different orders. With shared work others may
+    be done before a late rank calls: then it alone gets the error.
+    """
     if strategy.size == 1:
         return
     batch = strategy.batch(np.arange(float(BATCH)))
