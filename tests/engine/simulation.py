@@ -200,9 +200,7 @@ class Running:
     out: list[np.ndarray]
     known: int  # number of its vectors that the node has
     scale: float = 1.0  # see `World.steps`
-    left: bool = (
-        False  # its program brings no more blocks or parts, and reads no result
-    )
+    left: bool = False  # the program brings no more of it, and reads no result
 
 
 @dataclasses.dataclass(frozen=True)

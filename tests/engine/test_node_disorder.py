@@ -98,9 +98,9 @@ class Disorder:
             world.check_end(rank)
 
     def lose(self):
-        links = [link for link, queue in self.world.queues.items() if queue]
-        told = set(range(self.world.plan.size)) - self.world.dead
-        links = [link for link in links if set(link) <= told]
+        living = set(self.living())
+        queues = self.world.queues.items()
+        links = [link for link, queue in queues if queue and set(link) <= living]
         if links and self.losses:
             self.losses -= 1
             link = self.rng.choice(links)
@@ -112,7 +112,8 @@ class Disorder:
         """An exception ends a program's loop over its blocks."""
         rank = self.rng.choice(self.living() or [0])
         running = self.world.running[rank]
-        if isinstance(running, Sharing) and not running.over and rank:
+        others = rank != self.world.plan.root
+        if others and isinstance(running, Sharing) and not running.over:
             self.world.leave_share(rank)
 
     def call_something_else(self):

@@ -353,8 +353,8 @@ def test_nobody_is_patient_with_a_parent_reported_dead():
 
 
 def stopped_after(first):
-    """Return a world of 13 ranks whose first round took so many seconds, as its root came
-    late, and in whose second one a rank with children is stopped; and those children.
+    """Return a world of 13 ranks, and the children of a rank that is stopped in the second
+    round. The first round took ``first`` seconds, as the root came late.
     """
     plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float64", 12),), seed) for seed in range(2)]
