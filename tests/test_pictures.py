@@ -50,6 +50,25 @@ def test_faults_are_those_of_the_tables():
         assert cell == times, row
 
 
+def test_steps_agree_with_the_table_of_faults():
+    """jaxcoded's continue; the others' become rare, stop for the longest step, or end."""
+    rows = figures("steps")
+    assert len({(row["library"], row["fault"]) for row in rows}) == len(rows) == 24
+    for row in rows:
+        steps = np.array(row["steps"].split(), int)
+        (known,) = figures("faults", library=row["library"], fault=row["fault"])
+        gaps = np.diff(np.append(steps, 5000))
+        assert min(gaps[:-1]) > 0 and steps[0] >= -500, row
+        if row["library"] in ("shared", "coded, s=1"):
+            assert max(gaps) < 100, row
+        elif known["outcome"] or float(known["longest_ms"]) > 5000:
+            assert max(steps) <= 0, row
+        elif row["fault"] == "slow":
+            assert min(np.diff(steps[steps > 0])) > 150, row
+        else:
+            assert max(gaps) == pytest.approx(float(known["longest_ms"]), rel=0.1), row
+
+
 def test_sections_are_those_of_the_table():
     sizes = ["4000", "64000", "200000", "2000000", "20000000"]
     for row in figures("sections"):

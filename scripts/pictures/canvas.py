@@ -46,6 +46,7 @@ svg { --panel: #ffffff; --ink: #1f2328; --soft: #59636e; --line: #b7bfc8; --late
 .called { fill: var(--soft); }
 .over { paint-order: stroke; stroke: var(--panel); stroke-width: 4px; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; }
+.tick { fill: none; stroke-width: 1.25; }
 .mark { stroke-width: 1.75; }
 .state { fill: none; stroke-width: 2; }
 .bad-state { stroke: var(--late); }

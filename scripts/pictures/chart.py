@@ -1,4 +1,4 @@
-"""Logarithmic axes, grids and legends."""
+"""Logarithmic and linear axes, grids and legends."""
 
 import csv
 import dataclasses
@@ -29,6 +29,14 @@ class Scale:
 
     def __call__(self, number: float) -> float:
         part = math.log(number / self.low) / math.log(self.high / self.low)
+        return self.begin + (self.end - self.begin) * part
+
+
+class Linear(Scale):
+    """A linear scale."""
+
+    def __call__(self, number: float) -> float:
+        part = (number - self.low) / (self.high - self.low)
         return self.begin + (self.end - self.begin) * part
 
 

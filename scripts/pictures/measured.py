@@ -2,70 +2,79 @@
 numbers of ranks.
 """
 
+import itertools
 import pathlib
 
 from .canvas import WIDTH, Picture
-from .chart import Scale, along, figures, legend, upright
+from .chart import Linear, Scale, along, figures, legend, upright
 
-SECONDS = {10: "10 ms", 100: "0.1 s", 1000: "1 s", 10_000: "10 s", 100_000: "100 s"}
+LIBRARIES = {
+    "shared": "jaxcoded, shared",
+    "coded, s=1": "jaxcoded, a code",
+    "torchft, 2 s": "torchft, 2 s",
+    "torchft, 60 s": "torchft, 60 s",
+    "mpi4jax.allreduce": "mpi4jax",
+    "psum over gloo": "psum over gloo",
+}
+FAULTS = {
+    "slow": "10 times slower",
+    "stuck": "alive, but stuck",
+    "stopped": "frozen (SIGSTOP)",
+    "killed": "dead (SIGKILL)",
+}
+SECONDS = {0: "fault", 1: "1 s", 2: "2 s", 3: "3 s", 4: "4 s", 5: "5 s"}
+PAUSE = 0.5  # seconds without a step that are marked; slow steps are shorter
+
+
+def pauses(steps: list[float], end: float) -> list[tuple[float, float]]:
+    """Return the begin and end of each long time without a step."""
+    gaps = itertools.pairwise([*steps, end])
+    return [(begin, end) for begin, end in gaps if end - begin > PAUSE]
 
 
 def faults(file: pathlib.Path) -> None:
-    """Draw the step time around a fault for each library."""
-    libraries = {
-        "shared": "jaxcoded, shared",
-        "coded, s=1": "jaxcoded, a code",
-        "torchft, 2 s": "torchft, 2 s",
-        "torchft, 60 s": "torchft, 60 s",
-        "mpi4jax.allreduce": "mpi4jax",
-        "psum over gloo": "psum over gloo",
-    }
-    kinds = {
-        "slow": "10 times slower",
-        "stuck": "alive, but stuck",
-        "stopped": "frozen (SIGSTOP)",
-        "killed": "dead (SIGKILL)",
-    }
+    """Draw the steps around a fault over time, for each library."""
     it = Picture(
         WIDTH,
-        474,
-        "Time of a step before and after one of four ranks is slow, stuck, frozen or dead. jaxcoded goes on at "
-        "its speed; psum and mpi4jax slow down, hang or abort; torchft makes no step until its time-out.",
+        656,
+        "Completed steps over time, before and after one of four ranks is slow, stuck, frozen or dead. jaxcoded's "
+        "steps continue evenly; those of psum, mpi4jax and torchft become rare, or stop for seconds or for ever.",
     )
-    it.words(24, 32, "One of four ranks turns faulty: how long is a step?", "title")
-    entries = [
-        ("ring", "e", "a step before the fault, median"),
-        ("circle", "e", "a step after it, median"),
-        ("bar", "e", "the longest step after it"),
-    ]
-    legend(it, 30, 54, entries, [235, 190, 180])
-    pitch, rows = 24, len(libraries)
-    for number, (kind, title) in enumerate(kinds.items()):
-        top = 100 + 200 * (number // 2)
-        left = 136 + 290 * (number % 2)
-        x = Scale(7, 150_000, left, left + 270)
-        y = Scale(1, 10, top, top + pitch * rows)
-        it.words(left, top - 8, title, "title")
-        along(it, x, y, SECONDS)
-        for place, (library, name) in enumerate(libraries.items()):
+    it.words(
+        24, 32, "One of four ranks turns faulty: do steps still complete?", "title"
+    )
+    it.path("M30 45v14m5 -14v14m5 -14v14", "tick a")
+    it.path("M47 45v14m5 -14v14m5 -14v14", "tick b")
+    it.words(67, 56.5, "completed steps", "small")
+    it.box(185, 45, 26, 14, "bad", 0)
+    it.words(219, 56.5, "no step", "small")
+    pitch, half = 18, 6.5  # of lanes, and half a tick
+    for number, (kind, title) in enumerate(FAULTS.items()):
+        top = 96 + 138 * number
+        x = Linear(-0.5, 5, 138, 694)
+        y = Scale(1, 10, top, top + pitch * len(LIBRARIES))
+        it.words(x.begin, top - 8, title, "title")
+        last = number == len(FAULTS) - 1
+        along(it, x, y, SECONDS if last else dict.fromkeys(SECONDS, ""))
+        for place, (library, name) in enumerate(LIBRARIES.items()):
             at = top + pitch * (place + 0.5)
-            if number % 2 == 0:
-                it.words(left - 8, at + 4.5, name, "" if place < 2 else "soft", "end")
-            (row,) = figures("faults", library=library, fault=kind)
-            if row["outcome"]:
-                it.box(left, at - 10, 270, 20, "bad", 0)
-                it.words(left + 8, at + 4.5, row["outcome"], "outcome")
-                continue
-            before, after, longest = (
-                x(float(row[f"{which}_ms"])) for which in ("before", "after", "longest")
-            )
-            colour = "a" if place < 2 else "b"
+            own = place < 2
+            it.words(x.begin - 8, at + 4.5, name, "" if own else "soft", "end")
+            (row,) = figures("steps", library=library, fault=kind)
+            steps = [int(step) / 1000 for step in row["steps"].split()]
             it.path(
-                f"M{min(before, after):.1f} {at:g}H{longest:.1f}", f"curve {colour}"
+                "".join(f"M{x(each):.1f} {at - half:g}v{2 * half:g}" for each in steps),
+                f"tick {'a' if own else 'b'}",
             )
-            it.mark(longest, at, "bar", colour)
-            it.mark(after, at, "circle", colour)
-            it.mark(before, at, "ring", colour)
+            (known,) = figures("faults", library=library, fault=kind)
+            for begin, end in pauses(steps, x.high):
+                seconds = end - begin
+                if end == x.high and known["longest_ms"]:  # it ends beyond the picture
+                    seconds = float(known["longest_ms"]) / 1000
+                says = known["outcome"] or f"no step for {seconds:.1f} s"
+                it.box(x(begin), at - 8, round(x(end) - x(begin), 1), 16, "bad", 0)
+                it.words(x(max(begin, 0)) + 8, at + 4.5, says, "outcome")
+        it.path(f"M{x(0):.1f} {y.begin:g}V{y.end:g}", "line")
     it.save(file)
 
 
