@@ -74,8 +74,8 @@ test-all: setup
 test-mpich:
 	mkdir -p build/mpich
 	find build/mpich -type f ! -path 'build/mpich/build/*' ! -path 'build/mpich/.venv/*' \
-	    ! -name '_engine.*.so' -delete
-	tar --exclude-vcs --exclude=./build --exclude=./.venv --exclude='_engine.*.so' -cf - . | tar -xf - -C build/mpich
+	    ! -name '_engine.*.so' ! -name '_nodes.*.so' -delete
+	tar --exclude-vcs --exclude=./build --exclude=./.venv --exclude='_engine.*.so' --exclude='_nodes.*.so' -cf - . | tar -xf - -C build/mpich
 	CUDA_PATH=/none SKBUILD_CMAKE_BUILD_TYPE=None \
 	    $(MAKE) -C build/mpich MPI=mpich PACKAGES=$(CURDIR)/.venv setup
 	cd build/mpich && XLA_FLAGS="$$($(python) tests/compiled.py)" JAXCODED_MPIRUN_TIMEOUT=600 scripts/mpirun -n 4 $(python) -m pytest -q -p no:cacheprovider \
@@ -124,5 +124,5 @@ check-all: test-all browser wheels test-asan test-tsan chaos
 
 clean:
 	@scripts/setup --remove
-	rm -rf build dist *.egg-info jaxcoded/transport/_engine.*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf build dist *.egg-info jaxcoded/transport/_engine.*.so tests/_nodes.*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find jaxcoded tests examples benchmarks scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

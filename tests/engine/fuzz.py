@@ -3,11 +3,13 @@
     make fuzz MINUTES=10                                every test, seeds drawn
     python tests/engine/fuzz.py --minutes 10 --seed 7   the same schedules as last time with 7
     python tests/engine/fuzz.py --only test_late --replay 123 --most 4      one schedule again
+    python tests/engine/fuzz.py --only schedules        those on ranks that are simulated in C++
 
-It runs this folder's seeded tests with new seeds. Messages arrive in any order that
-links allow. Ranks call, stop, stay away, skip, leave and fail at any moment. If a
-schedule fails, crashes or does not end, the fuzzer searches for the failure on smaller
-trees, and prints the command that replays it.
+Half of the time it plays `schedules`, many at a time, on ranks that are simulated in C++
+(`groups`, tests/nodes). Else it runs this folder's seeded tests with new seeds. Messages
+arrive in any order that links allow. Ranks call, stop, stay away, skip, leave and fail at
+any moment. If a schedule fails, crashes or does not end, the fuzzer searches for the
+failure on smaller trees, and prints the command that replays it.
 """
 
 import argparse
@@ -48,6 +50,7 @@ def tests(most, seen):
         most: the most ranks that a plan may have.
         seen: a counter of events in the schedules.
     """
+    import groups
     import simulation
 
     names = kinds()
@@ -115,7 +118,7 @@ def tests(most, seen):
 
     # before the test modules import them
     simulation.World, simulation.random_plan = Watched, random_plan
-    out = {}
+    out = {"schedules": lambda number: play(groups, number, largest, seen, names)}
     for path in sorted(HERE.glob("test_node_*.py")):
         module = importlib.import_module(path.stem)
         for name, test in vars(module).items():
@@ -124,13 +127,23 @@ def tests(most, seen):
     return out
 
 
+def play(groups, number, most, seen, names):
+    """Play `groups.SCHEDULES` schedules on one group, and count what happens."""
+    counted = collections.Counter()
+    groups.play(number, most, counted)
+    for event, times in counted.items():
+        what, _, kind = event.partition("message: ")
+        seen[f"message: {names[int(kind)]}" if kind else what] += times
+    seen["schedules"] += groups.SCHEDULES
+
+
 def asked_for(known, only):
-    """Return the names of all tests, of those of a file, or of one."""
-    return [
-        name
-        for name, test in known.items()
-        if not only or only in (name, test.__module__)
-    ]
+    """Return the names of all tests, of those of a file, or of one. Half are "schedules"
+    of all.
+    """
+    if only:
+        return [name for name, test in known.items() if only in (name, test.__module__)]
+    return [*known, *["schedules"] * (len(known) - 2)]
 
 
 def work(pipe, seed, only, most, replay):
@@ -215,7 +228,7 @@ class Fuzzer:
         if what == "fails":
             raise Finding(name, number, more[0])
         if what == "ends":
-            self.schedules += 1
+            self.schedules += more[0].pop("schedules", 1)
             self.of_tests[name] += 1
             self.times.update(more[0])
             self.schedules_with.update(dict.fromkeys(more[0], 1))

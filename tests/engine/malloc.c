@@ -24,7 +24,8 @@ static int of_the_engine(void* caller) {
   inside = 1;  // dladdr may take memory
   const int found = dladdr(caller, &info) && info.dli_fname;
   inside = 0;
-  return found && (strstr(info.dli_fname, "libstdc++") || strstr(info.dli_fname, "_engine"));
+  return found && (strstr(info.dli_fname, "libstdc++") || strstr(info.dli_fname, "_engine") ||
+                   strstr(info.dli_fname, "_nodes"));
 }
 
 void* malloc(size_t bytes) {

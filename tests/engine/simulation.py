@@ -14,6 +14,7 @@ import random
 import struct
 import weakref
 
+import _nodes
 import jax.numpy as jnp
 import numpy as np
 
@@ -404,7 +405,7 @@ class World:
     def _node(self, rank):
         engine._fit_messages(self.limits, self.plan)
         self.limits.deadline_share = engine._deadline_share(self.plan, rank)
-        return _engine.LoneNode(
+        return _nodes.LoneNode(
             engine._family(self.plan, rank, self.delegating),
             engine._decoder(self.plan, rank, self.compares),
             self.limits,

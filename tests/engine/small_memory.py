@@ -9,10 +9,10 @@ import itertools
 import os
 import random
 
+import _nodes
 from simulation import Call, World
 
 from jaxcoded import DEBUG, Coded, make_plan
-from jaxcoded.transport import _engine
 
 malloc = ctypes.CDLL(os.environ["LD_PRELOAD"])
 CALL = Call((("float32", 40),), 7)
@@ -57,8 +57,8 @@ def share(number):
     """Let a member return a block that another one must get, and let the allocation
     with this number fail as its message arrives. Return whether there was one.
     """
-    ledger = _engine.Ledger([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1]], 2, 0.05)
-    members = _engine.Share(True, [4]), _engine.Share(True, [0, 1, 2, 3])
+    ledger = _nodes.Ledger([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1]], 2, 0.05)
+    members = _nodes.Share(True, [4]), _nodes.Share(True, [0, 1, 2, 3])
     ledger.begin(0.0)
     for member, share_of_member in enumerate(members):
         ledger.arrived(member, True, 0.0)
@@ -67,9 +67,7 @@ def share(number):
     members[0].done()
     ledger.heard(0, members[0].progress(0.0), 0.01)
     recalls = [
-        order
-        for order in ledger.orders(0.01)
-        if order.kind == _engine.Order.Kind.recall
+        order for order in ledger.orders(0.01) if order.kind == _nodes.Order.Kind.recall
     ]
     assert recalls
     for order in recalls:

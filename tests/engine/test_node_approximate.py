@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from schedules import many, seeds
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import DONE, Call, random_world
 

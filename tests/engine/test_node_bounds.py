@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import more
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import DESYNCHRONIZED, Call, World, Zeros
 

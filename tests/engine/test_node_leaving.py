@@ -11,7 +11,7 @@ from hypothesis import example, given
 from independent import random_missing
 from schedules import many, seeds
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 import simulation
 from simulation import (
@@ -28,7 +28,7 @@ from simulation import (
     too_many,
 )
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import Check, Coded, make_plan
 
 
 def leave_at(world, rounds):
@@ -366,3 +366,25 @@ def test_no_rank_waits_for_ever(seed):
             world.leave(rank)
     settle_and_leave(world, 0)
     assert world.dead == set(range(plan.size))
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_rank_leaves_between_the_parts_of_its_message(compared):
+    """Its first parts make the first pieces of its parent's sum, and no piece after them."""
+    plan = make_plan(7, Coded(fanout=2, code="progressive"))
+    leaf = plan.tree.children[1][0]
+    assert plan.parts_above[leaf] == 4 and plan.parts_above[1] == 2
+    check = Check("raise", wait="all") if compared else None
+    call = Call((("float64", 8),), 0)
+    world = World(plan, [call], random.Random(0), hosts=list(range(7)), check=check)
+    world.begins_with[leaf, 1] = 2
+    world.submit(leaf)
+    while not world.offered[leaf, 1]:
+        world.step()
+    assert world.offered[leaf, 1] == [2]
+    world.leave(leaf)
+    world.settle()
+    for rank in set(range(7)) - {leaf}:
+        end = world.ends[rank][1]
+        assert end.outcome == DONE or f"rank {leaf} closed the group" in end.error
+        assert not compared or end.outcome == FAILED

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from independent import random_missing
 from schedules import many, seeds
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import (
     DONE,

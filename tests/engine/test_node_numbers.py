@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import DONE, Call, World
 

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import MESSAGE, OWN, RESULT, SECTION, Call, World
 
@@ -436,5 +436,41 @@ def test_no_rank_waits_for_the_section_of_a_rank_that_left(seed):
                     world.leave(rank)  # its process ends
         if not world.sweep():
             world.clock += 1
+    world.settle()
+    world.assert_done()
+
+
+def test_a_message_within_an_offer_whose_first_part_was_elsewhere():
+    """A section is formed from a part of a message, which lies with its rank. The rank then offers
+    a short message, with all parts within. The section takes long, and another rank gets it.
+    """
+    plan = make_plan(4, Coded(code="progressive"))
+    world = World(
+        plan,
+        [Call((("float64", 60),), 0)],
+        random.Random(0),
+        hosts=list(range(4)),
+        limits={
+            "sections_from": 1,
+            "section_pieces": 6,
+            "least_piece_bytes": 16,
+            "piece_bytes": 64,
+            "announced_bytes": 64,
+        },
+    )
+    world.inline[1, 0] = 1 << 20
+    world.begins_with[1, 1] = 1
+    world.submit(1)
+    world.submit(2)
+    world.idle = {1, 2, 3}
+    while "forms pieces" not in world.nodes[0].status():
+        world.step()
+    world.extend(1)
+    world.advance(1)
+    while world.queues[1, 0]:
+        world.deliver((1, 0))
+    world.clock += 1000
+    world.advance(0)
+    world.idle = set()
     world.settle()
     world.assert_done()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from schedules import many, seeds
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 import test_node_sharing
 from simulation import ASK, DESYNCHRONIZED, DONE, FAILED, Call

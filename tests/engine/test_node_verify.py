@@ -14,7 +14,7 @@ from cases import more
 from hypothesis import given
 from schedules import many, seeds
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import (
     DONE,

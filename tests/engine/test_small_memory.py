@@ -30,7 +30,7 @@ def test_a_failed_allocation_leaves_no_damage(tmp_path):
         text=True,
         timeout=300,
         check=False,
-        env=os.environ | {"LD_PRELOAD": str(library)},
+        env=os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(HERE.parent)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     compared, shared, offered = map(int, done.stdout.split())

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from independent import bounded, random_missing
 
-pytest.importorskip("jaxcoded.transport._engine", reason="built without the engine")
+pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import EXAMPLES, Call, World, held
 

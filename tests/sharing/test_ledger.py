@@ -7,13 +7,13 @@ import random
 
 import numpy as np
 import pytest
+from _nodes import Ledger, Order, Share
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from world import World, spread
 
 from jaxcoded.plan.costs import relative
 from jaxcoded.plan.placement import Placement
-from jaxcoded.transport._engine import Ledger, Order, Share
 
 WORKERS, BLOCKS = 12, 12
 BLOCK = 0.01  # seconds

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import math
 
-from jaxcoded.transport._engine import Ledger, Order, Share
+from _nodes import Ledger, Order, Share
 
 
 def spread(workers, blocks, replicas, extra=()):

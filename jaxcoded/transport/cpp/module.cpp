@@ -598,9 +598,6 @@ NB_MODULE(_engine, module) {
     Engine::instance().with(index, [&](Member& its) { its.node->watch(whether); return 0; });
   }, Release());
 
-  add_lone_node(module);
-  add_sharing(module);
-
   const auto handler = [&](const char* name, XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {
     module.attr(name) = nb::capsule(reinterpret_cast<void*>(function), "xla._CUSTOM_CALL_TARGET");
   };

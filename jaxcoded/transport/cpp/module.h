@@ -66,9 +66,4 @@ inline State state_of(std::span<const std::byte> data) {
   return out;
 }
 
-// A node on its own,
-void add_lone_node(nb::module_& module);
-// and how work is shared, for tests.
-void add_sharing(nb::module_& module);
-
 }  // namespace jaxcoded

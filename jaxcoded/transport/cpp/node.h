@@ -345,6 +345,7 @@ class Node {
   void offer_what_is_held_back();
   bool begin_offer();
   void send_offer(const Message& message);
+  std::uint32_t needed() const;
   bool too_few_left(std::uint32_t piece);
   void go_without_sum();
   void fail(const std::string& text);

@@ -114,11 +114,12 @@ std::string Node::too_late(Round round, double seconds) {
 
 // --- Children that do not answer ---
 
-// Whether a message of this child is missing.
+// Whether a message of this child is missing, or its end.
 bool Node::lacks(std::size_t child) const {
   if (up_.call.leaves_out(child)) return false;
+  const std::uint32_t last = up_.incoming.size() - 1;
   for (std::size_t row = child * decoder_.parts(); row < (child + 1) * decoder_.parts(); ++row) {
-    if (!usable(row, up_.decoded.pieces)) return true;
+    if (!usable(row, last)) return true;
   }
   return stalled(children_[child]);
 }
@@ -160,7 +161,7 @@ bool Node::offers_approximation(const Child& child) const {
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
   if (deals()) return only_silent_hold();
-  const bool too_few = too_few_left(up_.decoded.pieces);
+  const bool too_few = too_few_left(needed());
   bool some = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (children_[i].retired || !lacks(i)) continue;

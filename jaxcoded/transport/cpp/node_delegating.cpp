@@ -363,7 +363,6 @@ bool Node::mend_sections() {
       if (!other && lost && !gives_up()) other = decoding_from(i, false);
       if (!other && (lost || gives_up())) return false;
     }
-    if (other && !fetchable(*other)) return false;
     if (late && !other) it.flows[i].wait(now);
     // A section that begins again loses all fetched pieces. So patience doubles with each attempt, and this rank,
     // the last to try, never loses it: even on slow networks there is an end.
@@ -371,6 +370,8 @@ bool Node::mend_sections() {
     if (!other && (!maker || !(left || stuck))) continue;
     other_messages |= late && other;
     if (other) it.decodings[i] = std::move(other);
+    // a child may have offered a part of its message first, and then the whole within the offer
+    if (!fetchable(*it.decodings[i])) return false;
     if (left || stuck) section.maker = stand_in(i);
     section.version = section_versions_.next();
     changed = true;

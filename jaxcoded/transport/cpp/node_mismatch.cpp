@@ -56,11 +56,13 @@ void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
   if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // it waits for no child
   if (up_.call.shared) return;  // others compute the blocks of children gone for good
+  // A child may leave between the parts of its message. What it has offered suffices at most for the first pieces.
+  const std::uint32_t last = up_.incoming.size() - 1;
   if (sums_blocks()) {
     if (approximates()) return;  // it continues without them
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
-      if (up_.call.leaves_out(i) || usable(i, up_.decoded.pieces)) continue;
+      if (up_.call.leaves_out(i) || usable(i, last)) continue;
       if (!child.retired && !child.dead) continue;
       return decide_error("CodedError: rank " + std::to_string(child.rank) +
                           " has left with what it had computed of the batch: repeat the step");
@@ -69,7 +71,7 @@ void Node::check_offers() {
   }
   // With too many children gone for good, waiting would never end.
   if (departures_.closed().empty() || (awaits_all() && all_may_come())) return;
-  const std::vector<bool> possible = may_offer(up_.decoded.pieces);
+  const std::vector<bool> possible = may_offer(last);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
     if (possible[row]) rows.push_back(row);

@@ -33,7 +33,7 @@ constexpr const char* without =
 
 // Whether this rank waits for no child that has closed the group.
 bool Node::all_may_come() const {
-  const std::vector<bool> possible = may_offer(up_.decoded.pieces);
+  const std::vector<bool> possible = may_offer(up_.incoming.size() - 1);
   for (std::size_t row = 0; row < possible.size(); ++row) {
     const std::size_t number = row / decoder_.parts();
     const Child& child = children_[number];

@@ -95,6 +95,11 @@ std::vector<bool> Node::may_come(std::uint32_t piece) const {
   return out;
 }
 
+// The first piece without which there is no sum. Messages that are compared must be whole.
+std::uint32_t Node::needed() const {
+  return decoder_.checked() ? up_.incoming.size() - 1 : up_.decoded.pieces;
+}
+
 // Whether this piece can no longer be decoded, whichever children still come, since others are dead or have
 // nothing to contribute.
 bool Node::too_few_left(std::uint32_t piece) {
@@ -261,7 +266,7 @@ bool Node::gather() {
     }
     const auto decoding = own_ready(up_.decoded.pieces) ? choose(up_.decoded.pieces) : nullptr;
     if (!decoding) {
-      if (!(approximates() && !decoder_.checked()) && too_few_left(up_.decoded.pieces)) {
+      if (!(approximates() && !decoder_.checked()) && too_few_left(needed())) {
         go_without_sum();
         return false;
       }

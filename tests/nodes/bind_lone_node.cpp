@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "module.h"
+#include "bindings.h"
 
 namespace jaxcoded {
 namespace {

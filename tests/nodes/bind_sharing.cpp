@@ -1,6 +1,6 @@
 // Python's view of how work is shared, for tests.
+#include "bindings.h"
 #include "ledger.h"
-#include "module.h"
 #include "share.h"
 
 namespace jaxcoded {

@@ -1,0 +1,102 @@
+"""Groups of ranks that `_nodes` simulates. Everything is drawn from one seed."""
+
+import random
+
+import _nodes
+from simulation import EXAMPLES, erasable, held, random_plan
+
+from jaxcoded import Shared, make_plan
+from jaxcoded.transport import engine, pieces
+
+SCHEDULES = 100  # on each group
+WAYS = 3  # to leave out ranks
+
+
+def group(plan, hosts, rng):
+    """Return a `_nodes.Group` of a plan's ranks on these hosts."""
+    cut = pieces.delegating(plan, hosts)
+    ranks = range(plan.size)
+    shares, combinations = [], []
+    for rank in ranks:
+        indices, coefficients = held(plan, rank)
+        _, parts, slices = coefficients.shape
+        shares.append((indices.tolist(), coefficients.ravel().tolist(), parts, slices))
+        coding = plan.codings[rank]
+        if coding is None:
+            combinations.append((0, 1, []))
+        else:
+            code = coding.code
+            table = plan.coefficients(rank).ravel().tolist()
+            combinations.append((code.m, code.parts, table))
+    erasures = []
+    for _ in range(WAYS):
+        left_out = erasable(plan, rng)
+        if left_out:
+            missing = plan.missing([rank in left_out for rank in ranks])
+            rows = [missing[list(plan.coded_children(r))].tolist() for r in ranks]
+            erasures.append(rows)
+    placement = plan.placement
+    if placement is not None and not placement.holders:
+        placement = None
+    return _nodes.Group(
+        parents=plan.tree.parents,
+        hosts=hosts,
+        families=[engine._family(plan, rank, ()) for rank in ranks],
+        delegating=[engine._family(plan, rank, cut) for rank in ranks],
+        decoders=[engine._decoder(plan, rank) for rank in ranks],
+        comparing=[engine._decoder(plan, rank, True) for rank in ranks]
+        if plan.checked and placement is None
+        else [],
+        deadline_shares=[engine._deadline_share(plan, rank) for rank in ranks],
+        shares=shares,
+        combinations=combinations,
+        tolerances=[plan.tolerance(rank) for rank in ranks],
+        erasures=erasures,
+        amplification=plan.amplification,
+        multiple=plan.padding_multiple,
+        holders=placement.holders if placement else [],
+        starts=placement.examples(EXAMPLES).tolist() if placement else [],
+    )
+
+
+def drawn(number, most=14, **faults):
+    """Draw a group of at most ``most`` ranks, and the first of its schedules.
+
+    Args:
+        number: the seed.
+        most: the most ranks.
+        faults: what MPI does wrong, see ``Settings`` in world.h. The schedule is calm then.
+    """
+    rng = random.Random(number)
+    if rng.random() < 0.4:
+        size = rng.randint(2, min(6, most))
+        replicas, blocks = rng.randint(1, size - 1), rng.randint(1, 3)
+        plan = make_plan(size, Shared(replicas=replicas, blocks=blocks))
+    else:
+        plan = random_plan(rng, 2, min(rng.choice([3, 5, 14]), most))
+    hosts = rng.choice(
+        [
+            [0] * plan.size,
+            list(range(plan.size)),
+            [rng.randrange(3) for _ in range(plan.size)],
+        ]
+    )
+    calm = rng.random() < 0.3 or bool(faults)
+    first = _nodes.Schedule(number * SCHEDULES, calm=calm, **faults)
+    return group(plan, hosts, rng), first
+
+
+def play(number, most=14, seen=None):
+    """Play many schedules on a group drawn from a seed.
+
+    Raises:
+        AssertionError: one of them shows a fault: which, and what happened.
+    """
+    ranks, schedule = drawn(number, most)
+    seed, events = _nodes.play_many(ranks, schedule, SCHEDULES)
+    if seen is not None:
+        seen.update(events)
+    if seed is not None:
+        schedule.seed = seed
+        report = _nodes.shortest(ranks, schedule)
+        raise AssertionError(f"{report.finding}\nWhat happened: {report.happened}")

@@ -1,0 +1,89 @@
+// Schedules on groups that Python has planned.
+#include "bindings.h"
+#include "schedule.h"
+
+namespace jaxcoded {
+namespace {
+
+using SharesTuple = std::tuple<std::vector<std::size_t>, std::vector<double>, std::size_t, std::size_t>;
+using CombinationTuple = std::tuple<std::size_t, std::size_t, std::vector<double>>;
+
+}  // namespace
+
+void add_schedules(nb::module_& module) {
+  nb::class_<Group>(module, "Group")
+      .def("__init__",
+           [](Group* self, std::vector<Rank> parents, std::vector<int> hosts, std::vector<Family> families,
+              std::vector<Family> delegating, std::vector<Decoder> decoders, std::vector<Decoder> comparing,
+              std::vector<double> deadline_shares, const std::vector<SharesTuple>& shares,
+              const std::vector<CombinationTuple>& combinations, std::vector<std::size_t> tolerances,
+              std::vector<std::vector<std::vector<bool>>> erasures, double amplification,
+              std::uint64_t multiple, std::vector<std::vector<Rank>> holders,
+              std::vector<std::size_t> starts) {
+             Group* const its = new (self) Group{.parents = std::move(parents),
+                                                 .hosts = std::move(hosts),
+                                                 .families = std::move(families),
+                                                 .delegating = std::move(delegating),
+                                                 .decoders = std::move(decoders),
+                                                 .comparing = std::move(comparing),
+                                                 .deadline_shares = std::move(deadline_shares),
+                                                 .shares = {},
+                                                 .combinations = {},
+                                                 .tolerances = std::move(tolerances),
+                                                 .erasures = std::move(erasures),
+                                                 .amplification = amplification,
+                                                 .multiple = multiple,
+                                                 .holders = std::move(holders),
+                                                 .starts = std::move(starts)};
+             for (const auto& [held, coefficients, parts, slices] : shares) {
+               its->shares.push_back({held, coefficients, parts, slices});
+             }
+             for (const auto& [slices, parts, coefficients] : combinations) {
+               its->combinations.push_back({slices, parts, coefficients});
+             }
+           },
+           nb::kw_only(), nb::arg("parents"), nb::arg("hosts"), nb::arg("families"), nb::arg("delegating"),
+           nb::arg("decoders"), nb::arg("comparing"), nb::arg("deadline_shares"), nb::arg("shares"),
+           nb::arg("combinations"), nb::arg("tolerances"), nb::arg("erasures"), nb::arg("amplification"),
+           nb::arg("multiple"), nb::arg("holders"), nb::arg("starts"));
+  nb::class_<Report>(module, "Report")
+      .def_ro("finding", &Report::finding)
+      .def_ro("happened", &Report::happened)
+      .def_prop_ro("seen", [](const Report& self) { return self.seen.by_name(); });
+  nb::class_<Schedule>(module, "Schedule")
+      .def("__init__",
+           [](Schedule* self, std::uint64_t seed, bool calm, double damaged, double vanishing) {
+             new (self) Schedule{.seed = seed,
+                                 .theme = calm ? Theme::calm : Theme::disorder,
+                                 .damaged = damaged,
+                                 .vanishing = vanishing};
+           },
+           nb::arg("seed"), nb::kw_only(), nb::arg("calm"), nb::arg("damaged") = 0.0,
+           nb::arg("vanishing") = 0.0)
+      .def_rw("seed", &Schedule::seed);
+  module.def("play", [](const Group& group, const Schedule& schedule, bool traced) {
+    return play(group, schedule, traced);
+  }, nb::arg("group"), nb::arg("schedule"), nb::kw_only(), nb::arg("traced") = false);
+  // The same schedule with as few happenings as show the finding.
+  module.def("shortest", [](const Group& group, Schedule schedule) {
+    Report found = play(group, schedule);
+    for (schedule.most_happenings = 0; schedule.most_happenings < found.happenings; ++schedule.most_happenings) {
+      const Report report = play(group, schedule);
+      if (!report.finding.empty()) return report;
+    }
+    return found;
+  }, nb::arg("group"), nb::arg("schedule"));
+  // Schedules with this seed and those after it, until one has a finding: its seed, or none; and what was seen.
+  module.def("play_many", [](const Group& group, Schedule schedule, std::size_t count) {
+    const nb::gil_scoped_release released;
+    Seen seen;
+    for (std::size_t i = 0; i < count; ++i, ++schedule.seed) {
+      const Report report = play(group, schedule);
+      seen.add(report.seen);
+      if (!report.finding.empty()) return std::pair(std::optional(schedule.seed), seen.by_name());
+    }
+    return std::pair(std::optional<std::uint64_t>(), seen.by_name());
+  }, nb::arg("group"), nb::arg("schedule"), nb::arg("count"));
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,73 @@
+// The ranks that a world simulates, and what each contributes to a sum.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "decoder.h"
+#include "ledger.h"
+#include "node.h"
+
+namespace jaxcoded {
+
+// A schedule shows a fault of the engine; the text says which.
+struct Finding {
+  std::string text;
+};
+
+inline void check(bool right, const auto&... words) {
+  if (right) return;
+  std::string text;
+  [[maybe_unused]] const auto append = [&text](const auto& word) {
+    if constexpr (requires { std::to_string(word); }) {
+      text += std::to_string(word);
+    } else {
+      text += word;
+    }
+    text += ' ';
+  };
+  (append(words), ...);
+  throw Finding{text};
+}
+
+constexpr std::size_t examples = 9;  // in the batch from which contributions are made
+
+struct Group {
+  // What a rank adds to the sum of a round: `coefficients` × its examples, part by part and slice by slice.
+  struct Shares {
+    std::vector<std::size_t> held;
+    std::vector<double> coefficients;  // examples × parts × slices
+    std::size_t parts = 1, slices = 1;
+  };
+  // How a parent combines its children's messages.
+  struct Combination {
+    std::size_t slices = 0, parts = 1;   // of each child's message
+    std::vector<double> coefficients = {};  // slices × (children · parts)
+  };
+
+  std::vector<Rank> parents;  // -1 at the root
+  std::vector<int> hosts;
+  std::vector<Family> families;
+  std::vector<Family> delegating;  // the same in a group that forms sums in sections
+  std::vector<Decoder> decoders;
+  std::vector<Decoder> comparing;  // the same where parents compare messages; empty if they cannot
+  std::vector<double> deadline_shares;
+  std::vector<Shares> shares;
+  std::vector<Combination> combinations;
+  std::vector<std::size_t> tolerances;              // missing children that each parent tolerates
+  std::vector<std::vector<std::vector<bool>>> erasures;  // the children that each rank leaves out, in several ways
+  double amplification = 1;
+  std::uint64_t multiple = 1;               // of the length of vectors
+  std::vector<std::vector<Rank>> holders;   // of each block of shared work; empty: there is none
+  std::vector<std::size_t> starts;          // the first example of each block, and the last one's end
+
+  std::size_t size() const { return parents.size(); }
+  Rank root() const {
+    Rank rank = 0;
+    while (parents[static_cast<std::size_t>(rank)] >= 0) ++rank;
+    return rank;
+  }
+};
+
+}  // namespace jaxcoded

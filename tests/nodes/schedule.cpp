@@ -1,0 +1,343 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <exception>
+#include <iostream>
+
+namespace jaxcoded {
+namespace {
+
+constexpr double deadline = 5;  // seconds
+constexpr std::size_t rounds = 10;
+
+enum class Happening : std::uint8_t {
+  stop, stay_away, come_back, queue_calls, settle, report, go_on,  // harmless
+  lack_memory, die, leave, lose, wait, raise_between_blocks, call_something_else,
+};
+constexpr std::size_t harmless = static_cast<std::size_t>(Happening::go_on);
+constexpr const char* names[] = {
+    "ranks stop", "programs stay away", "all come back", "calls are queued", "the ranks settle",
+    "deaths are reported", "the ranks go on", "ranks lack memory", "a rank dies", "a rank leaves",
+    "a message is lost", "time passes", "an exception between blocks", "a rank calls something else"};
+
+// The calls of a group without shared work.
+std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
+  constexpr std::uint64_t most = 20;
+  std::vector<Planned> out;
+  for (std::size_t round = 1; round <= rounds; ++round) {
+    Planned call;
+    call.seed = random.bits() >> 40;
+    const std::vector<DType> types{DType::float16, DType::bfloat16, DType::float32, DType::float64};
+    const auto multiple = group.multiple;
+    for (const DType dtype : random.sample(types, random.pick({0u, 1u, 1u, 1u, 2u, 3u}))) {
+      const auto times = random.pick({std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{2},
+                                      std::uint64_t{random.below(most / multiple + 1)}});
+      call.segments.push_back({dtype, multiple * times});
+    }
+    if (wide) {
+      // vectors so long, and numbers so wide, that no comparison of honest messages sees only rounding
+      // (docs/theory.md, "What rounding explains")
+      std::map<DType, std::uint64_t> longest;
+      for (const auto& [dtype, count] : call.segments) {
+        const bool narrow = size_of(dtype) < 4 && group.amplification > 10;
+        std::uint64_t& length = longest[narrow ? DType::float32 : dtype];
+        length = std::max(length, count ? std::max(count, 8 * multiple) : 0);
+      }
+      call.segments.clear();
+      for (const auto& [dtype, count] : longest) call.segments.push_back({dtype, count});
+    }
+    switch (random.below(8)) {
+      case 0: call.kind = Planned::Kind::reduce; break;
+      case 1: call.kind = Planned::Kind::broadcast; break;
+      case 2: call.why_not = "refused: no. " + std::to_string(round); break;
+      case 3:
+        if (!group.erasures.empty()) call.erased = &random.pick(group.erasures);
+        break;
+      default: break;
+    }
+    out.push_back(std::move(call));
+  }
+  return out;
+}
+
+// Calls whose work is shared: in one call each, or of blocks and of their sum in turn.
+std::vector<Planned> shared_work(Random& random) {
+  std::vector<Planned> out;
+  const bool handed_over = random.chance(0.5);
+  for (std::size_t round = 1; round <= rounds; ++round) {
+    Planned call;
+    call.seed = round;
+    call.segments = {{DType::float64, 5}};
+    call.shared = handed_over ? round % 2 : random.chance(0.8);
+    if (handed_over && call.shared) call.segments.clear();
+    call.sums_blocks = handed_over && !call.shared;
+    out.push_back(std::move(call));
+  }
+  return out;
+}
+
+Settings settings(const Group& group, const Schedule& schedule, Random& random) {
+  const bool calm = schedule.theme == Theme::calm, shares = !group.holders.empty();
+  Settings out;
+  Limits& limits = out.limits;
+  limits.history_bytes = 0;
+  // a rank's blocks on the host are summed in the round after that
+  limits.history_rounds = random.pick({shares ? 2u : 1u, 3u, 100u});
+  limits.piece_bytes = random.pick({8u, 8u, 16u, 24u, 64u, 1u << 18});
+  limits.announced_bytes = random.pick({8u, 32u, 64u, 1u << 20});
+  limits.sections_from = random.pick({0u, 1u, 1u, 64u});
+  limits.section_pieces = shares ? 0 : random.pick({0u, 0u, 3u, 10u});
+  limits.least_piece_bytes = 8;
+  limits.stuck_seconds = random.pick({std::numeric_limits<double>::infinity(), 0.05});
+  if (limits.sections_from) {
+    limits.slices = static_cast<std::uint32_t>(std::max<std::size_t>(
+        group.combinations[static_cast<std::size_t>(group.root())].slices, 1));
+    limits.parts = static_cast<std::uint32_t>(group.combinations[static_cast<std::size_t>(group.root())].parts);
+  }
+  if (!calm) {
+    limits.on_deadline = random.pick({OnDeadline::wait, OnDeadline::raise});
+    limits.deadline_seconds = deadline;
+  }
+  out.compares = !shares && !group.comparing.empty() && random.chance(0.4);
+  if (out.compares) {
+    limits.on_contradiction =
+        random.pick({OnContradiction::raise, OnContradiction::warn, OnContradiction::drop});
+  }
+  out.inline_bytes = random.pick<std::vector<std::size_t>>({{0}, {0}, {64}, {1 << 20}, {0, 32, 1 << 20}});
+  out.in_place = random.pick({0.0, 0.0, 0.5, 1.0});
+  out.twice = random.pick({0.0, 0.1});
+  out.again = random.pick({0.0, 0.1});
+  out.unreadable = random.pick({0.0, 0.0, 0.1, 0.3});
+  out.staged = random.pick({0.0, 0.5, 1.0});
+  out.rests = calm ? random.pick({0.0, 0.2}) : 0;
+  out.recovers = calm || shares || random.chance(0.5);
+  // with more steps float16 would overflow
+  out.chained = calm && !shares && group.amplification < 1e3;
+  out.damaged = schedule.damaged;
+  out.vanishing = schedule.vanishing;
+  return out;
+}
+
+class Player {
+ public:
+  Player(const Group& group, const Schedule& schedule, Random& random, World& world, Report& report)
+      : group_(group), schedule_(schedule), random_(random), world_(world), report_(report) {}
+
+  void play() {
+    draw_kinds();
+    draw_skips();
+    const std::size_t wanted = std::min<std::size_t>(random_.pick({10u, 40u, 100u}), schedule_.most_happenings);
+    for (std::size_t i = 0; i < wanted; ++i) {
+      happen(random_.pick(kinds_));
+      ++report_.happenings;
+      for (const Rank rank : world_.living()) check(!world_.node(rank).status().empty());
+    }
+    end();
+    check_all_came_to_the_end();
+    for (const Rank rank : world_.living()) {
+      if (!world_.leaving.has(rank)) world_.leave(rank);
+    }
+    end();
+    for (const Rank rank : world_.living()) {  // as the engine does after some seconds
+      world_.give_up(rank);
+      end();
+    }
+    check(world_.living().empty(), "processes do not end:", world_.describe());
+  }
+
+ private:
+  std::vector<Rank> some() { return random_.some(world_.living()); }
+
+  void draw_kinds() {
+    const bool calm = schedule_.theme == Theme::calm;
+    const std::size_t end = calm ? harmless : std::size(names);
+    std::vector<Happening> all;
+    for (std::size_t i = 0; i < end; ++i) {
+      if (i != harmless) all.push_back(static_cast<Happening>(i));
+    }
+    // fewer kinds make others meet more often
+    kinds_ = random_.sample(all, random_.between(1, 5));
+    kinds_.insert(kinds_.end(), 2, Happening::go_on);
+    losses_ = random_.pick({1, 3, 10});
+  }
+
+  void draw_skips() {
+    if (!group_.holders.empty()) return;
+    for (Round round = 1; round <= world_.rounds(); ++round) {
+      const Planned& call = world_.planned(round);
+      if (call.kind != Planned::Kind::allreduce || call.erased || !random_.chance(0.1)) continue;
+      for (const Family& family : group_.families) {
+        const std::size_t most = group_.tolerances[static_cast<std::size_t>(family.rank)];
+        for (const Rank child : random_.sample(family.children, random_.between(0, most))) {
+          world_.skips.insert({child, round});
+        }
+      }
+    }
+  }
+
+  void happen(Happening kind) {
+    report_.happened += std::string(names[static_cast<std::size_t>(kind)]) + "; ";
+    if (world_.traced) std::cerr << world_.clock << ": " << names[static_cast<std::size_t>(kind)] << '\n';
+    switch (kind) {
+      case Happening::stop: return world_.frozen.assign(some());
+      case Happening::stay_away: return world_.idle.assign(some());
+      case Happening::come_back: return come_back();
+      case Happening::queue_calls: return world_.started.assign(some());
+      case Happening::settle:
+        for (int i = 0; i < 10; ++i) world_.sweep();
+        return;
+      case Happening::report: return report_some();
+      case Happening::go_on:
+        for (std::size_t i = random_.pick({1u, 10u, 100u}); i > 0; --i) world_.step();
+        return;
+      case Happening::lack_memory: return world_.short_of_memory.assign(some());
+      case Happening::die: return die();
+      case Happening::leave: return leave();
+      case Happening::lose: return lose();
+      case Happening::wait:
+        world_.clock += random_.pick({0.1, 1.0, deadline, 10 * deadline});
+        return;
+      case Happening::raise_between_blocks: return raise_between_blocks();
+      case Happening::call_something_else: return call_something_else();
+    }
+  }
+
+  void come_back() {
+    world_.frozen.clear();
+    world_.idle.clear();
+    world_.short_of_memory.clear();
+  }
+
+  void die() {
+    const auto living = world_.living();
+    if (living.size() < 2) return;
+    const Rank rank = random_.pick(living);
+    const bool known = random_.chance(0.5);
+    world_.kill(rank, known);
+    if (!known) unreported_.push_back(rank);
+    world_.frozen.set(rank, false);
+    world_.idle.set(rank, false);
+  }
+
+  // MPI reports deaths to some ranks.
+  void report_some() {
+    for (const Rank rank : unreported_) {
+      for (const Rank peer : world_.living()) {
+        if (random_.chance(0.5)) world_.report_death(rank, peer);
+      }
+    }
+  }
+
+  void leave() {
+    const auto living = world_.living();
+    if (living.empty()) return;
+    const Rank rank = random_.pick(living);
+    const bool may = !world_.leaving.has(rank) && !world_.frozen.has(rank);
+    if (may && !world_.computes_blocks(rank)) world_.leave(rank);
+  }
+
+  void lose() {
+    std::vector<std::pair<Rank, Rank>> links;
+    for (const Rank from : world_.living()) {
+      for (const Rank to : world_.living()) {
+        if (world_.linked(from, to) && world_.next_message(from, to)) links.emplace_back(from, to);
+      }
+    }
+    if (links.empty() || !losses_) return;
+    --losses_;
+    const auto [from, to] = random_.pick(links);
+    // a rank may have ended when only its parent knows that its last message is lost
+    const bool last = world_.next_message(from, to) == Kind::bye;
+    world_.lose(from, to, last || random_.chance(0.5) ? from : to);
+  }
+
+  void raise_between_blocks() {
+    const auto living = world_.living();
+    if (living.empty()) return;
+    const Rank rank = random_.pick(living);
+    if (rank != group_.root() && world_.computes_blocks(rank)) world_.leave_blocks(rank);
+  }
+
+  // A rank's next call is another one.
+  void call_something_else() {
+    const Rank rank = static_cast<Rank>(random_.below(group_.size()));
+    const Round round = world_.node(rank).next() + world_.calls(rank);
+    if (round > world_.rounds()) return;
+    const Planned& call = world_.planned(round);
+    const bool plain = call.kind == Planned::Kind::allreduce && call.why_not.empty() && !call.erased;
+    if (!plain || call.shared || call.sums_blocks) return;
+    Planned other;
+    other.segments = {{DType::float32, 5 * group_.multiple}};
+    other.seed = 1'000'000 + round;
+    world_.deviations.try_emplace({rank, round}, std::move(other));
+  }
+
+  // What can come to an end does.
+  void end() {
+    come_back();
+    for (const Rank rank : unreported_) world_.report_death(rank);
+    unreported_.clear();
+    for (int i = 0; i < 4; ++i) {
+      world_.settle();
+      world_.clock += 100;
+      if (world_.settings().recovers) continue;
+      for (const Rank rank : world_.living()) {  // its program ends with an error
+        if (!world_.leaving.has(rank) && world_.node(rank).desynchronized()) world_.leave(rank);
+      }
+    }
+  }
+
+  void check_all_came_to_the_end() {
+    const bool calm = schedule_.theme == Theme::calm;
+    for (const Rank rank : world_.living()) {
+      Node& node = world_.node(rank);
+      const bool lost = node.desynchronized();
+      const bool through = node.next() > world_.rounds() || lost || world_.leaving.has(rank);
+      check(through && (!world_.calls(rank) || lost), "rank", rank, "does not get to the end:", world_.describe());
+      for (const auto& [round, end] : world_.ends[static_cast<std::size_t>(rank)]) {
+        const bool fine = end.first == Outcome::done || end.first == Outcome::desynchronized ||
+                          end.second.starts_with("refused: no. ");
+        check(!calm || fine, "rank", rank, "failed round", round, "for no reason:", end.second);
+      }
+    }
+    for (Round round = 1; calm && round <= world_.rounds(); ++round) {
+      const Planned& call = world_.planned(round);
+      const bool blocks = call.shared && call.segments.empty();
+      check(blocks || world_.has_sum(round) == call.why_not.empty(), "round", round, "has a sum, or not");
+    }
+  }
+
+  const Group& group_;
+  const Schedule& schedule_;
+  Random& random_;
+  World& world_;
+  Report& report_;
+  std::vector<Happening> kinds_;
+  std::vector<Rank> unreported_;
+  int losses_ = 0;
+};
+
+}  // namespace
+
+Report play(const Group& group, const Schedule& schedule, bool traced) {
+  Report report;
+  Random random(schedule.seed);
+  const Settings drawn = settings(group, schedule, random);
+  auto script = group.holders.empty() ? sums(group, random, drawn.compares) : shared_work(random);
+  World world(group, std::move(script), drawn, random);
+  world.rests = schedule.theme == Theme::calm;  // ranks without memory try again and again
+  world.traced = traced;
+  try {
+    Player(group, schedule, random, world, report).play();
+  } catch (const Finding& finding) {
+    report.finding = finding.text;
+  } catch (const std::exception& error) {
+    report.finding = std::string("an exception: ") + error.what();
+  } catch (const Damaged&) {
+    report.finding = "an honest message counts as damaged";
+  }
+  report.seen = world.seen;
+  return report;
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,34 @@
+// Schedules: what happens to a group of ranks, all of it drawn from a seed.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "world.h"
+
+namespace jaxcoded {
+
+// What a schedule may do.
+enum class Theme : std::uint8_t {
+  calm,      // ranks stop, stay away and come back: every call gets its sum
+  disorder,  // anything: deaths, lost messages, too little memory, other calls, ranks that leave
+};
+
+struct Schedule {
+  std::uint64_t seed;
+  Theme theme;
+  std::size_t most_happenings = std::numeric_limits<std::size_t>::max();
+  double damaged = 0, vanishing = 0;  // see `Settings`
+};
+
+struct Report {
+  std::string finding = {};  // empty: none
+  std::string happened = {};  // in words, one after the other
+  std::size_t happenings = 0;
+  Seen seen = {};
+};
+
+Report play(const Group& group, const Schedule& schedule, bool traced = false);
+
+}  // namespace jaxcoded

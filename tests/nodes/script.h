@@ -1,0 +1,61 @@
+// The calls that programs make, what they contribute, and what must come out.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "group.h"
+#include "layout.h"
+
+namespace jaxcoded {
+
+using Bytes = std::vector<std::byte>;
+using Numbers = std::vector<double>;
+
+double rounded(DType dtype, double number);
+Bytes narrowed(DType dtype, const Numbers& numbers);
+Numbers widened(DType dtype, std::span<const std::byte> bytes);
+
+struct Planned {
+  enum class Kind : std::uint8_t { allreduce, reduce, broadcast } kind = Kind::allreduce;
+  std::vector<Segment> segments = {};  // of the result
+  std::uint64_t seed = 0;              // of the gradients
+  std::string why_not = {};            // why the call must fail
+  const std::vector<std::vector<bool>>* erased = nullptr;  // by rank
+  bool shared = false;                 // its work is shared. Without segments, the next call sums it
+  bool sums_blocks = false;            // it sums the vectors computed in the round before
+
+  std::string signature() const;
+  std::uint64_t fingerprint() const { return mixed_fingerprint(signature()); }
+  static std::uint64_t mixed_fingerprint(const std::string& text);
+
+  // The gradient of an example, in numbers of the segment's type.
+  double gradient(std::size_t segment, std::size_t example, std::uint64_t element) const;
+  // The sum of the gradients of these examples.
+  Numbers sum(std::size_t segment, std::size_t first = 0, std::size_t end = examples) const;
+  Numbers absolute_sum(std::size_t segment) const;
+  // A rank's vectors, one part after the other, before they are rounded.
+  std::vector<Numbers> own(const Group& group, Rank rank) const;
+};
+
+// The right values of one call, computed in double when they are first needed.
+class Expected {
+ public:
+  Expected(const Group& group, const Planned& call) : group_(group), call_(call) {}
+
+  void check_result(Rank rank, std::size_t segment, const Numbers& actual) const;
+  // A part of a rank's message to its parent.
+  void check_message(Rank rank, std::size_t vector, std::uint64_t first, const Numbers& actual);
+
+ private:
+  double rounding(DType dtype) const;
+  void form_messages();
+
+  const Group& group_;
+  const Planned& call_;
+  std::vector<std::vector<Numbers>> messages_;  // of each rank
+  std::vector<double> scale_;
+};
+
+}  // namespace jaxcoded

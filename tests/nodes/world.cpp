@@ -1,0 +1,923 @@
+#include "world.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iostream>
+#include <limits>
+#include <new>
+
+namespace jaxcoded {
+
+constexpr double rest_times = 20;   // `orphan_seconds`: a second of an idle group
+constexpr int most_woken = 128;     // wake-ups by timers in it
+constexpr int most_turns = 10'000;  // of a rank, until it sleeps
+constexpr std::size_t snapshot_bytes = 100;
+
+struct World::Running {
+  Round round;
+  const Planned* call;
+  std::vector<Segment> message = {};
+  std::vector<Bytes> own = {}, out = {};
+  bool in_place = false;
+  std::size_t known = 0;  // number of its vectors that the node has
+  double scale = 1;       // see `Settings::chained`
+  bool left = false;      // the program brings no more of it, and reads no result
+  // If its work is shared:
+  const Planned* of = nullptr;          // the call that sums the blocks
+  std::vector<Numbers> sums = {};       // of the blocks in its vectors
+  std::optional<Work> work = {};        // the block that its program computes
+  bool over = false;                    // its program has left the loop over its blocks
+
+  std::vector<Bytes>& results() { return in_place ? own : out; }
+  const std::vector<Bytes>& results() const { return in_place ? own : out; }
+  std::vector<const std::byte*> own_at(std::size_t first, std::size_t end) const {
+    std::vector<const std::byte*> at;
+    for (std::size_t i = first; i < end; ++i) at.push_back(own[i].data());
+    return at;
+  }
+  std::vector<std::byte*> out_at() {
+    std::vector<std::byte*> at;
+    for (Bytes& vector : results()) at.push_back(vector.data());
+    return at;
+  }
+};
+
+class World::SimulatedWire : public Wire, Source {
+ public:
+  SimulatedWire(World& world, Rank rank) : world_(world), rank_(rank) {}
+
+  void send(Rank to, const Message& message) override { world_.sent(rank_, to, message); }
+  Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
+              std::size_t bytes, Copy) override {
+    return world_.fetch({rank_, from, object, piece}, address, to, bytes);
+  }
+  void withdraw(Object::What what, Round first_valid) override {
+    valid[static_cast<std::size_t>(what)] = first_valid;
+  }
+  Source& memory() override { return *this; }
+  std::byte* allocate(std::size_t bytes) override {
+    if (world_.short_of_memory.has(rank_)) throw std::bad_alloc();
+    return heap.allocate(bytes);
+  }
+  void release(std::byte* data, std::size_t bytes) override { heap.release(data, bytes); }
+  std::size_t inline_bytes(Rank to) const override { return world_.link(rank_, to).inline_bytes; }
+  bool direct(Rank from) const override { return world_.on_one_host(rank_, from); }
+  double now() const override { return world_.clock; }
+
+  std::array<Round, Object::kinds> valid = {};
+
+ private:
+  World& world_;
+  Rank rank_;
+};
+
+World::World(const Group& group, std::vector<Planned> script, const Settings& settings, Random& random)
+    : frozen(group.size()), idle(group.size()), started(group.size()), leaving(group.size()),
+      dead(group.size()), reported(group.size()), short_of_memory(group.size()), ends(group.size()),
+      group_(group), script_(std::move(script)), settings_(settings), random_(random),
+      links_(group.size() * group.size()), running_(group.size()), left_behind_(group.size()),
+      given_back_(group.size()), steps_(group.size()), restored_(group.size()) {
+  const bool sections = settings.limits.sections_from;
+  const auto& families = sections ? group.delegating : group.families;
+  const auto join = [&](Rank one, Rank other) {
+    for (const auto& [from, to] : {std::pair(one, other), std::pair(other, one)}) {
+      if (link(from, to).exists) continue;
+      link(from, to) = {.exists = true, .inline_bytes = random.pick(settings.inline_bytes)};
+      linked_.emplace_back(from, to);
+    }
+  };
+  for (const Family& family : families) {
+    for (const Rank above : family.ancestors) join(family.rank, above);
+    for (const Rank child : family.children) {
+      for (const Rank other : family.children) {
+        if (child < other) join(child, other);
+      }
+    }
+  }
+  for (Rank rank = 0; rank < size(); ++rank) {
+    Limits limits = settings.limits;
+    limits.deadline_share = group.deadline_shares[index(rank)];
+    wires_.push_back(std::make_unique<SimulatedWire>(*this, rank));
+    const auto& decoders = settings.compares ? group.comparing : group.decoders;
+    nodes_.push_back(
+        std::make_unique<Node>(families[index(rank)], decoders[index(rank)], limits, *wires_.back()));
+    if (!group.holders.empty()) node(rank).share_blocks(group.holders);
+    if (settings.recovers) node(rank).keep_state(1, state(1));
+  }
+}
+
+World::~World() = default;
+
+// As in the engine, a call fails if there is too little memory. Returns whether there was enough.
+template <class Act>
+bool World::turn(Rank rank, Act act) {
+  try {
+    act(node(rank));
+    return true;
+  } catch (const std::bad_alloc&) {
+    node(rank).lack_memory();
+    return false;
+  }
+}
+
+// --- The wires ---
+
+void World::sent(Rank from, Rank to, const Message& message) {
+  check(link(from, to).exists, "rank", from, "sends a message to rank", to);
+  if (dead.has(to)) return;
+  if (message.header.kind == Kind::offer && message.header.flags & Flag::shares) {
+    const auto progress = message.values<std::uint32_t>(0, 2);
+    versions_[from] = std::uint64_t{progress[0]} << 32 | progress[1];
+  }
+  if (!random_.chance(settings_.vanishing)) link(from, to).queue.push_back(message);
+}
+
+Wire::Fetch World::fetch(const Request& request, std::uint64_t address, std::byte* to, std::size_t bytes) {
+  const auto& [asker, source, object, piece] = request;
+  if (!on_one_host(asker, source) || random_.chance(settings_.unreadable)) {
+    ask(request);
+    return Wire::Fetch::pending;
+  }
+  // the memory of a dead process may still be mapped
+  const bool gone = dead.has(source) && random_.chance(0.5);
+  if (gone || wires_[index(source)]->valid[static_cast<std::size_t>(object.what)] > object.round) {
+    return Wire::Fetch::gone;
+  }
+  const auto data = node(source).read(object, piece);
+  if (!data) {
+    check(may_change(request), "rank", source, "changed object", static_cast<int>(object.what), "of round",
+          object.round, "before it withdrew it");
+    for (std::size_t i = 0; i < bytes; ++i) to[i] = static_cast<std::byte>(random_.bits());
+    return Wire::Fetch::done;
+  }
+  check(data->size() == bytes, "rank", asker, "expects another length of a piece");
+  check(!bytes || !std::memcmp(reinterpret_cast<const void*>(address), data->data(), bytes), "rank", source,
+        "announced another address");
+  check_piece(request, *data);
+  if (bytes) std::memcpy(to, data->data(), bytes);
+  return Wire::Fetch::done;
+}
+
+void World::ask(const Request& request) {
+  if (reported.has(request.source)) {
+    answers_.push_back({request, {}});
+  } else {
+    requests_.push_back(request);
+  }
+}
+
+void World::answer(const Request& request) {
+  const auto data = node(request.source).read(request.object, request.piece);
+  if (data) check_piece(request, *data);
+  Bytes sent = data ? Bytes(data->begin(), data->end()) : Bytes();
+  if (!sent.empty() && random_.chance(settings_.damaged)) sent.back() ^= std::byte{64};
+  answers_.push_back({request, std::move(sent)});
+}
+
+void World::arrive(const Answer& answer) {
+  ++(answer.data.empty() ? seen.pieces_gone : seen.pieces_sent);
+  turn(answer.asker, [&](Node& its) { its.arrived(answer.source, answer.object, answer.piece, answer.data); });
+  check_end(answer.asker);
+}
+
+void World::deliver(Rank from, Rank to) {
+  Link& its = link(from, to);
+  const Message message = std::move(its.queue.front());
+  its.queue.pop_front();
+  const int times = random_.chance(settings_.twice) ? 2 : 1;
+  for (int time = 0; time < times; ++time) deliver_once(from, to, message);
+  const Kind kind = message.header.kind;
+  if (random_.chance(settings_.again) && (kind == Kind::offer || kind == Kind::result ||
+                                          kind == Kind::note || kind == Kind::signature)) {
+    echoes_.push_back({{from, to}, message});
+  }
+}
+
+// A node that had too little memory for a message gets it again, and must then drop it, as others wait behind
+// it.
+void World::deliver_once(Rank from, Rank to, const Message& message) {
+  ++seen.messages[static_cast<std::size_t>(message.header.kind)];
+  if (traced) {
+    std::cerr << clock << ": " << from << " to " << to << ": kind " << static_cast<int>(message.header.kind)
+              << " flags " << static_cast<int>(message.header.flags) << " ready " << message.header.ready
+              << " round " << message.header.round << " last " << message.header.last << " done "
+              << message.header.done << '\n';
+  }
+  try {
+    node(to).deliver(from, message);
+  } catch (const std::bad_alloc&) {
+    node(to).lack_memory();
+    check_end(to);
+    node(to).deliver(from, message);
+  }
+  check_end(to);
+}
+
+// --- What is right ---
+
+const World::Running* World::offering(Rank rank) const {
+  const auto& running = running_[index(rank)];
+  return running ? running.get() : left_behind_[index(rank)].get();
+}
+
+Expected& World::expected(const Planned& call) {
+  return expected_.try_emplace(&call, group_, call).first->second;
+}
+
+// Every piece that is sent must be right, even if it is not used.
+void World::check_piece(const Request& request, std::span<const std::byte> data) {
+  const Object& object = request.object;
+  switch (object.what) {
+    case Object::What::result:
+    case Object::What::section: {
+      // each parent counts the versions of its own family
+      const bool section = object.what == Object::What::section;
+      const Rank above = section ? group_.parents[index(request.source)] : -1;
+      const auto [known, first] = pieces_.try_emplace(
+          std::tuple(static_cast<int>(section), object.round, request.piece, object.version, above),
+          data.begin(), data.end());
+      check(first || std::ranges::equal(known->second, data), "piece", request.piece, "of round", object.round,
+            "has different bytes on different ranks");
+      break;
+    }
+    case Object::What::state: break;
+    default: check_vector(request, data);
+  }
+}
+
+// A piece of a rank's message, or of a parent's own vector.
+void World::check_vector(const Request& request, std::span<const std::byte> data) {
+  const Running* const its = offering(request.source);
+  check(its != nullptr, "rank", request.source, "lets others read a call that is over");
+  const bool own = request.object.what == Object::What::own;
+  const std::uint64_t bytes = settings_.limits.piece_for(bytes_of(its->call->segments));
+  const Piece piece = Layout(its->message, bytes, own ? settings_.limits.slices : 1)[request.piece];
+  if (its->message.empty()) return;
+  const DType dtype = its->message[piece.segment].dtype;
+  const bool shared = its->call->shared, sums_blocks = its->call->sums_blocks;
+  if (shared || sums_blocks || own) {
+    if (sums_blocks && !own && may_be_overwritten(request)) return;
+    Numbers exact;
+    if (shared) {
+      exact = its->sums[piece.segment];
+    } else if (sums_blocks) {
+      exact = computed_.at(its->round).at(request.source)[piece.segment];
+    } else {
+      exact = its->call->own(group_, request.source)[piece.segment];
+      for (double& number : exact) number = rounded(dtype, number) * its->scale;
+    }
+    const Bytes right = narrowed(dtype, exact);
+    check(std::ranges::equal(std::span(right).subspan(piece.offset, piece.bytes), data), "rank",
+          request.source, "lends a wrong piece", request.piece, "of round", its->round);
+  } else if (!may_be_overwritten(request)) {
+    Numbers actual = widened(dtype, data);
+    for (double& number : actual) number /= its->scale;
+    expected(*its->call).check_message(request.source, piece.segment, piece.first, actual);
+  }
+}
+
+// The result may overwrite a piece of a message once the root has that piece of the sum. Then no rank uses the
+// message's piece, and a parent with the result forms no sum. If messages are compared, no rank may read it.
+bool World::may_be_overwritten(const Request& request) const {
+  const Running* const its = offering(request.source);
+  const Family& family = group_.families[index(request.source)];
+  if (settings_.compares || !(its->in_place || !family.children.empty())) return false;
+  const Node& root = *nodes_[index(group_.root())];
+  return root.next() > request.object.round ||
+         (group_.shares[index(request.source)].slices == 1 &&
+          root.read({Object::What::result, request.object.round}, request.piece));
+}
+
+// Programs add blocks to vectors that others may still read. No rank uses pieces of an earlier version.
+bool World::may_change(const Request& request) const {
+  const Running* const its = offering(request.source);
+  if (!its || !its->call->shared) return false;
+  if (request.object.what == Object::What::own) return true;  // the root reports its version to nobody
+  const auto version = versions_.find(request.source);
+  return request.object.what == Object::What::message &&
+         (its->work || (version != versions_.end() && request.object.version < version->second));
+}
+
+void World::check_end(Rank rank) {
+  auto& running = running_[index(rank)];
+  if (!running || node(rank).outcome() == Outcome::pending) {
+    if (const auto& before = given_back_[index(rank)]) {
+      for (const auto* vectors : {&before->own, &before->out}) {
+        for (const Bytes& vector : *vectors) {
+          const bool kept = std::ranges::all_of(vector, [](std::byte it) { return it == std::byte{255}; });
+          check(kept, "rank", rank, "writes to vectors of a call that is over");
+        }
+      }
+    }
+    return;
+  }
+  given_back_[index(rank)] = std::move(running);
+  Running& ended = *given_back_[index(rank)];
+  const Outcome outcome = node(rank).outcome();
+  ends[index(rank)][ended.round] = {outcome, node(rank).error()};
+  ++seen.outcomes[static_cast<std::size_t>(outcome)];
+  if (traced) {
+    std::cerr << clock << ": rank " << rank << " ends round " << ended.round << ": "
+              << static_cast<int>(outcome) << ' ' << node(rank).error() << '\n';
+  }
+  if (outcome == Outcome::done) {
+    check(node(rank).error().empty() && node(rank).next() == ended.round + 1, "rank", rank,
+          "ended round", ended.round, "and is in round", node(rank).next());
+    check_result(rank, ended);
+    if (settings_.chained) {
+      check(steps_[index(rank)] == steps_before(ended.round), "rank", rank, "has a sum of round", ended.round,
+            "after", steps_[index(rank)], "sums in place of", steps_before(ended.round));
+      ++steps_[index(rank)];
+      summed_.insert(ended.round);
+    }
+  }
+  const std::string& error = node(rank).error();
+  if (outcome == Outcome::desynchronized && error.find("alone") == std::string::npos) {
+    check_lost(rank, ended.round);
+  }
+  const bool followed = ended.call->shared && ended.call->segments.empty();
+  const Round next = ended.round + 1;
+  // with blocks on the host a step has two rounds
+
+  if (outcome != Outcome::desynchronized && settings_.recovers && !followed &&
+      next % settings_.snapshot_every == 0) {
+    node(rank).keep_state(next, state(next));
+  }
+  // No rank uses the caller's memory any more, or writes to it.
+  for (auto* vectors : {&ended.own, &ended.out}) {
+    for (Bytes& vector : *vectors) std::ranges::fill(vector, std::byte{255});
+  }
+  if (ended.call->shared && !ended.over && !dead.has(rank)) {
+    // the program does not know yet, and asks for a block
+    check(!node(rank).take_block(), "rank", rank, "gets a block of a call that is over");
+  }
+}
+
+void World::check_result(Rank rank, const Running& running) {
+  if (running.left) return;
+  const Planned& call = *running.call;
+  const bool nothing = call.kind == Planned::Kind::reduce && rank != group_.root();
+  Bytes all;
+  for (std::size_t s = 0; s < call.segments.size(); ++s) {
+    const Bytes& result = running.results()[s];
+    if (nothing) {
+      const bool zero = std::ranges::all_of(result, [](std::byte it) { return it == std::byte{}; });
+      check(zero, "rank", rank, "has numbers after a sum that the root alone gets");
+      continue;
+    }
+    Numbers actual = widened(call.segments[s].dtype, result);
+    for (double& number : actual) number /= running.scale;
+    expected(call).check_result(rank, s, actual);
+    all.insert(all.end(), result.begin(), result.end());
+  }
+  if (nothing) return;
+  const auto [known, first] = results_.try_emplace(running.round, all);
+  check(first || known->second == all, "rank", rank, "has other bytes than others in round", running.round);
+  if (rank == group_.root() && (call.sums_blocks || (call.shared && !call.segments.empty()))) {
+    check_division(running);
+  }
+}
+
+// The sum is that of the members' vectors, in the ledger's order, with each block once.
+void World::check_division(const Running& running) {
+  const Division division = node(group_.root()).division();
+  std::set<Block> blocks;
+  std::size_t count = 0;
+  for (const auto& some : division) {
+    blocks.insert(some.begin(), some.end());
+    count += some.size();
+  }
+  check(blocks.size() == count && count == group_.holders.size(), "round", running.round, "has", count,
+        "blocks,", blocks.size(), "different ones, of", group_.holders.size());
+  check(sums_of(running, division) == running.results(), "round", running.round,
+        "has other bytes than the sum of its members' vectors");
+}
+
+std::vector<Bytes> World::sums_of(const Running& running, const Division& division) const {
+  std::vector<Bytes> out;
+  for (std::size_t s = 0; s < running.call->segments.size(); ++s) {
+    const Segment& segment = running.call->segments[s];
+    std::optional<Numbers> total;
+    for (const auto& blocks : division) {
+      if (blocks.empty()) continue;
+      Numbers vector(segment.count);
+      for (const Block block : blocks) {
+        const Numbers more = running.call->sum(s, group_.starts[block], group_.starts[block + 1]);
+        for (std::size_t i = 0; i < vector.size(); ++i) vector[i] += more[i];
+      }
+      for (std::size_t i = 0; i < vector.size(); ++i) {
+        const double number = rounded(segment.dtype, vector[i]);
+        vector[i] = total ? rounded(segment.dtype, (*total)[i] + number) : number;
+      }
+      total = std::move(vector);
+    }
+    out.push_back(narrowed(segment.dtype, total.value_or(Numbers(segment.count))));
+  }
+  return out;
+}
+
+// A rank that cannot get a result any more was far enough behind, or had asked such a rank or one that is dead.
+void World::check_lost(Rank rank, Round round) const {
+  const Round behind = nodes_[index(group_.root())]->next() - round;
+  const auto& above = group_.families[index(rank)].ancestors;
+  const bool right = behind >= settings_.limits.history_rounds || std::ranges::any_of(above, [&](Rank other) {
+    return dead.has(other) || nodes_[index(other)]->desynchronized() || restored_[index(other)];
+  });
+  check(right, "rank", rank, "cannot get the result of round", round, "although it is only", behind, "behind");
+}
+
+Round World::steps_before(Round round) const {
+  return static_cast<Round>(std::distance(summed_.begin(), summed_.lower_bound(round)));
+}
+
+// The state after the earlier rounds, equal on all ranks.
+State World::state(Round round) const {
+  Random drawn(1000 * round + (settings_.chained ? steps_before(round) : 0));
+  State out(snapshot_bytes);
+  for (std::size_t i = 0; i < snapshot_bytes; ++i) out.data()[i] = static_cast<std::byte>(drawn.bits());
+  return out;
+}
+
+// --- Programs ---
+
+const Planned& World::call_of(Rank rank, Round round) const {
+  const auto other = deviations.find({rank, round});
+  return other == deviations.end() ? planned(round) : other->second;
+}
+
+bool World::may_call(Rank rank) const {
+  const Node& its = *nodes_[index(rank)];
+  return !calls(rank) && !stopped(rank) && !idle.has(rank) && !leaving.has(rank) && !its.desynchronized() &&
+         its.next() <= script_.size();
+}
+
+void World::submit(Rank rank) {
+  const Round round = node(rank).next();
+  const Planned& call = call_of(rank, round);
+  if (call.shared) return submit_shared(rank);
+  auto& running = running_[index(rank)];
+  running = std::make_unique<Running>(Running{.round = round, .call = &call});
+  if (settings_.chained) running->scale = std::ldexp(1.0, static_cast<int>(steps_[index(rank)] % 3));
+  const auto& computed = computed_[round];
+  const std::vector<Numbers> own = call.sums_blocks ? computed.at(rank) : call.own(group_, rank);
+  for (std::size_t v = 0; v < own.size(); ++v) {
+    const DType dtype = call.segments[v % call.segments.size()].dtype;
+    Numbers scaled = own[v];
+    for (double& number : scaled) number = rounded(dtype, number) * running->scale;
+    running->own.push_back(narrowed(dtype, scaled));
+    running->message.push_back({dtype, own[v].size()});
+  }
+  bool alike = own.size() == call.segments.size();
+  for (std::size_t s = 0; s < call.segments.size(); ++s) {
+    alike = alike && running->message[s] == call.segments[s];
+    running->out.emplace_back(call.segments[s].bytes(), std::byte{255});
+  }
+  running->in_place = alike && random_.chance(settings_.in_place);
+  running->known = own.size();
+  if (own.size() > call.segments.size() && !call.segments.empty() && random_.chance(settings_.staged)) {
+    running->known = call.segments.size() * random_.between(1, own.size() / call.segments.size() - 1);
+  }
+  const bool complete = running->known == own.size();
+  Call made = {.fingerprint = call.fingerprint(),
+               .signature = call.signature(),
+               .why_not = call.why_not,
+               .up = call.kind != Planned::Kind::broadcast,
+               .down = call.kind != Planned::Kind::reduce,
+               .skipped = skips.contains({rank, round}),
+               .message = running->message,
+               .total = call.segments,
+               .own = running->own_at(0, running->known),
+               .out = complete ? running->out_at() : std::vector<std::byte*>(),
+               .complete = complete,
+               .erased = call.erased ? (*call.erased)[index(rank)] : std::vector<bool>(),
+               .apart = {},
+               .examples = {},
+               .audits = {}};
+  seen.skipped += made.skipped;
+  node(rank).submit(std::move(made));
+  check_end(rank);
+}
+
+void World::submit_shared(Rank rank) {
+  const Round round = node(rank).next();
+  const Planned& call = call_of(rank, round);
+  auto& running = running_[index(rank)];
+  running = std::make_unique<Running>(Running{.round = round, .call = &call});
+  running->of = call.segments.empty() ? &planned(round + 1) : &call;
+  running->message = call.segments;
+  for (const Segment& segment : running->of->segments) running->sums.emplace_back(segment.count);
+  for (const Segment& segment : call.segments) {
+    running->own.emplace_back(segment.bytes());
+    running->out.emplace_back(segment.bytes(), std::byte{255});
+  }
+  running->known = running->own.size();
+  running->in_place = random_.chance(settings_.in_place);
+  if (call.segments.empty()) computed_[round + 1][rank] = running->sums;
+  Call made;
+  made.fingerprint = call.fingerprint();
+  made.signature = call.signature();
+  made.message = made.total = call.segments;
+  made.complete = false;
+  made.shared = true;
+  node(rank).submit(std::move(made));
+  come_for_block(rank);
+  check_end(rank);
+}
+
+void World::come_for_block(Rank rank) {
+  Running& running = *running_[index(rank)];
+  for (std::size_t s = 0; s < running.own.size(); ++s) {
+    const Bytes vector = narrowed(running.message[s].dtype, running.sums[s]);
+    std::ranges::copy(vector, running.own[s].begin());
+  }
+  if (running.call->segments.empty()) computed_[running.round + 1][rank] = running.sums;
+  node(rank).come_for_block(running.own_at(0, running.own.size()));
+}
+
+bool World::computes_blocks(Rank rank) const {
+  const auto& running = running_[index(rank)];
+  return running && running->call->shared && !running->over;
+}
+
+bool World::may_extend(Rank rank) {
+  const auto& running = running_[index(rank)];
+  if (!running || stopped(rank) || idle.has(rank)) return false;
+  if (!running->call->shared) return running->known < running->own.size() && !leaving.has(rank);
+  if (running->over) return false;
+  if (!running->work) {
+    running->work = node(rank).take_block();
+    if (running->work) {  // the vector is not lent any more
+      for (Bytes& vector : running->own) std::ranges::fill(vector, std::byte{255});
+    }
+  }
+  return running->work || node(rank).no_more_blocks();
+}
+
+// A program makes one more part of its call ready, or computes a block.
+void World::extend(Rank rank) {
+  Running& running = *running_[index(rank)];
+  if (running.call->shared) return compute_block(rank);
+  const std::size_t first = running.known;
+  running.known = std::min(first + running.call->segments.size(), running.own.size());
+  turn(rank, [&](Node& its) { its.extend(running.own_at(first, running.known)); });
+  if (running.known == running.own.size()) {
+    turn(rank, [&](Node& its) { its.complete(running.out_at()); });
+  }
+  check_end(rank);
+}
+
+void World::compute_block(Rank rank) {
+  Running& running = *running_[index(rank)];
+  if (!running.work) {
+    running.over = true;
+    node(rank).complete(running.out_at());
+    return check_end(rank);
+  }
+  const auto [block, fresh, audit] = *std::exchange(running.work, std::nullopt);
+  const auto& holders = group_.holders[block];
+  check(std::ranges::find(holders, rank) != holders.end(), "rank", rank, "must compute block", block,
+        "whose data it lacks");
+  check(!(fresh && running.call->segments.empty()), "rank", rank, "cannot begin again in a loop on the host");
+  for (std::size_t s = 0; s < running.sums.size(); ++s) {
+    if (fresh) std::ranges::fill(running.sums[s], 0);
+    const Numbers more = running.of->sum(s, group_.starts[block], group_.starts[block + 1]);
+    for (std::size_t i = 0; i < more.size(); ++i) running.sums[s][i] += more[i];
+  }
+  come_for_block(rank);
+  check_end(rank);
+}
+
+void World::leave_blocks(Rank rank) {
+  Running& running = *running_[index(rank)];
+  running.left = running.over = true;
+  node(rank).leave_call();
+  check_end(rank);
+}
+
+// Give a rank a turn; return whether it asks for another one at once. Otherwise it sleeps.
+bool World::advance(Rank rank) {
+  bool more = false;
+  if (turn(rank, [&](Node& its) { more = its.advance(); }) && !more && node(rank).wakes_at() <= clock) {
+    // after its last message it may have nothing to wait for
+    bool again = false;
+    const bool enough = turn(rank, [&](Node& its) { again = its.advance(); });
+    check(again || !enough || node(rank).wakes_at() > clock, "rank", rank, "never sleeps");
+  }
+  node(rank).take_news();
+  check_end(rank);
+  if (started.has(rank) && may_call(rank)) {
+    submit(rank);
+    return true;
+  }
+  return more;
+}
+
+// Fetch a snapshot if needed, and continue from it; return whether anything was done.
+bool World::recover(Rank rank) {
+  Node& its = node(rank);
+  if (!settings_.recovers || !its.desynchronized() || its.state_missing()) return false;
+  if (asking_.insert(rank).second) {
+    its.ask_state();
+    return true;
+  }
+  const Round round = its.state_round();
+  if (!round) return false;
+  const State got = its.take_state();
+  check(std::ranges::equal(got.all(), state(round).all()), "rank", rank, "has a wrong snapshot of round", round);
+  its.resume();
+  check(its.next() == round && !its.desynchronized(), "rank", rank, "does not continue at its snapshot");
+  steps_[index(rank)] = steps_before(round);
+  asking_.erase(rank);
+  restored_[index(rank)] = true;
+  ++seen.restored;
+  return true;
+}
+
+void World::leave(Rank rank) {
+  leaving.set(rank);
+  // it may still be in its last call, and brings no more parts of it
+  if (const auto& running = running_[index(rank)]) running->left |= running->known < running->own.size();
+  node(rank).leave();
+  check_end(rank);
+}
+
+void World::give_up(Rank rank) {
+  node(rank).give_up();
+  check_end(rank);
+}
+
+void World::kill(Rank rank, bool known) {
+  ++seen.deaths;
+  dead.set(rank);
+  left_behind_[index(rank)] = std::move(running_[index(rank)]);
+  for (const auto& [from, to] : linked_) {
+    auto& queue = link(from, to).queue;
+    if (to == rank) queue.clear();
+    if (from == rank && !queue.empty()) {  // the last messages on their way are lost
+      queue.resize(random_.between(0, queue.size()));
+    }
+  }
+  if (known) report_death(rank);
+}
+
+void World::report_death(Rank rank) {
+  reported.set(rank);
+  for (const Rank peer : random_.sample(living(), living().size())) report_death(rank, peer);
+  const auto of = [&](const Request& it) { return it.source == rank; };
+  for (const Request& request : requests_) {
+    if (of(request)) answers_.push_back({request, {}});
+  }
+  std::erase_if(requests_, of);
+}
+
+void World::report_death(Rank rank, Rank to) {
+  if (!linked(rank, to)) return;
+  node(to).lost(rank);
+  check_end(to);
+}
+
+void World::lose(Rank from, Rank to, Rank told) {
+  ++seen.losses;
+  link(from, to).queue.pop_front();
+  node(told).lost_message(told == from ? to : from);
+  check_end(told);
+}
+
+// The processes that may end do.
+void World::bury() {
+  for (Rank rank = 0; rank < size(); ++rank) {
+    if (!leaving.has(rank) || stopped(rank) || !node(rank).left()) continue;
+    if (node(rank).outcome() == Outcome::pending) continue;
+    dead.set(rank);
+    for (const auto& [from, to] : linked_) {
+      if (to == rank) link(from, to).queue.clear();
+    }
+  }
+}
+
+// --- The scheduler ---
+
+void World::step() {
+  ++seen.steps;
+  bury();
+  if (!echoes_.empty() && random_.chance(0.1)) {
+    const std::size_t which = random_.below(echoes_.size());
+    const auto [along, message] = echoes_[which];
+    echoes_.erase(echoes_.begin() + static_cast<std::ptrdiff_t>(which));
+    if (!stopped(along.second)) deliver_once(along.first, along.second, message);
+    return;
+  }
+  const double kind = random_.real();
+  if (kind < 0.45) {
+    std::vector<std::pair<Rank, Rank>> waiting;
+    for (const auto& along : linked_) {
+      if (!link(along.first, along.second).queue.empty() && !stopped(along.second)) waiting.push_back(along);
+    }
+    if (waiting.empty()) return;
+    const auto [from, to] = random_.pick(waiting);
+    deliver(from, to);
+  } else if (kind < 0.6) {
+    move_a_piece();
+  } else if (kind < 0.97) {
+    const Rank rank = static_cast<Rank>(random_.below(group_.size()));
+    if (kind < 0.85) {
+      if (stopped(rank)) return;
+      advance(rank);
+      recover(rank);
+    } else if (may_call(rank)) {
+      submit(rank);
+    } else if (may_extend(rank)) {
+      extend(rank);
+    }
+  } else if (rests && random_.chance(settings_.rests)) {
+    rest(1);
+  } else {
+    clock += random_.exponential(settings_.limits.orphan_seconds);
+  }
+}
+
+void World::move_a_piece() {
+  std::vector<std::size_t> asked, ready;
+  for (std::size_t i = 0; i < requests_.size(); ++i) {
+    if (!stopped(requests_[i].source)) asked.push_back(i);
+  }
+  for (std::size_t i = 0; i < answers_.size(); ++i) {
+    if (!stopped(answers_[i].asker)) ready.push_back(i);
+  }
+  if (!asked.empty() && (ready.empty() || random_.chance(0.5))) {
+    const auto which = requests_.begin() + static_cast<std::ptrdiff_t>(random_.pick(asked));
+    const Request request = *which;
+    requests_.erase(which);
+    answer(request);
+  } else if (!ready.empty()) {
+    const auto which = answers_.begin() + static_cast<std::ptrdiff_t>(random_.pick(ready));
+    const Answer its = *which;
+    answers_.erase(which);
+    arrive(its);
+  }
+}
+
+int World::sweep() {
+  constexpr int news = 2;
+  int moved = 0;
+  bury();
+  std::vector<Rank> order;
+  for (Rank rank = 0; rank < size(); ++rank) order.push_back(rank);
+  for (const Rank rank : random_.sample(order, order.size())) {
+    if (stopped(rank)) continue;
+    if (may_call(rank)) {
+      submit(rank);
+      moved = news;
+    }
+    if (may_extend(rank)) {
+      extend(rank);
+      moved = news;
+    }
+    for (const auto& [from, to] : linked_) {
+      while (to == rank && !link(from, to).queue.empty()) {
+        const Kind kind = link(from, to).queue.front().header.kind;
+        moved = std::max(moved, kind == Kind::want || kind == Kind::note ? 1 : news);
+        deliver(from, to);
+      }
+    }
+    std::vector<Request> asked;
+    for (const Request& request : requests_) {
+      if (request.source == rank) asked.push_back(request);
+    }
+    std::erase_if(requests_, [&](const Request& it) { return it.source == rank; });
+    for (const Request& request : asked) {
+      answer(request);
+      moved = news;
+    }
+    std::vector<Answer> here;
+    for (const Answer& its : answers_) {
+      if (its.asker == rank) here.push_back(its);
+    }
+    std::erase_if(answers_, [&](const Answer& it) { return it.asker == rank; });
+    for (const Answer& its : here) {
+      arrive(its);
+      moved = news;
+    }
+    int turns = 0;
+    while (advance(rank)) check(++turns < most_turns, "rank", rank, "never comes to rest");
+    if (recover(rank)) moved = news;
+  }
+  return std::max(moved, on_their_way());
+}
+
+// What running ranks have not received yet, as `sweep` says it.
+int World::on_their_way() const {
+  for (const Request& request : requests_) {
+    if (!stopped(request.source)) return 2;
+  }
+  for (const Answer& its : answers_) {
+    if (!stopped(its.asker)) return 2;
+  }
+  int out = 0;
+  for (const auto& [from, to] : linked_) {
+    if (stopped(to)) continue;
+    for (const Message& message : link(from, to).queue) {
+      const Kind kind = message.header.kind;
+      out = std::max(out, kind == Kind::want || kind == Kind::note ? 1 : 2);
+    }
+  }
+  return out;
+}
+
+void World::settle() {
+  int quiet = 0;
+  for (int times = 0; times < most_turns; ++times) {
+    if (sweep() == 2) {
+      quiet = 0;
+      continue;
+    }
+    clock += settings_.limits.orphan_seconds * std::ldexp(1.0, ++quiet);
+    if (quiet == 16) {
+      if (rests) rest(rest_times);
+      return;
+    }
+  }
+  check(false, "the ranks never come to rest");
+}
+
+// So many times `orphan_seconds` pass without messages and calls. Nodes wake up when they have asked to, and
+// seldom.
+void World::rest(double times) {
+  std::vector<int> woken(group_.size());
+  const double until = clock + times * settings_.limits.orphan_seconds;
+  while (true) {
+    Rank first = -1;
+    double at = std::numeric_limits<double>::infinity();
+    for (Rank rank = 0; rank < size(); ++rank) {
+      if (!stopped(rank) && node(rank).wakes_at() < at) at = node(first = rank).wakes_at();
+    }
+    if (at > until) break;
+    clock = std::max(clock, at);
+    while (advance(first)) {
+    }
+    check(++woken[index(first)] <= most_woken, "rank", first, "wakes up all the time");
+  }
+  clock = until;
+}
+
+std::vector<Rank> World::living() const {
+  std::vector<Rank> out;
+  for (Rank rank = 0; rank < size(); ++rank) {
+    if (!dead.has(rank)) out.push_back(rank);
+  }
+  return out;
+}
+
+std::optional<Kind> World::next_message(Rank from, Rank to) const {
+  const auto& queue = link(from, to).queue;
+  return queue.empty() ? std::nullopt : std::optional(queue.front().header.kind);
+}
+
+std::string World::describe() const {
+  std::string out;
+  for (Rank rank = 0; rank < size(); ++rank) {
+    const Node& its = *nodes_[index(rank)];
+    out += "\nrank " + std::to_string(rank) + " below " + std::to_string(group_.parents[index(rank)]) +
+           " on host " + std::to_string(group_.hosts[index(rank)]);
+    for (const auto& [ranks, name] : {std::pair(&dead, " dead"), {&reported, " reported"}, {&frozen, " frozen"},
+                                      {&idle, " idle"}, {&leaving, " leaving"}}) {
+      if (ranks->has(rank)) out += name;
+    }
+    out += ": next " + std::to_string(its.next()) + ", frontier " + std::to_string(its.frontier());
+    if (const auto& running = running_[index(rank)]) out += ", calls round " + std::to_string(running->round);
+    if (its.desynchronized()) out += ", desynchronized";
+    out += "\n  " + its.status() + " " + its.waiting_for();
+    for (const auto& [round, end] : ends[index(rank)]) {
+      if (end.first != Outcome::done) out += "\n  round " + std::to_string(round) + ": " + end.second;
+    }
+  }
+  return out;
+}
+
+void Seen::add(const Seen& other) {
+  for (std::size_t i = 0; i < messages.size(); ++i) messages[i] += other.messages[i];
+  for (std::size_t i = 0; i < outcomes.size(); ++i) outcomes[i] += other.outcomes[i];
+  pieces_sent += other.pieces_sent;
+  pieces_gone += other.pieces_gone;
+  skipped += other.skipped;
+  restored += other.restored;
+  deaths += other.deaths;
+  losses += other.losses;
+  steps += other.steps;
+}
+
+std::map<std::string, std::uint64_t> Seen::by_name() const {
+  std::map<std::string, std::uint64_t> out = {
+      {"pieces that are sent", pieces_sent}, {"pieces that are gone", pieces_gone},
+      {"skipped calls", skipped},            {"returns by a snapshot", restored},
+      {"ranks that die", deaths},            {"messages that are lost", losses},
+      {"steps", steps},                      {"calls done", outcomes[1]},
+      {"calls failed", outcomes[2]},         {"calls of ranks out of the history", outcomes[3]}};
+  for (std::size_t kind = 0; kind < messages.size(); ++kind) {
+    if (messages[kind]) out["message: " + std::to_string(kind)] = messages[kind];
+  }
+  return out;
+}
+
+}  // namespace jaxcoded

@@ -1,0 +1,212 @@
+// A simulated world of nodes in one process: links with queues, a clock, and a scheduler.
+//
+// Every rank's `Node` is the engine's code. This simulates MPI, the clock and the programs, in an order that
+// a random generator chooses. What must hold is checked at every step: `check` throws a `Finding`.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "group.h"
+#include "random.h"
+#include "script.h"
+
+namespace jaxcoded {
+
+struct Settings {
+  Limits limits = {};
+  bool compares = false;   // parents compare their children's messages
+  std::vector<std::size_t> inline_bytes = {0};
+  double in_place = 0;     // share of results that replace the rank's own vectors
+  double twice = 0;        // share of messages that are delivered twice
+  double again = 0;        // share of announcements that are delivered again later
+  double unreadable = 0;   // share of pieces on the same host that cannot be read and must be sent
+  double staged = 0;       // share of calls with several parts that begin before all parts are ready
+  double rests = 0;        // how often time passes without messages and calls
+  bool chained = false;    // contributions depend on the number of sums so far, as gradients on parameters
+  bool recovers = false;   // ranks keep snapshots, and go on from one if they are too far behind
+  Round snapshot_every = 1;
+  double damaged = 0;      // share of pieces that MPI changes: a fault that must be found
+  double vanishing = 0;    // share of messages that are lost, of which MPI tells nobody: another one
+};
+
+// Which ranks are in some state.
+class Ranks {
+ public:
+  explicit Ranks(std::size_t size) : in_(size) {}
+  bool has(Rank rank) const { return in_[static_cast<std::size_t>(rank)]; }
+  void set(Rank rank, bool whether = true) { in_[static_cast<std::size_t>(rank)] = whether; }
+  void clear() { in_.assign(in_.size(), false); }
+  void assign(const std::vector<Rank>& ranks) {
+    clear();
+    for (const Rank rank : ranks) set(rank);
+  }
+
+ private:
+  std::vector<bool> in_;
+};
+
+// What happened in a schedule, to see what schedules reach.
+struct Seen {
+  std::array<std::uint64_t, 32> messages = {};  // by kind
+  std::array<std::uint64_t, 4> outcomes = {};   // of calls
+  std::uint64_t pieces_sent = 0, pieces_gone = 0, skipped = 0, restored = 0, deaths = 0, losses = 0, steps = 0;
+
+  void add(const Seen& other);
+  std::map<std::string, std::uint64_t> by_name() const;
+};
+
+class World {
+ public:
+  World(const Group& group, std::vector<Planned> script, const Settings& settings, Random& random);
+  World(const World&) = delete;
+  ~World();
+
+  // One random thing happens.
+  void step();
+  // Every rank that runs does all it can. Returns 2 if anything happened besides questions of waiting ranks and
+  // their answers, 1 if only these did, and 0 if nothing did.
+  int sweep();
+  // Ranks run, and time passes, until nothing happens any more.
+  void settle();
+
+  void leave(Rank rank);
+  // A process dies. `known`: MPI reports it to its peers.
+  void kill(Rank rank, bool known);
+  void report_death(Rank rank, Rank to);
+  void report_death(Rank rank);
+  // The next message of a link is lost. MPI tells one of its two ranks.
+  void lose(Rank from, Rank to, Rank told);
+  // An exception ends a program between two blocks.
+  void leave_blocks(Rank rank);
+  void give_up(Rank rank);
+
+  Rank size() const { return static_cast<Rank>(group_.size()); }
+  std::vector<Rank> living() const;
+  bool linked(Rank from, Rank to) const { return link(from, to).exists; }
+  // The kind of the message that arrives next; none if there is none.
+  std::optional<Kind> next_message(Rank from, Rank to) const;
+  bool computes_blocks(Rank rank) const;  // its program is in the loop over its blocks
+  bool calls(Rank rank) const { return running_[index(rank)] != nullptr; }
+  Node& node(Rank rank) { return *nodes_[index(rank)]; }
+  bool has_sum(Round round) const { return results_.contains(round); }
+  const Planned& planned(Round round) const { return script_[round - 1]; }
+  Round rounds() const { return script_.size(); }
+  std::string describe() const;
+
+  const Group& group() const { return group_; }
+  const Settings& settings() const { return settings_; }
+
+  double clock = 0;
+  bool rests = true;
+  Ranks frozen;   // stopped processes. Others can still read their memory
+  Ranks idle;     // they do not call, but their engine runs
+  Ranks started;  // their calls wait in a queue: the next one begins in the turn in which the last one ended
+  Ranks leaving;  // they have closed the group. Their processes end once they may
+  Ranks dead;     // their processes have ended
+  Ranks reported; // those of them that MPI has reported dead
+  Ranks short_of_memory;  // they get no memory for vectors
+  std::map<std::pair<Rank, Round>, Planned> deviations;  // calls that differ from the script
+  std::set<std::pair<Rank, Round>> skips;  // where a rank has nothing to contribute
+  std::vector<std::map<Round, std::pair<Outcome, std::string>>> ends;  // how each call of a rank ended
+  Seen seen;
+  bool traced = false;
+
+ private:
+  class SimulatedWire;
+  struct Running;
+  struct Link {
+    bool exists = false;
+    std::size_t inline_bytes = 0;
+    std::deque<Message> queue = {};
+  };
+  struct Request {
+    Rank asker, source;
+    Object object;
+    std::uint32_t piece;
+  };
+  struct Answer : Request {
+    Bytes data;
+  };
+
+  static std::size_t index(Rank rank) { return static_cast<std::size_t>(rank); }
+  Link& link(Rank from, Rank to) { return links_[index(from) * group_.size() + index(to)]; }
+  const Link& link(Rank from, Rank to) const { return links_[index(from) * group_.size() + index(to)]; }
+  bool stopped(Rank rank) const { return frozen.has(rank) || dead.has(rank); }
+  bool on_one_host(Rank one, Rank other) const {
+    return group_.hosts[index(one)] == group_.hosts[index(other)];
+  }
+  template <class Act>
+  bool turn(Rank rank, Act act);
+
+  // The wires.
+  void sent(Rank from, Rank to, const Message& message);
+  Wire::Fetch fetch(const Request& request, std::uint64_t address, std::byte* to, std::size_t bytes);
+  void ask(const Request& request);
+  void answer(const Request& request);
+  void arrive(const Answer& answer);
+  void deliver(Rank from, Rank to);
+  void deliver_once(Rank from, Rank to, const Message& message);
+
+  // What is right.
+  void check_piece(const Request& request, std::span<const std::byte> data);
+  void check_vector(const Request& request, std::span<const std::byte> data);
+  bool may_be_overwritten(const Request& request) const;
+  bool may_change(const Request& request) const;
+  void check_end(Rank rank);
+  void check_result(Rank rank, const Running& running);
+  void check_division(const Running& running);
+  void check_lost(Rank rank, Round round) const;
+  std::vector<Bytes> sums_of(const Running& running, const Division& division) const;
+  const Running* offering(Rank rank) const;
+  Expected& expected(const Planned& call);
+  Round steps_before(Round round) const;
+  State state(Round round) const;
+
+  // Programs.
+  const Planned& call_of(Rank rank, Round round) const;
+  bool may_call(Rank rank) const;
+  void submit(Rank rank);
+  void submit_shared(Rank rank);
+  bool may_extend(Rank rank);
+  void extend(Rank rank);
+  void compute_block(Rank rank);
+  void come_for_block(Rank rank);
+  bool advance(Rank rank);
+  bool recover(Rank rank);
+  void bury();
+  void rest(double times);
+  void move_a_piece();
+  int on_their_way() const;
+
+  const Group& group_;
+  std::vector<Planned> script_;
+  Settings settings_;
+  Random& random_;
+  std::vector<Link> links_;
+  std::vector<std::pair<Rank, Rank>> linked_;  // the links that exist
+  std::vector<std::unique_ptr<SimulatedWire>> wires_;
+  std::vector<std::unique_ptr<Node>> nodes_;
+  std::vector<Request> requests_;
+  std::vector<Answer> answers_;
+  std::vector<std::pair<std::pair<Rank, Rank>, Message>> echoes_;
+  std::vector<std::unique_ptr<Running>> running_, left_behind_, given_back_;
+  std::map<Round, Bytes> results_;
+  std::map<std::tuple<int, Round, std::uint32_t, std::uint64_t, Rank>, Bytes> pieces_;  // that were fetched
+  std::map<const Planned*, Expected> expected_;
+  std::map<Round, std::map<Rank, std::vector<Numbers>>> computed_;  // for the round that sums them
+  std::map<Rank, std::uint64_t> versions_;  // of vectors whose work is shared, as ranks have reported them
+  std::vector<Round> steps_;
+  std::set<Round> summed_;
+  std::set<Rank> asking_;
+  std::vector<bool> restored_;
+};
+
+}  // namespace jaxcoded
