@@ -1,35 +1,54 @@
 """Groups of ranks that `_nodes` simulates. Everything is drawn from one seed."""
 
 import random
+from fractions import Fraction
 
 import _nodes
-from simulation import EXAMPLES, erasable, held, random_plan
+import numpy as np
+from simulation import EXAMPLES, erasable, random_plan
 
 from jaxcoded import Shared, make_plan
+from jaxcoded.plan import dealing
 from jaxcoded.transport import engine, pieces
 
 SCHEDULES = 100  # on each group
 WAYS = 3  # to leave out ranks
 
 
-def group(plan, hosts, rng):
-    """Return a `_nodes.Group` of a plan's ranks on these hosts."""
+def shares(plan):
+    """Return each rank's examples, their coefficients, and the parts and slices of its message."""
+    if plan.placement is not None and plan.placement.holders:
+        held = [plan.strategy.shares(plan, rank, EXAMPLES) for rank in range(plan.size)]
+        return [(of.tolist(), table.ravel().tolist(), 1, 1) for of, table in held]
+    out = []
+    whole = dealing.dealt(plan, Fraction(EXAMPLES), range(plan.size), whole=True)
+    for rank in range(plan.size):
+        indices, table = [], []
+        for run in whole[rank]:
+            examples = range(int(run.start), int(run.end))
+            indices += examples
+            table += np.ravel(run.coefficients).tolist() * len(examples)
+        grid = plan.parts_above[rank], plan.slices_above[rank]
+        out.append((indices, table, *grid))
+    return out
+
+
+def group(plan, hosts, rng=None):
+    """Return a `_nodes.Group` of a plan's ranks on these hosts. ``rng`` draws ranks that some
+    sums leave out; default none.
+    """
     cut = pieces.delegating(plan, hosts)
     ranks = range(plan.size)
-    shares, combinations = [], []
-    for rank in ranks:
-        indices, coefficients = held(plan, rank)
-        _, parts, slices = coefficients.shape
-        shares.append((indices.tolist(), coefficients.ravel().tolist(), parts, slices))
-        coding = plan.codings[rank]
+    combinations = []
+    for coding in plan.codings:
         if coding is None:
             combinations.append((0, 1, []))
         else:
             code = coding.code
-            table = plan.coefficients(rank).ravel().tolist()
-            combinations.append((code.m, code.parts, table))
+            table = code.decode(np.ones(code.n, bool)).coefficients
+            combinations.append((code.m, code.parts, table.ravel().tolist()))
     erasures = []
-    for _ in range(WAYS):
+    for _ in range(WAYS if rng else 0):
         left_out = erasable(plan, rng)
         if left_out:
             missing = plan.missing([rank in left_out for rank in ranks])
@@ -48,7 +67,7 @@ def group(plan, hosts, rng):
         if plan.checked and placement is None
         else [],
         deadline_shares=[engine._deadline_share(plan, rank) for rank in ranks],
-        shares=shares,
+        shares=shares(plan),
         combinations=combinations,
         tolerances=[plan.tolerance(rank) for rank in ranks],
         erasures=erasures,

@@ -11,6 +11,7 @@ from schedules import many, seeds
 
 pytest.importorskip("_nodes", reason="built without the engine")
 
+import test_node_sharing
 from simulation import (
     DESYNCHRONIZED,
     DONE,
@@ -23,7 +24,7 @@ from simulation import (
 from test_node_deadline import SECONDS, limits
 from test_node_silent import TICK, ended, pass_time
 
-from jaxcoded import Coded, make_plan
+from jaxcoded import Check, Coded, Shared, make_plan
 
 ROUNDS = 12
 
@@ -187,3 +188,91 @@ def test_a_rank_that_fails_alone_never_spoils_a_sum(seed):
         assert world.nodes[rank].next_round() == ROUNDS + 1, world.describe(rank)
         # or it has continued behind it
         assert outcomes(world, rank).get(ROUNDS, DONE) == DONE
+
+
+def gone_back(world, failed):
+    """Let others than the root fail this many rounds alone, and go back to round 2 with a snapshot."""
+    others = set(range(1, world.plan.size))
+    for rank, node in enumerate(world.nodes):
+        world.snapshots[rank] = 1
+        node.keep_state(1, world.state(1))
+    world.open = 1
+    for rank in world.plan.tree.order:
+        world.submit(rank)
+        while world.may_extend(rank):
+            world.extend(rank)
+        world.advance(rank)
+    world.frozen.add(0)
+    world.sweep_all()
+    world.open = failed
+    start = world.clock
+    while any(world.nodes[rank].next_round() <= failed for rank in others):
+        assert world.clock < start + 3 * failed * SECONDS
+        world.clock += TICK
+        world.sweep_all()
+    world.frozen.clear()
+    world.open = 1
+    start = world.clock
+    while any(node.next_round() != 2 for node in world.nodes):
+        world.sweep()
+        world.clock += 0.001
+        assert world.clock < start + 1
+
+
+@pytest.mark.parametrize("kind", ["coded", "compared", "shared"])
+def test_rounds_that_failed_alone_are_not_decided(kind):
+    """A rank that has gone back behind them is not late: it contributes to the rounds that follow."""
+    failed, rounds = 5, 7
+    shares = kind == "shared"
+    plan = make_plan(3, Shared(replicas=1, blocks=2) if shares else Coded(stragglers=0))
+    world = (test_node_sharing.World if shares else World)(
+        plan,
+        [Call((("float64", 80),), seed) for seed in range(rounds)],
+        random.Random(0),
+        inline=(1 << 20,),
+        limits=limits("raise"),
+        check=Check("raise", wait=False) if kind == "compared" else None,
+        **({"shared": set(range(1, rounds + 1))} if shares else {}),
+    )
+    gone_back(world, failed)
+    for world.open in range(2, rounds + 1):
+        assert [node.lag() for node in world.nodes] == [0, 0, 0]
+        start = world.clock
+        while any(node.next_round() <= world.open for node in world.nodes):
+            world.sweep()
+            world.clock += 0.01
+            assert world.clock < start + SECONDS / 2
+        assert {ends[world.open].outcome for ends in world.ends} == {DONE}
+
+
+def test_a_rank_without_memory_contributes_after_it_has_gone_back():
+    """It lacked memory in a round to which it comes once more. Its messages are to be had again."""
+    world = World(
+        make_plan(3, Coded(stragglers=0)),
+        [Call((("float64", 8),), seed) for seed in range(9)],
+        random.Random(0),
+        inline=(1 << 20,),
+        limits=limits("raise"),
+    )
+    world.snapshots = [1] * 3
+    for node in world.nodes:
+        node.keep_state(1, world.state(1))
+    world.open = 1
+    world.submit(0)
+    world.frozen.add(0)
+    world.sweep_all()
+    world.open = 4
+    start = world.clock
+    while any(world.nodes[rank].next_round() < 4 for rank in (1, 2)):
+        assert world.clock < start + 9 * SECONDS
+        world.clock += TICK
+        world.sweep_all()
+    world.sweep_all()
+    world.nodes[1].lack_memory()
+    world.inline = dict.fromkeys(world.inline, 0)  # from now on messages are fetched
+    world.frozen.clear()
+    world.open = 9
+    world.settle()
+    for ends in world.ends:
+        later = {number: end.outcome for number, end in ends.items() if number > 2}
+        assert later == dict.fromkeys(range(3, 10), DONE)

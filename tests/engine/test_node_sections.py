@@ -9,7 +9,19 @@ import pytest
 
 pytest.importorskip("_nodes", reason="built without the engine")
 
-from simulation import MESSAGE, OWN, RESULT, SECTION, Call, World
+from simulation import (
+    ALERT,
+    DELEGATE,
+    HEADER,
+    MESSAGE,
+    OWN,
+    RESULT,
+    SECTION,
+    Call,
+    World,
+)
+from test_node_deadline import SECONDS, limits
+from test_node_sharing import Partial
 
 from jaxcoded import Coded, make_plan
 from jaxcoded.tools.simulator import Layout, Network
@@ -474,3 +486,62 @@ def test_a_message_within_an_offer_whose_first_part_was_elsewhere():
     world.idle = set()
     world.settle()
     world.assert_done()
+
+
+def decided_by_the_root(world, lost):
+    """Let ranks go on until the root and rank 1 have ended round 1. The message of the root to rank
+    1 that ``lost`` tells is lost, and rank 1's alert comes too late.
+    """
+    while not all(world.nodes[rank].next_round() > 1 for rank in (0, 1)):
+        for rank in (0, 2, 1):
+            world.advance(rank)
+            for link in [link for link in world.queues if link[1] == rank]:
+                while queue := world.queues[link]:
+                    if link == (0, 1) and lost(queue[0]):
+                        world.lose(link, 1)
+                    elif link == (1, 0) and queue[0][0] == ALERT:
+                        break
+                    else:
+                        world.deliver(link)
+            for request in [r for r in world.requests if r[1] == rank]:
+                world.requests.remove(request)
+                world.answer(request)
+            for answer in [a for a in world.answers if a[0] == rank]:
+                world.answers.remove(answer)
+                world.arrive(answer)
+        world.clock += 0.05
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_message_that_gives_sections_up_is_lost(seed):
+    """At the deadline a rank is missing, and the root forms another sum by itself. MPI tells the
+    receiver of the loss: it mixes nothing.
+    """
+    call = Partial((("float64", 160),), 3)
+    world = World(
+        make_plan(4, Coded(stragglers=0)),
+        [call, call],
+        random.Random(seed),
+        hosts=list(range(4)),
+        limits=limits("approximate", piece_bytes=64, announced_bytes=128)
+        | {"sections_from": 1},
+    )
+    world.open = 1
+    for _ in range(random.Random(seed).randint(100, 1000)):
+        world.step()
+        world.clock = 0.0
+    if world.nodes[0].next_round() > 1:
+        return
+    world.frozen.add(3)
+    for _ in range(200):
+        world.sweep()
+    if "forms pieces" not in world.nodes[0].status():
+        return
+    world.clock += SECONDS + 1
+    decided_by_the_root(
+        world, lambda m: m[0] == DELEGATE and not any(m[HEADER.size :][:8])
+    )
+    world.frozen.clear()
+    world.open = 2
+    world.settle()  # it compares the bytes
+    assert all(2 in ends for ends in world.ends)

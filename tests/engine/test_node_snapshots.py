@@ -300,3 +300,75 @@ def chain(ranks, far):
     )
     world.open = 0
     return world
+
+
+def test_a_rank_that_offers_a_round_again_gets_an_answer():
+    """Two ranks of a chain have too little memory for the result of round 3. The upper one goes
+    back to round 5, the lower one to round 3, whose result it gets from the root. In round 5 it
+    offers nothing before its parent has answered.
+    """
+    plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
+    script = [Call((("float64", 8),), seed) for seed in range(8)]
+    script[3] = Call((("float64", 8),), 3, why_not="refused: round 4")
+    world = World(
+        plan,
+        script,
+        random.Random(0),
+        inline=(1 << 20,),
+        limits={"history_rounds": 100},
+    )
+    world.snapshots = [1] * 4
+    for node in world.nodes:
+        node.keep_state(1, world.state(1))
+    world.open = 2
+    world.settle()
+
+    def deliver(source, to):
+        while world.queues[source, to]:
+            world.deliver((source, to))
+
+    def lack_memory(rank):
+        world.short_of_memory = {rank}
+        world.advance(rank)
+        world.short_of_memory = set()
+        assert world.ends[rank][3].outcome == DESYNCHRONIZED
+
+    world.open = 3
+    for rank in (3, 2, 1, 0):
+        world.submit(rank)
+    for rank in (3, 2, 1):
+        world.advance(rank)
+        deliver(rank, rank - 1)
+        world.advance(rank - 1)
+    world.open = 4  # it fails
+    world.submit(0)
+    world.advance(0)
+    assert world.nodes[0].next_round() == 5
+    for _ in range(2):  # the call in words, and the result
+        world.deliver((0, 1))
+    lack_memory(1)
+    world.advance(1)
+    deliver(1, 2)
+    lack_memory(2)
+    world.recover(2)
+    deliver(2, 1)
+    world.advance(1)
+    deliver(1, 2)
+    world.advance(2)
+    world.recover(2)
+    deliver(0, 1)
+    for _ in range(3):
+        world.advance(1)
+    deliver(1, 2)
+    world.recover(1)
+    deliver(1, 0)
+    world.advance(0)
+    deliver(0, 1)
+    world.advance(1)
+    world.recover(1)
+    assert world.restored == {1: [5], 2: [3]}
+    world.open = 8
+    for _ in range(20):
+        world.step()
+    world.settle()
+    assert [node.next_round() for node in world.nodes] == [9] * 4

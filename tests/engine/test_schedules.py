@@ -9,6 +9,8 @@ pytest.importorskip("_nodes", reason="built without the engine")
 import _nodes
 import groups
 
+from jaxcoded import Coded, Shared, make_plan
+
 
 @pytest.mark.parametrize("number", range(40))
 def test_schedules(number):
@@ -24,3 +26,29 @@ def test_faults_of_mpi_are_found(fault):
         seed, _ = _nodes.play_many(ranks, schedule, 10)
         found += seed is not None
     assert found > 20
+
+
+THOUSAND = {
+    "tree": (Coded(fanout=10), False),
+    "star": (Coded(stragglers=1, fanout=1000, code="fractional_repetition"), False),
+    "star in sections": (
+        Coded(stragglers=1, fanout=1000, code="fractional_repetition"),
+        True,
+    ),
+    "shared": (Shared(replicas=1, blocks=4), False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", THOUSAND)
+def test_a_thousand_ranks(name):
+    """Their sums are right, and ranks send few messages."""
+    strategy, sections = THOUSAND[name]
+    plan = make_plan(1001, strategy)
+    ranks = groups.group(plan, list(range(1001)))
+    numbers = 1 << 14 if sections else 1 << 10
+    costs = _nodes.count_costs(ranks, 1, numbers, sections=sections)
+    messages = [messages for _, _, messages, _ in costs]
+    # makers of sections tell all other ranks how far they are
+    assert sum(messages) <= (100 if sections else 10) * plan.size
+    assert max(messages) <= 10 * (max(map(len, plan.tree.children)) + 1)

@@ -688,6 +688,26 @@ def test_groups_that_exceptions_have_ended_are_forgotten(comm, transport):
         comm.Barrier()  # no rank is many groups ahead
 
 
+@engine_only
+def test_an_exception_ends_a_group_that_another_thread_closes(comm, transport):
+    """The thread in `close` waits for ranks that have not closed it, and gets to its end."""
+    own = jaxcoded.CodedGroup(comm)
+    coded_allreduce(jnp.ones(4), own)
+    if comm.rank == 0:
+        thread = threading.Thread(target=own.close, args=(20.0,))
+        with pytest.raises(KeyError), own:
+            thread.start()
+            time.sleep(0.3)
+            raise KeyError("a mistake that the program catches")
+        comm.Barrier()
+        thread.join(30)
+        assert not thread.is_alive()
+    else:
+        time.sleep(1)  # an abandoned group was forgotten by then
+        comm.Barrier()
+        own.close()
+
+
 def test_an_engine_of_another_mpi(comm, monkeypatch):
     extension = pytest.importorskip("jaxcoded.transport._engine")
     other = "Another MPI  v1.2, package: of somebody"

@@ -73,6 +73,19 @@ void add_schedules(nb::module_& module) {
     }
     return found;
   }, nb::arg("group"), nb::arg("schedule"));
+  // Of each rank: the longest turn and all turns in seconds, messages, bytes of them.
+  module.def("count_costs", [](const Group& group, std::size_t rounds, std::uint64_t count, bool sections) {
+    std::vector<std::tuple<double, double, std::uint64_t, std::uint64_t>> out;
+    const nb::gil_scoped_release released;
+    try {
+      for (const Cost& it : count_costs(group, rounds, count, sections)) {
+        out.emplace_back(it.longest_turn, it.seconds, it.messages, it.bytes);
+      }
+    } catch (const Finding& finding) {
+      throw std::runtime_error(finding.text);
+    }
+    return out;
+  }, nb::arg("group"), nb::arg("rounds"), nb::arg("count"), nb::kw_only(), nb::arg("sections"));
   // Schedules with this seed and those after it, until one has a finding: its seed, or none; and what was seen.
   module.def("play_many", [](const Group& group, Schedule schedule, std::size_t count) {
     const nb::gil_scoped_release released;

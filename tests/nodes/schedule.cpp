@@ -340,4 +340,31 @@ Report play(const Group& group, const Schedule& schedule, bool traced) {
   return report;
 }
 
+std::vector<Cost> count_costs(const Group& group, std::size_t calls, std::uint64_t count, bool sections) {
+  std::vector<Planned> script;
+  for (std::size_t round = 1; round <= calls; ++round) {
+    Planned call;
+    call.segments = {{DType::float32, count}};
+    call.seed = round;
+    call.shared = !group.holders.empty();
+    script.push_back(std::move(call));
+  }
+  Settings settings;
+  settings.limits.sections_from = sections;
+  settings.limits.piece_bytes = 1024;
+  settings.inline_bytes = {1024};
+  settings.checks = false;  // they would take most of the time
+  Random random(0);
+  World world(group, std::move(script), settings, random);
+  while (world.sweep() == 2) {
+  }
+  for (const auto& ends : world.ends) {
+    for (Round round = 1; round <= calls; ++round) {
+      check(ends.contains(round) && ends.at(round).first == Outcome::done, "round", round, "has no sum:",
+            world.describe());
+    }
+  }
+  return world.costs;
+}
+
 }  // namespace jaxcoded

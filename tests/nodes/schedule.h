@@ -31,4 +31,7 @@ struct Report {
 
 Report play(const Group& group, const Schedule& schedule, bool traced = false);
 
+// Nobody is late, and each rank calls some sums of `count` float32 numbers. Returns the cost of each rank.
+std::vector<Cost> count_costs(const Group& group, std::size_t rounds, std::uint64_t count, bool sections);
+
 }  // namespace jaxcoded

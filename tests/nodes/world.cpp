@@ -1,5 +1,7 @@
 #include "world.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,6 +15,24 @@ constexpr double rest_times = 20;   // `orphan_seconds`: a second of an idle gro
 constexpr int most_woken = 128;     // wake-ups by timers in it
 constexpr int most_turns = 10'000;  // of a rank, until it sleeps
 constexpr std::size_t snapshot_bytes = 100;
+
+// Adds the seconds that the processor spends on this thread.
+class Timer {
+ public:
+  explicit Timer(double* to) : to_(to), started_(to ? now() : 0) {}
+  ~Timer() {
+    if (to_) *to_ += now() - started_;
+  }
+
+ private:
+  static double now() {
+    timespec at{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &at);
+    return static_cast<double>(at.tv_sec) + 1e-9 * static_cast<double>(at.tv_nsec);
+  }
+  double* to_;
+  double started_;
+};
 
 struct World::Running {
   Round round;
@@ -61,7 +81,11 @@ class World::SimulatedWire : public Wire, Source {
     return heap.allocate(bytes);
   }
   void release(std::byte* data, std::size_t bytes) override { heap.release(data, bytes); }
-  std::size_t inline_bytes(Rank to) const override { return world_.link(rank_, to).inline_bytes; }
+  std::size_t inline_bytes(Rank to) const override {
+    const auto& some = world_.settings_.inline_bytes;
+    const auto number = static_cast<std::uint64_t>(rank_) << 32 | static_cast<std::uint64_t>(to);
+    return some[mixed(world_.links_seed_ ^ mixed(number)) % some.size()];
+  }
   bool direct(Rank from) const override { return world_.on_one_host(rank_, from); }
   double now() const override { return world_.clock; }
 
@@ -74,27 +98,12 @@ class World::SimulatedWire : public Wire, Source {
 
 World::World(const Group& group, std::vector<Planned> script, const Settings& settings, Random& random)
     : frozen(group.size()), idle(group.size()), started(group.size()), leaving(group.size()),
-      dead(group.size()), reported(group.size()), short_of_memory(group.size()), ends(group.size()),
+      dead(group.size()), reported(group.size()), short_of_memory(group.size()), ends(group.size()), costs(group.size()),
       group_(group), script_(std::move(script)), settings_(settings), random_(random),
-      links_(group.size() * group.size()), running_(group.size()), left_behind_(group.size()),
-      given_back_(group.size()), steps_(group.size()), restored_(group.size()) {
-  const bool sections = settings.limits.sections_from;
-  const auto& families = sections ? group.delegating : group.families;
-  const auto join = [&](Rank one, Rank other) {
-    for (const auto& [from, to] : {std::pair(one, other), std::pair(other, one)}) {
-      if (link(from, to).exists) continue;
-      link(from, to) = {.exists = true, .inline_bytes = random.pick(settings.inline_bytes)};
-      linked_.emplace_back(from, to);
-    }
-  };
-  for (const Family& family : families) {
-    for (const Rank above : family.ancestors) join(family.rank, above);
-    for (const Rank child : family.children) {
-      for (const Rank other : family.children) {
-        if (child < other) join(child, other);
-      }
-    }
-  }
+      links_seed_(random.bits()), inboxes_(group.size()), requests_(group.size()), answers_(group.size()),
+      running_(group.size()), left_behind_(group.size()), given_back_(group.size()), steps_(group.size()),
+      restored_(group.size()) {
+  const auto& families = settings.limits.sections_from ? group.delegating : group.families;
   for (Rank rank = 0; rank < size(); ++rank) {
     Limits limits = settings.limits;
     limits.deadline_share = group.deadline_shares[index(rank)];
@@ -113,6 +122,7 @@ World::~World() = default;
 template <class Act>
 bool World::turn(Rank rank, Act act) {
   try {
+    const Timer timer(timed(rank));
     act(node(rank));
     return true;
   } catch (const std::bad_alloc&) {
@@ -123,14 +133,21 @@ bool World::turn(Rank rank, Act act) {
 
 // --- The wires ---
 
+bool World::linked(Rank from, Rank to) const {
+  const auto has = [&](Rank rank, Rank other) { return std::ranges::find(above(rank), other) != above(rank).end(); };
+  return has(from, to) || has(to, from) || (from != to && group_.parents[index(from)] == group_.parents[index(to)]);
+}
+
 void World::sent(Rank from, Rank to, const Message& message) {
-  check(link(from, to).exists, "rank", from, "sends a message to rank", to);
+  check(linked(from, to), "rank", from, "sends a message to rank", to);
+  ++costs[index(from)].messages;
+  costs[index(from)].bytes += sizeof message.header + message.body.size();
   if (dead.has(to)) return;
   if (message.header.kind == Kind::offer && message.header.flags & Flag::shares) {
     const auto progress = message.values<std::uint32_t>(0, 2);
     versions_[from] = std::uint64_t{progress[0]} << 32 | progress[1];
   }
-  if (!random_.chance(settings_.vanishing)) link(from, to).queue.push_back(message);
+  if (!random_.chance(settings_.vanishing)) inboxes_[index(to)][from].push_back(message);
 }
 
 Wire::Fetch World::fetch(const Request& request, std::uint64_t address, std::byte* to, std::size_t bytes) {
@@ -161,9 +178,9 @@ Wire::Fetch World::fetch(const Request& request, std::uint64_t address, std::byt
 
 void World::ask(const Request& request) {
   if (reported.has(request.source)) {
-    answers_.push_back({request, {}});
+    answers_[index(request.asker)].push_back({request, {}});
   } else {
-    requests_.push_back(request);
+    requests_[index(request.source)].push_back(request);
   }
 }
 
@@ -172,7 +189,7 @@ void World::answer(const Request& request) {
   if (data) check_piece(request, *data);
   Bytes sent = data ? Bytes(data->begin(), data->end()) : Bytes();
   if (!sent.empty() && random_.chance(settings_.damaged)) sent.back() ^= std::byte{64};
-  answers_.push_back({request, std::move(sent)});
+  answers_[index(request.asker)].push_back({request, std::move(sent)});
 }
 
 void World::arrive(const Answer& answer) {
@@ -181,10 +198,16 @@ void World::arrive(const Answer& answer) {
   check_end(answer.asker);
 }
 
+Message World::take_message(Rank from, Rank to) {
+  const auto its = inboxes_[index(to)].find(from);
+  Message message = std::move(its->second.front());
+  its->second.pop_front();
+  if (its->second.empty()) inboxes_[index(to)].erase(its);
+  return message;
+}
+
 void World::deliver(Rank from, Rank to) {
-  Link& its = link(from, to);
-  const Message message = std::move(its.queue.front());
-  its.queue.pop_front();
+  const Message message = take_message(from, to);
   const int times = random_.chance(settings_.twice) ? 2 : 1;
   for (int time = 0; time < times; ++time) deliver_once(from, to, message);
   const Kind kind = message.header.kind;
@@ -205,6 +228,7 @@ void World::deliver_once(Rank from, Rank to, const Message& message) {
               << message.header.done << '\n';
   }
   try {
+    const Timer timer(timed(to));
     node(to).deliver(from, message);
   } catch (const std::bad_alloc&) {
     node(to).lack_memory();
@@ -227,6 +251,7 @@ Expected& World::expected(const Planned& call) {
 
 // Every piece that is sent must be right, even if it is not used.
 void World::check_piece(const Request& request, std::span<const std::byte> data) {
+  if (!settings_.checks) return;
   const Object& object = request.object;
   switch (object.what) {
     case Object::What::result:
@@ -302,7 +327,7 @@ bool World::may_change(const Request& request) const {
 void World::check_end(Rank rank) {
   auto& running = running_[index(rank)];
   if (!running || node(rank).outcome() == Outcome::pending) {
-    if (const auto& before = given_back_[index(rank)]) {
+    if (const auto& before = given_back_[index(rank)]; before && settings_.checks) {
       for (const auto* vectors : {&before->own, &before->out}) {
         for (const Bytes& vector : *vectors) {
           const bool kept = std::ranges::all_of(vector, [](std::byte it) { return it == std::byte{255}; });
@@ -366,9 +391,11 @@ void World::check_result(Rank rank, const Running& running) {
       check(zero, "rank", rank, "has numbers after a sum that the root alone gets");
       continue;
     }
-    Numbers actual = widened(call.segments[s].dtype, result);
-    for (double& number : actual) number /= running.scale;
-    expected(call).check_result(rank, s, actual);
+    if (settings_.checks || rank == group_.root()) {
+      Numbers actual = widened(call.segments[s].dtype, result);
+      for (double& number : actual) number /= running.scale;
+      expected(call).check_result(rank, s, actual);
+    }
     all.insert(all.end(), result.begin(), result.end());
   }
   if (nothing) return;
@@ -417,14 +444,14 @@ std::vector<Bytes> World::sums_of(const Running& running, const Division& divisi
   return out;
 }
 
-// A rank that cannot get a result any more was far enough behind, or had asked such a rank or one that is dead.
+// A rank that cannot get a result any more was far enough behind the root, or a rank above that has failed rounds
+// alone; or it had asked a rank that was in the same case, or is dead.
 void World::check_lost(Rank rank, Round round) const {
-  const Round behind = nodes_[index(group_.root())]->next() - round;
-  const auto& above = group_.families[index(rank)].ancestors;
-  const bool right = behind >= settings_.limits.history_rounds || std::ranges::any_of(above, [&](Rank other) {
-    return dead.has(other) || nodes_[index(other)]->desynchronized() || restored_[index(other)];
+  const auto ahead = [&](Rank other) { return nodes_[index(other)]->next() >= round + settings_.limits.history_rounds; };
+  const bool right = std::ranges::any_of(above(rank), [&](Rank other) {
+    return ahead(other) || dead.has(other) || nodes_[index(other)]->desynchronized() || restored_[index(other)];
   });
-  check(right, "rank", rank, "cannot get the result of round", round, "although it is only", behind, "behind");
+  check(right || rank == group_.root(), "rank", rank, "cannot get the result of round", round, "any more:", describe());
 }
 
 Round World::steps_before(Round round) const {
@@ -613,10 +640,12 @@ bool World::advance(Rank rank) {
   return more;
 }
 
-// Fetch a snapshot if needed, and continue from it; return whether anything was done.
+// Fetch a snapshot if needed, and continue from it; return whether anything was done. Without a root no round is
+// decided, and programs do not go back to repeat rounds.
 bool World::recover(Rank rank) {
   Node& its = node(rank);
-  if (!settings_.recovers || !its.desynchronized() || its.state_missing()) return false;
+  if (!settings_.recovers || dead.has(group_.root())) return false;
+  if (!its.desynchronized() || its.state_missing()) return false;
   if (asking_.insert(rank).second) {
     its.ask_state();
     return true;
@@ -627,6 +656,9 @@ bool World::recover(Rank rank) {
   check(std::ranges::equal(got.all(), state(round).all()), "rank", rank, "has a wrong snapshot of round", round);
   its.resume();
   check(its.next() == round && !its.desynchronized(), "rank", rank, "does not continue at its snapshot");
+  // rounds that failed at some ranks alone are not decided
+  const Round known = its.lag() ? round + its.lag() - 1 : 0, decided = node(group_.root()).decided();
+  check(known <= decided, "rank", rank, "takes round", known, "for decided, and the root", decided);
   steps_[index(rank)] = steps_before(round);
   asking_.erase(rank);
   restored_[index(rank)] = true;
@@ -651,12 +683,12 @@ void World::kill(Rank rank, bool known) {
   ++seen.deaths;
   dead.set(rank);
   left_behind_[index(rank)] = std::move(running_[index(rank)]);
-  for (const auto& [from, to] : linked_) {
-    auto& queue = link(from, to).queue;
-    if (to == rank) queue.clear();
-    if (from == rank && !queue.empty()) {  // the last messages on their way are lost
-      queue.resize(random_.between(0, queue.size()));
-    }
+  inboxes_[index(rank)].clear();
+  for (auto& inbox : inboxes_) {
+    const auto its = inbox.find(rank);
+    if (its == inbox.end()) continue;
+    its->second.resize(random_.between(0, its->second.size()));  // the last messages on their way are lost
+    if (its->second.empty()) inbox.erase(its);
   }
   if (known) report_death(rank);
 }
@@ -664,11 +696,7 @@ void World::kill(Rank rank, bool known) {
 void World::report_death(Rank rank) {
   reported.set(rank);
   for (const Rank peer : random_.sample(living(), living().size())) report_death(rank, peer);
-  const auto of = [&](const Request& it) { return it.source == rank; };
-  for (const Request& request : requests_) {
-    if (of(request)) answers_.push_back({request, {}});
-  }
-  std::erase_if(requests_, of);
+  for (const Request& request : std::exchange(requests_[index(rank)], {})) ask(request);
 }
 
 void World::report_death(Rank rank, Rank to) {
@@ -679,7 +707,7 @@ void World::report_death(Rank rank, Rank to) {
 
 void World::lose(Rank from, Rank to, Rank told) {
   ++seen.losses;
-  link(from, to).queue.pop_front();
+  take_message(from, to);
   node(told).lost_message(told == from ? to : from);
   check_end(told);
 }
@@ -690,9 +718,7 @@ void World::bury() {
     if (!leaving.has(rank) || stopped(rank) || !node(rank).left()) continue;
     if (node(rank).outcome() == Outcome::pending) continue;
     dead.set(rank);
-    for (const auto& [from, to] : linked_) {
-      if (to == rank) link(from, to).queue.clear();
-    }
+    inboxes_[index(rank)].clear();
   }
 }
 
@@ -711,8 +737,10 @@ void World::step() {
   const double kind = random_.real();
   if (kind < 0.45) {
     std::vector<std::pair<Rank, Rank>> waiting;
-    for (const auto& along : linked_) {
-      if (!link(along.first, along.second).queue.empty() && !stopped(along.second)) waiting.push_back(along);
+    for (Rank to = 0; to < size(); ++to) {
+      for (const auto& [from, queue] : inboxes_[index(to)]) {
+        if (!stopped(to)) waiting.emplace_back(from, to);
+      }
     }
     if (waiting.empty()) return;
     const auto [from, to] = random_.pick(waiting);
@@ -738,23 +766,23 @@ void World::step() {
 }
 
 void World::move_a_piece() {
-  std::vector<std::size_t> asked, ready;
-  for (std::size_t i = 0; i < requests_.size(); ++i) {
-    if (!stopped(requests_[i].source)) asked.push_back(i);
+  std::vector<std::pair<Rank, std::size_t>> asked, ready;
+  for (Rank rank = 0; rank < size(); ++rank) {
+    if (stopped(rank)) continue;
+    for (std::size_t i = 0; i < requests_[index(rank)].size(); ++i) asked.emplace_back(rank, i);
+    for (std::size_t i = 0; i < answers_[index(rank)].size(); ++i) ready.emplace_back(rank, i);
   }
-  for (std::size_t i = 0; i < answers_.size(); ++i) {
-    if (!stopped(answers_[i].asker)) ready.push_back(i);
-  }
+  const auto take = [](auto& from, std::size_t which) {
+    auto out = std::move(from[which]);
+    from.erase(from.begin() + static_cast<std::ptrdiff_t>(which));
+    return out;
+  };
   if (!asked.empty() && (ready.empty() || random_.chance(0.5))) {
-    const auto which = requests_.begin() + static_cast<std::ptrdiff_t>(random_.pick(asked));
-    const Request request = *which;
-    requests_.erase(which);
-    answer(request);
+    const auto [rank, which] = random_.pick(asked);
+    answer(take(requests_[index(rank)], which));
   } else if (!ready.empty()) {
-    const auto which = answers_.begin() + static_cast<std::ptrdiff_t>(random_.pick(ready));
-    const Answer its = *which;
-    answers_.erase(which);
-    arrive(its);
+    const auto [rank, which] = random_.pick(ready);
+    arrive(take(answers_[index(rank)], which));
   }
 }
 
@@ -774,33 +802,26 @@ int World::sweep() {
       extend(rank);
       moved = news;
     }
-    for (const auto& [from, to] : linked_) {
-      while (to == rank && !link(from, to).queue.empty()) {
-        const Kind kind = link(from, to).queue.front().header.kind;
-        moved = std::max(moved, kind == Kind::want || kind == Kind::note ? 1 : news);
-        deliver(from, to);
-      }
+    const double before = costs[index(rank)].seconds;
+    while (!inboxes_[index(rank)].empty()) {
+      const auto& [from, queue] = *inboxes_[index(rank)].begin();
+      const Kind kind = queue.front().header.kind;
+      moved = std::max(moved, kind == Kind::want || kind == Kind::note ? 1 : news);
+      deliver(from, rank);
     }
-    std::vector<Request> asked;
-    for (const Request& request : requests_) {
-      if (request.source == rank) asked.push_back(request);
-    }
-    std::erase_if(requests_, [&](const Request& it) { return it.source == rank; });
-    for (const Request& request : asked) {
+    for (const Request& request : std::exchange(requests_[index(rank)], {})) {
       answer(request);
       moved = news;
     }
-    std::vector<Answer> here;
-    for (const Answer& its : answers_) {
-      if (its.asker == rank) here.push_back(its);
-    }
-    std::erase_if(answers_, [&](const Answer& it) { return it.asker == rank; });
-    for (const Answer& its : here) {
+    for (const Answer& its : std::exchange(answers_[index(rank)], {})) {
       arrive(its);
       moved = news;
     }
-    int turns = 0;
-    while (advance(rank)) check(++turns < most_turns, "rank", rank, "never comes to rest");
+    bool more = advance(rank);
+    costs[index(rank)].longest_turn = std::max(costs[index(rank)].longest_turn, costs[index(rank)].seconds - before);
+    for (int turns = 0; more; more = advance(rank)) {
+      check(++turns < most_turns, "rank", rank, "never comes to rest");
+    }
     if (recover(rank)) moved = news;
   }
   return std::max(moved, on_their_way());
@@ -808,18 +829,15 @@ int World::sweep() {
 
 // What running ranks have not received yet, as `sweep` says it.
 int World::on_their_way() const {
-  for (const Request& request : requests_) {
-    if (!stopped(request.source)) return 2;
-  }
-  for (const Answer& its : answers_) {
-    if (!stopped(its.asker)) return 2;
-  }
   int out = 0;
-  for (const auto& [from, to] : linked_) {
-    if (stopped(to)) continue;
-    for (const Message& message : link(from, to).queue) {
-      const Kind kind = message.header.kind;
-      out = std::max(out, kind == Kind::want || kind == Kind::note ? 1 : 2);
+  for (Rank rank = 0; rank < size(); ++rank) {
+    if (stopped(rank)) continue;
+    if (!requests_[index(rank)].empty() || !answers_[index(rank)].empty()) return 2;
+    for (const auto& [from, queue] : inboxes_[index(rank)]) {
+      for (const Message& message : queue) {
+        const Kind kind = message.header.kind;
+        out = std::max(out, kind == Kind::want || kind == Kind::note ? 1 : 2);
+      }
     }
   }
   return out;
@@ -838,7 +856,7 @@ void World::settle() {
       return;
     }
   }
-  check(false, "the ranks never come to rest");
+  check(false, "the ranks never come to rest:", describe());
 }
 
 // So many times `orphan_seconds` pass without messages and calls. Nodes wake up when they have asked to, and
@@ -870,8 +888,8 @@ std::vector<Rank> World::living() const {
 }
 
 std::optional<Kind> World::next_message(Rank from, Rank to) const {
-  const auto& queue = link(from, to).queue;
-  return queue.empty() ? std::nullopt : std::optional(queue.front().header.kind);
+  const auto its = inboxes_[index(to)].find(from);
+  return its == inboxes_[index(to)].end() ? std::nullopt : std::optional(its->second.front().header.kind);
 }
 
 std::string World::describe() const {

@@ -33,6 +33,7 @@ struct Settings {
   bool chained = false;    // contributions depend on the number of sums so far, as gradients on parameters
   bool recovers = false;   // ranks keep snapshots, and go on from one if they are too far behind
   Round snapshot_every = 1;
+  bool checks = true;      // every piece and vector, or only the root's results and that all are the same
   double damaged = 0;      // share of pieces that MPI changes: a fault that must be found
   double vanishing = 0;    // share of messages that are lost, of which MPI tells nobody: another one
 };
@@ -63,6 +64,13 @@ struct Seen {
   std::map<std::string, std::uint64_t> by_name() const;
 };
 
+// What a rank's engine does in some rounds.
+struct Cost {
+  double longest_turn = 0;  // seconds of the processor, for all messages that wait and one `advance`
+  double seconds = 0;
+  std::uint64_t messages = 0, bytes = 0;  // that it sends
+};
+
 class World {
  public:
   World(const Group& group, std::vector<Planned> script, const Settings& settings, Random& random);
@@ -90,7 +98,8 @@ class World {
 
   Rank size() const { return static_cast<Rank>(group_.size()); }
   std::vector<Rank> living() const;
-  bool linked(Rank from, Rank to) const { return link(from, to).exists; }
+  // Whether one is above the other, or both have the same parent.
+  bool linked(Rank from, Rank to) const;
   // The kind of the message that arrives next; none if there is none.
   std::optional<Kind> next_message(Rank from, Rank to) const;
   bool computes_blocks(Rank rank) const;  // its program is in the loop over its blocks
@@ -116,17 +125,13 @@ class World {
   std::map<std::pair<Rank, Round>, Planned> deviations;  // calls that differ from the script
   std::set<std::pair<Rank, Round>> skips;  // where a rank has nothing to contribute
   std::vector<std::map<Round, std::pair<Outcome, std::string>>> ends;  // how each call of a rank ended
+  std::vector<Cost> costs;  // of each rank; times without `Settings::checks` only
   Seen seen;
   bool traced = false;
 
  private:
   class SimulatedWire;
   struct Running;
-  struct Link {
-    bool exists = false;
-    std::size_t inline_bytes = 0;
-    std::deque<Message> queue = {};
-  };
   struct Request {
     Rank asker, source;
     Object object;
@@ -137,12 +142,12 @@ class World {
   };
 
   static std::size_t index(Rank rank) { return static_cast<std::size_t>(rank); }
-  Link& link(Rank from, Rank to) { return links_[index(from) * group_.size() + index(to)]; }
-  const Link& link(Rank from, Rank to) const { return links_[index(from) * group_.size() + index(to)]; }
+  const std::vector<Rank>& above(Rank rank) const { return group_.families[index(rank)].ancestors; }
   bool stopped(Rank rank) const { return frozen.has(rank) || dead.has(rank); }
   bool on_one_host(Rank one, Rank other) const {
     return group_.hosts[index(one)] == group_.hosts[index(other)];
   }
+  double* timed(Rank rank) { return settings_.checks ? nullptr : &costs[index(rank)].seconds; }
   template <class Act>
   bool turn(Rank rank, Act act);
 
@@ -152,6 +157,7 @@ class World {
   void ask(const Request& request);
   void answer(const Request& request);
   void arrive(const Answer& answer);
+  Message take_message(Rank from, Rank to);
   void deliver(Rank from, Rank to);
   void deliver_once(Rank from, Rank to, const Message& message);
 
@@ -190,12 +196,13 @@ class World {
   std::vector<Planned> script_;
   Settings settings_;
   Random& random_;
-  std::vector<Link> links_;
-  std::vector<std::pair<Rank, Rank>> linked_;  // the links that exist
+  std::uint64_t links_seed_;
+  // Messages on their way to each rank, in the order in which each other rank has sent them. None is empty.
+  std::vector<std::map<Rank, std::deque<Message>>> inboxes_;
   std::vector<std::unique_ptr<SimulatedWire>> wires_;
   std::vector<std::unique_ptr<Node>> nodes_;
-  std::vector<Request> requests_;
-  std::vector<Answer> answers_;
+  std::vector<std::vector<Request>> requests_;  // by source
+  std::vector<std::vector<Answer>> answers_;    // by asker
   std::vector<std::pair<std::pair<Rank, Rank>, Message>> echoes_;
   std::vector<std::unique_ptr<Running>> running_, left_behind_, given_back_;
   std::map<Round, Bytes> results_;

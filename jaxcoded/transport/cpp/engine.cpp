@@ -947,7 +947,7 @@ Engine::Members::iterator Engine::end(Members::iterator it, const char* why) {
 void Engine::end_abandoned() {
   for (auto it = members_.begin(); it != members_.end();) {
     const Member& its = it->second;
-    const bool used = its.running || its.inside || !its.queue.empty();
+    const bool used = its.running || its.inside || its.closing || !its.queue.empty();
     const bool over = its.abandoned && !used && its.node->left() && its.wire->sent();
     it = over && !ending_ ? end(it, "") : std::next(it);
   }

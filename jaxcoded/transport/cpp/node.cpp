@@ -114,7 +114,7 @@ void Node::lack_memory(bool for_call) {
 
 // From now on this round uses neither this rank's vectors nor sums of them.
 void Node::stop_contributing() {
-  withdraw(Object::What::message, next_ + 1);
+  if (up_.offering) withdraw(Object::What::message, next_ + 1);
   if (!std::exchange(up_.call.skipped, true)) abandon_sections();
 }
 
@@ -228,7 +228,7 @@ void Node::complete(std::vector<std::byte*> out) {
 
 void Node::break_off(Call call) {
   if (calling()) {
-    withdraw(Object::What::message, next_ + 1);
+    if (up_.offering) withdraw(Object::What::message, next_ + 1);
     call.skipped = true;  // a rank that has fetched a part of the first call must not mix the two
     try {
       call.lacks = me() + " (another call took the place of this one)";
@@ -420,7 +420,7 @@ void Node::understand(Rank from, const Message& message) {
       break;
     case Kind::result:
       if (!is_above(from)) break;
-      newest_ = std::max({newest_, head.round, head.last});
+      newest_ = std::max({newest_, head.flags & alone ? 0 : head.round, head.last});
       on_result(from, message);
       break;
     case Kind::note:

@@ -27,7 +27,7 @@ void Node::place(Entry& entry) {
 void Node::decided(Entry& entry, std::uint32_t ready) {
   if (ready == entry.ready) return;
   entry.ready = ready;
-  newest_ = std::max(newest_, entry.round);
+  if (!entry.alone) newest_ = std::max(newest_, entry.round);
   if (entry.complete()) {
     frontier_ = entry.round + 1;
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
@@ -454,7 +454,7 @@ void Node::tell_all() {
     if (listener.wants_state) tell_state(rank, listener);
   }
   if (history_.empty()) return;
-  const Round newest = history_.last() - (history_.find(history_.last())->ready == 0);
+  const Round newest = std::min(newest_, history_.last() - (history_.find(history_.last())->ready == 0));
   for (const Child& child : children_) {
     if (child.left || child.offer.round >= newest) continue;
     if (listeners_[child.rank].note(newest)) note(child.rank, newest);

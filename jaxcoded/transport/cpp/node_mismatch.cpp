@@ -126,7 +126,8 @@ void Node::tell_alerts() {
 }
 
 void Node::alarm(const std::string& why) {
-  alert(next_, "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
+  // A rank that is behind must name a round that can still fail: the root drops what it took for an earlier fault.
+  alert(std::max(next_, decided() + 1), "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
 }
 
 void Node::lost_message(Rank other) {
@@ -137,6 +138,9 @@ void Node::lost_message(Rank other) {
   alarm("MPI has lost a message to or from rank " + std::to_string(other) +
         ": look for errors of the network with jaxcoded doctor");
   upstream_.lost_message(other);
+  // If it said that sections are given up, pieces of them must not be mixed with those of the result.
+  const bool in_sections = calling() && sections_.round == next_;
+  if (in_sections && !root() && other == family_.ancestors.front()) learn_sections({.purpose = sections_.purpose});
   // If it was a question, that rank asks again when it hears that this one is there.
   if (listeners_.contains(other)) note(other, newest_);
 }

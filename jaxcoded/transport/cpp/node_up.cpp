@@ -11,8 +11,10 @@ namespace jaxcoded {
 
 void Node::on_offer(Child& child, const Message& message) {
   const Header& head = message.header;
-  if (head.round < child.offer.round) return;
+  // A child that goes back offers a round again, and offers no other before it gets an answer.
+  if (head.round < child.offer.round) return note(child.rank, newest_);
   if (head.round == child.offer.round) {
+    if (head.ready <= child.offer.ready && !(head.flags & shares)) note(child.rank, newest_);
     if (!child.offer.grow(message)) return;
   } else {
     Offer offer{.round = head.round,
