@@ -210,6 +210,16 @@ def test_wire_benchmark(tmp_path):
     assert sorted(measured) == sorted(itertools.product(wires, [4_000, 16_000]))
 
 
+def test_turns_benchmark(tmp_path):
+    pytest.importorskip("_nodes", reason="built without the engine")
+    job = [sys.executable, ROOT / "benchmarks/turns.py", "--smoke", "--out", tmp_path]
+    subprocess.run(job, check=True, timeout=200, cwd=ROOT)
+    with (tmp_path / "turns.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 5
+    assert all(float(row["longest_turn_ms"]) > 0 for row in rows)
+
+
 def test_composing_benchmark(tmp_path):
     program = "-m", "mpi4py", "benchmarks/composing.py", "--smoke"
     mpirun(4, *program, "--out", str(tmp_path))

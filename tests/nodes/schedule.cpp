@@ -95,10 +95,11 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
     limits.parts = static_cast<std::uint32_t>(group.combinations[static_cast<std::size_t>(group.root())].parts);
   }
   if (!calm) {
-    limits.on_deadline = random.pick({OnDeadline::wait, OnDeadline::raise});
+    limits.on_deadline = random.pick({OnDeadline::wait, OnDeadline::raise, OnDeadline::approximate});
     limits.deadline_seconds = deadline;
   }
-  out.compares = !shares && !group.comparing.empty() && random.chance(0.4);
+  out.partial = limits.on_deadline == OnDeadline::approximate;
+  out.compares = !shares && !out.partial && !group.comparing.empty() && random.chance(0.4);
   if (out.compares) {
     limits.on_contradiction =
         random.pick({OnContradiction::raise, OnContradiction::warn, OnContradiction::drop});

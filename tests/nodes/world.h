@@ -33,6 +33,7 @@ struct Settings {
   bool chained = false;    // contributions depend on the number of sums so far, as gradients on parameters
   bool recovers = false;   // ranks keep snapshots, and go on from one if they are too far behind
   Round snapshot_every = 1;
+  bool partial = false;    // after a deadline a sum may be that of some ranks
   bool checks = true;      // every piece and vector, or only the root's results and that all are the same
   double damaged = 0;      // share of pieces that MPI changes: a fault that must be found
   double vanishing = 0;    // share of messages that are lost, of which MPI tells nobody: another one
