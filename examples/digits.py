@@ -37,7 +37,7 @@ comm = MPI.COMM_WORLD
 
 
 def digits():
-    """Load 1,797 images of 8 × 8 pixels from scikit-learn, by one rank for all.
+    """Load 1,797 images of 8 × 8 pixels from scikit-learn on rank 0, for all ranks.
 
     Return training and test set, each float32 ``(n, 64)`` and int32 ``(n,)``.
     """

@@ -182,7 +182,7 @@ def test_a_guardian_that_is_killed(job):
 
 
 def left(place, name, age=1000.0):
-    """Make a folder as of a job that began ``age`` seconds ago."""
+    """Make a folder like one of a job that began ``age`` seconds ago."""
     folder = place / f"jaxcoded.{name}"
     folder.mkdir()
     (folder / "file").touch()

@@ -15,8 +15,8 @@ from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import counts
 
-# How far a count of examples may be from their number: as a share of it; and the
-# roundings in addition to one for each rank, amplified by the code.
+# How much a count of examples may differ from their number: the smallest bound, as a share of
+# the number; and the roundings, in addition to one for each rank, that the code amplifies.
 _MISCOUNT = 1e-6
 _ROUNDINGS = 64
 
@@ -29,7 +29,7 @@ class Count(NamedTuple):
     vector: Any = None
     examples: tuple[float, float] | None = None  # see `Round`
     words: str = ""  # what all ranks must agree on
-    numbers: int = 1  # number of counted numbers
+    numbers: int = 1  # how many numbers the count has
 
 
 NOT_COUNTED = Count()
@@ -72,7 +72,7 @@ def count(
             approximate.
 
     Raises:
-        TypeError, ValueError: they are no `Weights`, or belong to another rank or
+        TypeError, ValueError: ``weights`` are not `Weights`, or belong to another rank or
             group.
     """
     plan, rank = group.plan, group.rank
@@ -127,7 +127,7 @@ def count(
 
 
 class _Fixed(NamedTuple):
-    """The common part of all counts of batches of these sizes."""
+    """The part of a count that depends only on the plan, the rank, the sizes of the batches and the dtype."""
 
     words: str
     examples: tuple[float, float]
@@ -209,7 +209,7 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     is late at another batch.
     """
     there = counted[..., 1]
-    if count.examples is None:  # without any example the mean is 0, as the sum
+    if count.examples is None:  # without any example the mean is 0, like the sum
         return jnp.where(there == 0, 1, there)
     expected = jnp.asarray(weights.examples, there.dtype)
     near = counts(there, expected, count.examples[1])

@@ -41,8 +41,8 @@ class Handle:
         rounds: for each round the uint32 number by which the engine knows it; with the mpi4jax transport its
             vectors, which are complete.
         divisor: the divisor of the sum.
-        ends: the end of each round.
-        packings: the pytree that each round sums.
+        ends: for each round, its end.
+        packings: for each round, the pytree that it sums.
         structure: the pytree of the leaves of all rounds, if several.
         tokened: whether a token orders the calls.
     """
@@ -245,7 +245,7 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
     """Check and return the groups whose rounds alternate."""
     groups = tuple(group) if isinstance(group, list | tuple) else (group,)
     if not groups:
-        raise ValueError("there are no groups to take turns: hand in one or several")
+        raise ValueError("there are no groups to take turns: pass one or several")
     for its in groups:
         check_open(its)
     if any(its.plan != groups[0].plan for its in groups):

@@ -27,9 +27,9 @@ _LOADER = (
 class Batch:
     """A rank's part of a batch, for `coded_value_and_grad`; made by `CodedGroup.epoch` and `CodedGroup.batch`.
 
-    A pytree of arrays, which goes into ``jit`` as one argument. Their leading axes belong together; the batch size,
-    the plan and the rank are static, and all else is data: another seed, another epoch or a smaller last batch
-    compiles nothing.
+    A pytree of arrays, which goes into ``jit`` as one argument. Their leading axes belong together. The batch size,
+    the plan and the rank are static, and everything else is data. So another seed, another epoch or a smaller last
+    batch recompiles nothing.
 
     Attributes:
         data: pytree of the examples, each leaf ``(length, …)``. ``None`` until `of` is called, if the batch was made
@@ -58,8 +58,8 @@ class Batch:
             data: pytree of arrays, each with ``len(indices)`` examples along its first axis.
 
         Raises:
-            TypeError: a leaf is no array of numbers. The message names it.
-            ValueError: it has another number of examples.
+            TypeError: a leaf is not an array of numbers. The message names the leaf.
+            ValueError: a leaf has another number of examples.
         """
         check_length(data, len(self.indices))
         return dataclasses.replace(self, data=data)
@@ -79,14 +79,14 @@ def check_length(data: Any, length: int) -> None:
         if shape[:1] != (length,):
             raise ValueError(
                 f"{name} has shape {shape}, but the batch has {length} examples on "
-                "this rank: load what batch.indices name, with a leading axis of examples"
+                "this rank: load the examples that batch.indices name, with a leading axis of examples"
                 + ", and make one array of a list"
                 * (not shape)
             )
 
 
 def number_of_examples(data: Any) -> int:
-    """Return how many examples a data set has, which may be this number itself. A
+    """Return how many examples a data set has; ``data`` may also be this number itself. A
     TypeError or ValueError names a leaf that is not an array with this number of
     examples along its first axis.
     """
@@ -134,11 +134,11 @@ def check_batch(batch: Any) -> None:
         )
     if not isinstance(batch.weights, Weights):
         raise TypeError(
-            f"batch.weights is {_require.kind(batch.weights)}, but a sum is of the weights that the group has made: hand "
-            "in the batch as it is, and multiply the losses to weigh examples yourself"
+            f"batch.weights is {_require.kind(batch.weights)}, not the weights that the group has made: pass the "
+            "batch as it is; to weigh examples yourself, multiply their losses"
         )
     if batch.data is None:
         raise TypeError(
-            "this batch has no data, as it was made from a number of examples: hand in "
+            "this batch has no data, as it was made from a number of examples: pass "
             "batch.of(load(batch.indices))"
         )

@@ -54,9 +54,9 @@ class CodedGroup:
             that sums have the same bits, and waits for late ranks; see ``docs/sharing.md``.
 
     Raises:
-        TypeError: ``comm`` is not an intra-communicator, or ``strategy`` no strategy or plan.
-        ValueError: the strategy does not fit the number of ranks, ``transport="engine"`` where it cannot be used, or
-            a ``check`` without the engine, without any redundancy, or
+        TypeError: ``comm`` is not an intra-communicator, or ``strategy`` is not a strategy or plan.
+        ValueError: the strategy does not fit the number of ranks; ``transport="engine"`` cannot be used; or a
+            ``check`` is given without the engine, without any redundancy, or
             with ``on_deadline="approximate"``. Raised on every rank.
         GroupMismatch: ranks gave different arguments, or run different builds of jaxcoded.
             Raised on every rank; the message names them.
@@ -116,15 +116,15 @@ class CodedGroup:
             seed: of random codes.
             replicas: other ranks that may hold each rank's part of the batch, to share the
                 work (``docs/sharing.md``): 0 for a program that cannot, such as one with
-                plain sums only. Default all.
+                plain sums only. Default: all.
             reading: seconds that a rank would take to read the data of the whole batch,
                 if it reads what it holds in every step.
             transport, options: as for the constructor, without ``piece_bytes``.
 
         Raises:
-            ValueError: an argument is not as said, or rank 0 could not plan. Raised on
-                every rank, as is
-            RuntimeError: ``work`` failed on a rank.
+            ValueError: an argument is not as described, or rank 0 could not plan. Raised on
+                every rank.
+            RuntimeError: ``work`` failed on a rank. Raised on every rank.
             TypeError, GroupMismatch: as for the constructor.
 
         Example:
@@ -182,8 +182,8 @@ class CodedGroup:
     @property
     def alike(self) -> bool:
         """Whether this rank has received the same sums as the others, including those of the group that `recovered`
-        replaced. Otherwise, and if ranks have joined (`extended`), sums are an error until one `tree_bcast` has
-        sent the root's whole state: after the first this is true. The root is then one of the ranks with the most
+        replaced. If not, or if ranks have joined (`extended`), sums are an error until one `tree_bcast` has sent the
+        root's whole state; after it this is true. The root of such a group is one of the ranks with the most
         results."""
         return self._session.alike
 
@@ -340,11 +340,11 @@ class CodedGroup:
                     total = add(total, gradient(params, load(block.indices)))
             total = jaxcoded.coded_allreduce(total, group, divisor=batch_size)
 
-        A rank that gets no block contributes zeros like the others' sums. An exception in the loop, or leaving it
-        early, is reported to the others with their next call; they compute this rank's blocks. If a rank dies after
-        the loop and before its sum is fetched, the round is an error on all ranks: repeat the step. The loop waits
-        for JAX's pending work before it asks for the next block, so that ranks are timed correctly; `Block.done`
-        says for what to wait instead.
+        A rank that gets no block contributes zeros, with the shapes and dtypes of the others' sums. An exception in
+        the loop, or leaving it early, is reported to the others with their next call; they compute this rank's
+        blocks. If a rank dies after the loop and before its sum is fetched, the round is an error on all ranks:
+        repeat the step. The loop waits for JAX's pending work before it asks for the next block, so that ranks are
+        timed correctly; `Block.done` says what to wait for instead.
 
         Args:
             batch_size: the number of examples in the global batch, the same on all ranks.
@@ -354,7 +354,7 @@ class CodedGroup:
                 cost the same.
 
         Raises:
-            TypeError: ``costs`` are no numbers.
+            TypeError: ``costs`` are not numbers.
             ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape, or one is negative or not
                 finite; or the group does not share its work.
             GroupMismatch: ranks gave different costs or batch sizes. On every rank, in the loop.
@@ -531,8 +531,8 @@ class CodedGroup:
         """Return the group with its data assigned again, in proportion to these speeds.
 
         A round like any other: all ranks call it between the same two rounds, and no rank waits for a late one. The
-        root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: take the new one's
-        `epoch`, and compile the step with the new one. A ``with`` block of this group closes the new one at its
+        root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: use the new group's
+        `epoch`, and compile the step with the new group. A ``with`` block of this group closes the new one at its
         end.
 
         Args:
@@ -546,7 +546,7 @@ class CodedGroup:
             ValueError: there is no such plan, or the strategy takes no speeds. On every rank; this
                 group stays open.
             GroupMismatch: other ranks called something else. The root's speeds may have reached only some ranks by
-                then. Sums of ranks with different plans raise it, too, until all have replanned.
+                then. Sums of ranks with different plans raise this error, too, until all have replanned.
 
         Example:
             >>> from mpi4py import MPI
@@ -585,8 +585,8 @@ class CodedGroup:
         living; see ``docs/recovery.md``.
 
         Collective of the living ranks, between the same two rounds. It waits for all of them, so call it only every
-        few steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: take
-        the new one's `rank`, `size` and `epoch`, and compile the step with it. A ``with`` block of this group
+        few steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: use
+        the new group's `rank`, `size` and `epoch`, and compile the step with it. A ``with`` block of this group
         closes the new one at its end. Ranks keep their order, except for a new root; parameters and state stay
         where they are.
 
@@ -596,26 +596,26 @@ class CodedGroup:
 
         A living rank that does not call this, because its program hangs or its process is stopped, keeps the others
         waiting. With ``put_out`` its process is killed after ``timeout``, and it counts as dead. This also hits a
-        rank that is only slow. But no rank is killed while rounds continue without this rank.
+        rank that is only slow. But no rank is killed while rounds continue without the caller.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
         Args:
-            strategy: of the new group, the same on all of them. Default: that of this one, with the
-                speeds of the ranks that live.
-            options: of the new group. Default: those of this one.
+            strategy: of the new group, the same on all ranks. Default: that of this group, with the
+                speeds of the living ranks.
+            options: of the new group. Default: those of this group.
             timeout: seconds to wait for living ranks that do not call this.
-            put_out: whether to kill their processes then (``SIGKILL``). Any rank in the call on the same host and
-                in the same pid namespace does it, if it has permission. The root's value counts, if the root takes
-                part.
+            put_out: whether to kill the processes of such ranks then (``SIGKILL``). Any rank in the call on the
+                same host and in the same pid namespace does it, if it has permission. The root's value counts, if
+                the root takes part.
 
         Raises:
-            ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; the old one
-                fits only its own ranks (``Coded(parents=…)``) and no other is given; or the group has a ``record``
-                or ``replay``. On every rank; this group stays open.
+            ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; this group's
+                strategy fits only its own ranks (``Coded(parents=…)``) and no other is given; or the group has a
+                ``record`` or ``replay``. On every rank; this group stays open.
             TypeError: ``strategy`` or ``put_out`` is something else.
             CodedError: a living rank did not call this, and was not or could not be killed; another rank died while
-                the new group was made; or rounds of this one were decided. Raised on every rank in the call; this
+                the new group was made; or rounds of this group were decided. Raised on every rank in the call; this
                 group stays open, and all may call this again.
         """
         check_open(self)
@@ -646,30 +646,30 @@ class CodedGroup:
             if not group.alike:
                 number, params, state = jaxcoded.tree_bcast((number, params, state), group)
 
-        This group is closed then: take the new one's `rank`, `size` and `epoch`, and
+        This group is closed then: use the new group's `rank`, `size` and `epoch`, and
         compile the step with it. A ``with`` block of this group closes the new one at
         its end. The root stays the root. The others keep their order, and new ranks
-        come after them. MPI.COMM_WORLD does not change, and that of the new ranks holds
-        only them: use ``group.comm`` instead.
+        come after them. MPI.COMM_WORLD does not change on old ranks, and holds only the
+        new ranks on new ones: use ``group.comm`` instead.
 
-        On several hosts they run on the one with the fewest ranks of the group. It needs Open MPI 5 and
+        On several hosts the new ranks run on the host with the fewest ranks of the group. It needs Open MPI 5 and
         ``jaxcoded run --ft``.
 
         Args:
             ranks: how many join, ≥ 1.
-            strategy: of the new group, the same on all old ranks. Default: that of this one.
-            options: of the new group. Default: those of this one.
-            command: starts each of the processes. Default: the command of the ranks of the job's start. Its folder
-                is that in which the rank that starts them has imported jaxcoded.
+            strategy: of the new group, the same on all old ranks. Default: that of this group.
+            options: of the new group. Default: those of this group.
+            command: starts each new process. Default: the command that started the job's first ranks. It runs in
+                the folder in which the rank that starts the processes has imported jaxcoded.
             timeout: seconds to wait for ranks that do not call this, and then for all processes to call `joining`.
                 After that the group must be made within half of it, but at least 30 s.
 
         Returns:
-            A group of all.
+            A group of all old and new ranks.
 
         Raises:
             ValueError: an argument is not as described; MPI or its launcher does not survive the death of a rank;
-                the strategy does not fit the new number of ranks; the old one fits only its own ranks
+                the strategy does not fit the new number of ranks; this group's strategy fits only its own ranks
                 (``Coded(parents=…)``) and no other is given; or the group has a ``record`` or ``replay``. Raised on
                 every rank; this group stays open.
             TypeError: ``strategy``, ``options`` or ``command`` is something else.

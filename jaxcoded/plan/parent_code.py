@@ -38,15 +38,15 @@ class Coding:
 
     @property
     def needs(self) -> int:
-        """The number of messages that suffice, with copies counted once. If this does
-        not depend on numbers or copies alone, any ``n − s`` children count as
+        """The number of messages that suffice, with copies counted once. If neither
+        their number nor the copies decide alone, any ``n − s`` children count as
         sufficient.
         """
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers
 
     def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
-        """Return the positions, from 0 to its end, at which a set of this size is cut
+        """Return the positions, from 0 to ``size``, at which a set of this size is cut
         into the ``k`` partitions. ``whole``: the set consists of examples, which are
         not cut; a cyclic run of partitions misses its share by less than 1.
         """
@@ -66,10 +66,11 @@ def largest_coded_sets(
 ) -> np.ndarray:
     """`largest_coded_set` of many parents, ``(parents,)``.
 
-    ``min(c, Q)`` summed is the smallest of its values with the ``j`` largest capacities
-    replaced by ``Q``, so ``Q`` is the smallest of ``(sum of all but the j largest) /
-    (holders − j)`` over ``j < holders``. ``capacities`` are ``(parents, most children)``,
-    infinite if a parent has fewer children, of which there are ``counts``.
+    Replace the ``j`` largest capacities by ``Q`` and sum all: the smallest such sum over
+    ``j`` is the sum of ``min(c, Q)``. So ``Q`` is the smallest of ``(sum of all but the j
+    largest) / (holders − j)`` over ``j < holders``. ``counts`` are the numbers of children.
+    ``capacities`` have the shape ``(parents, most children)``; rows with fewer children
+    are filled up with infinity.
     """
     ordered = np.sort(capacities, axis=1)
     ordered[ordered == np.inf] = 0
@@ -141,7 +142,7 @@ def _ranked(
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
-    """Return groups of similar children, which get what the weakest can hold."""
+    """Return the coding of groups of similar children: each gets what its weakest child can hold."""
     n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))

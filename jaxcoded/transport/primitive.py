@@ -27,13 +27,13 @@ from jaxcoded.transport.round import Operands, Round
 
 
 def effects_barrier() -> None:
-    """Wait for the rounds in flight that are ordered by the effect, and forget those that
-    have failed.
+    """Wait for the rounds in flight that JAX's effect orders, and forget those that have
+    failed.
 
-    JAX runs a compiled step while Python continues. If one of its rounds fails then,
-    JAX passes the error to every later call with rounds, without running it, for groups
-    of all kinds and in mpi4jax. After such an error call this on all ranks, and
-    continue. The failures are logged as a warning (logger ``jaxcoded``), not raised.
+    JAX runs a compiled step while Python continues. If one of its rounds fails, JAX does
+    not run later calls with rounds, of any group or of mpi4jax: it passes the error to
+    each of them. After such an error call this on all ranks, and continue. The failures
+    are logged as a warning (logger ``jaxcoded``), not raised.
 
     Example:
         >>> import jaxcoded
@@ -60,7 +60,7 @@ class Rules(NamedTuple):
 
 _STARTED = (
     "coded_allreduce_start cannot be {}: use coded_allreduce, or start the "
-    "sum of the gradient that comes out"
+    "sum of the finished gradient"
 )
 _AHEAD = "coded_allreduce_start cannot be differentiated: use coded_allreduce"
 RULES = {
@@ -74,7 +74,7 @@ RULES = {
     # the end of a round that was started
     "done": Rules(
         not_differentiated=_AHEAD,
-        not_batched="coded_allreduce_done cannot be batched by vmap: a handle is of one round",
+        not_batched="coded_allreduce_done cannot be batched by vmap: a handle belongs to one round",
     ),
     # a part of its vectors, ahead of it
     "part": Rules(not_differentiated=_AHEAD),
@@ -82,7 +82,7 @@ RULES = {
     "take": Rules(
         not_differentiated="shared work cannot be differentiated: coded_value_and_grad gives the "
         "gradient, without jax.grad around it",
-        not_batched="shared work cannot be batched by vmap: a round has one of it",
+        not_batched="shared work cannot be batched by vmap: a round has one batch",
     ),
     # the blocks that this rank has computed
     "computed": Rules(alone=True, not_differentiated=_AHEAD),
@@ -93,9 +93,9 @@ _NO_TRANSPOSE = (
     "coded_allreduce without slices can (its transpose is the identity)"
 )
 _NO_GRADIENT = (
-    "{}: reverse mode through a coded sum needs parameters that came through jaxcoded.spread(params, group), "
-    "without which it would differ between ranks. jaxcoded.coded_sum(per_example, group)(params, batch) is a sum that "
-    "has a gradient; for the gradient of a mean loss take jaxcoded.coded_value_and_grad(losses, group)(params, batch)"
+    "{}: reverse mode through a coded sum needs parameters that came through jaxcoded.spread(params, group); "
+    "otherwise gradients would differ between ranks. jaxcoded.coded_sum(per_example, group)(params, batch) is a sum "
+    "that has a gradient; for the gradient of a mean loss take jaxcoded.coded_value_and_grad(losses, group)(params, batch)"
 )
 
 
@@ -306,7 +306,7 @@ def _batch(
     for name, axis in zip(round.leading, axes):
         if axis is not None:
             raise NotImplementedError(
-                f"{round}: {name} cannot be batched by vmap: a round has one"
+                f"{round}: {name} cannot be batched by vmap: a round has only one"
             )
     vectors = list(zip(operands[leading:], axes[leading:]))
     size = next(v.shape[axis] for v, axis in vectors if axis is not None)
@@ -345,10 +345,10 @@ def on_host(
 ) -> list[Any]:
     """Call Python in the order of the communication around it, in a traced transport.
 
-    ``function`` takes numpy arrays and returns a tuple of them, like ``results``, which
-    are ``jax.ShapeDtypeStruct``. It must not call JAX. Its errors become a
-    ``JaxRuntimeError`` that ends with the same text, and the rest of the round is not
-    carried out.
+    ``function`` takes numpy arrays. It returns a tuple of arrays with the shapes and
+    dtypes of ``results``, which are ``jax.ShapeDtypeStruct``. It must not call JAX. If it
+    raises an error, the call raises a ``JaxRuntimeError`` that ends with the same text,
+    and the rest of the round is not carried out.
     """
     avals = tuple(ShapedArray(result.shape, result.dtype) for result in results)
     return host_p.bind(*operands, function=function, avals=avals)

@@ -29,7 +29,7 @@ def checked(token: Any) -> jax.Array:
     """Return a number that can order calls.
 
     Raises:
-        TypeError: it is neither int32 nor float32.
+        TypeError: ``token`` is neither an int32 nor a float32 number.
     """
     token = jnp.asarray(token)
     if token.shape or token.dtype not in (np.int32, np.float32):
@@ -47,8 +47,8 @@ def check_derivative(name: str, token: Any) -> None:
 
 
 def after(token: Any, other: Any) -> Any:
-    """Return a token that also comes after another one. JAX may know it without the
-    other one, if that belongs to derivatives computed later.
+    """Return a token that follows both tokens. If ``other`` belongs to derivatives that
+    JAX computes later, JAX takes ``token`` alone for the result.
     """
     return after_p.bind(token, other)
 

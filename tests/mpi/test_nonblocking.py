@@ -715,7 +715,7 @@ def test_transformations(group, own):
 @engine_only
 def test_handles_are_not_batched(group, own):
     handle = coded_allreduce_start(own, group)
-    with pytest.raises(NotImplementedError, match="a handle is of one round"):
+    with pytest.raises(NotImplementedError, match="a handle belongs to one round"):
         jax.vmap(lambda x: coded_allreduce_done(handle, after=x))(jnp.ones(2))
     assert_sum(group, coded_allreduce_done(handle), VECTOR)
     # the value computed before may be anything, and has no derivative

@@ -536,7 +536,7 @@ def test_batches_of_a_wrong_kind(group, wrong):
     part, data = group.batch(12), problem(12)[1]
     batch = {"arrays": data, "weights": part.weights, "none": None, "no data": part}
     message = (
-        r"this batch has no data.*: hand in batch\.of\(load\(batch\.indices\)\)"
+        r"this batch has no data.*: pass batch\.of\(load\(batch\.indices\)\)"
         if wrong == "no data"
         else r"batch must come from this group, got .*: make it with batch = group\.batch\(\(x, y\)\)"
     )

@@ -1,5 +1,5 @@
-"""The engine's ledger: each block counts once, whichever ranks are late, in near the
-least time.
+"""The engine's ledger: whichever ranks are late, each block counts once, and a step takes
+little more than the least time.
 """
 
 import itertools
