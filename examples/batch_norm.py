@@ -2,10 +2,10 @@
 
     jaxcoded run -n 4 examples/batch_norm.py
 
-Two sums give the mean and the variance of the batch, and a third one, which depends on
-them, gives the loss. JAX differentiates `jaxcoded.coded_sum` like any function. So the
-gradient is that of one process with the whole batch, whichever rank is late. Statistics
-of each rank's examples would give the gradient of a different model.
+Two sums give the mean and the variance of the batch. A third sum, which depends on
+both, gives the loss. JAX differentiates `jaxcoded.coded_sum` like any function. So the
+gradient equals that of one process with the whole batch, whichever rank is late. With
+statistics of each rank's own examples, the model would be a different one.
 """
 
 import argparse

@@ -2,12 +2,13 @@
 
     jaxcoded run -n 4 examples/chi_square.py
 
-How does the progression of diabetes depend on body mass? The model is ``log progression =
-a + b · mass + c · noise``. It is right if it gives the histogram of the 442 patients of
-scikit-learn's data set, for lean, average and heavy ones. Each simulated patient adds to the
-bins smoothly, so that the histogram has a derivative. Chi-square is a function of the histogram,
-not a sum over patients. With the Jacobian ``J`` of the sum ``s`` its gradient is ``Jᵀ W (s − d)``,
-and the Gauss–Newton matrix is ``Jᵀ W J``. A fit without one rank's patients would be biased.
+How does the progression of diabetes depend on body mass? The model is ``log progression
+= a + b · mass + c · noise``. A good model gives the histograms of scikit-learn's 442
+patients: one for lean, one for average and one for heavy patients. Each simulated
+patient adds to the bins smoothly, so the histogram has a derivative. Chi-square is a
+function of the histogram, not a sum over patients. Let ``J`` be the Jacobian of the sum
+``s``. Then the gradient is ``Jᵀ W (s − d)``, and the Gauss–Newton matrix is ``Jᵀ W J``.
+A fit without one rank's patients would be biased.
 """
 
 import argparse
@@ -32,8 +33,8 @@ def in_bins(groups, progression):
 
 
 def patients():
-    """Return the simulated patients, float32 ``(8840, 5)``: mass, noise and group. Return
-    the histogram of the real ones, float64 ``(36,)``.
+    """Return the simulated patients, float32 ``(8840, 5)``: mass, noise and group. Also
+    return the histogram of the real patients, float64 ``(36,)``.
     """
     data = load_diabetes()
     mass = data.data[:, 2] * len(data.data) ** 0.5  # of variance 1

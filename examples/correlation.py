@@ -2,10 +2,10 @@
 
     jaxcoded run -n 4 examples/correlation.py
 
-Two networks learn features that both halves show. The loss is a function of the
+Two networks learn features that appear in both halves. The loss is a function of the
 covariances of the two networks' outputs, so single examples have no loss. One sum over
-the global batch gives all moments. With covariances of each rank's examples the result
-would depend on the number of ranks.
+the global batch gives all moments. If each rank used the covariances of its own
+examples, the result would depend on the number of ranks.
 """
 
 import argparse

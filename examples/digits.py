@@ -2,13 +2,13 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py examples/digits.py
 
-It trains the same network on the same global batches in three ways:
+The program trains the same network on the same global batches in three ways:
 
-- uncoded: ``mpi4jax.allreduce``, every worker with its own part of each batch.
+- uncoded: ``mpi4jax.allreduce``. Every worker computes its own part of each batch.
 - coded: `jaxcoded.coded_value_and_grad` on a tree that tolerates one missing child of
-  every parent; workers compute some examples several times.
+  every parent. Several workers compute the same examples.
 - shared: the same call in a group with `jaxcoded.Shared`. Workers compute every example
-  once; when they are done with their own, they compute those of late workers.
+  once. Workers that have finished their own examples compute those of late workers.
 
 Each way runs without slow workers and with one. The program prints a table and writes
 ``summary.json`` and ``loss.png``.
@@ -165,7 +165,7 @@ def report(params, history, ends, examples, test_set, slow):
 
 
 def work_alone(args, examples):
-    """Return the seconds that the workers sleep in a step, without other waits."""
+    """Return the seconds that the workers sleep in a step, without other waiting."""
     workers = comm.size - 1
     whole = args.batch * args.work
     return {

@@ -1,11 +1,11 @@
-"""Evaluate a model exactly although a rank dies: loss, accuracy and confusions.
+"""Evaluate a model exactly although a rank dies: loss, accuracy, confusion matrix.
 
     jaxcoded run -n 4 --ft examples/evaluation.py --kill 2
 
-A rank adds up its part of all batches, and one round sums these over the ranks. Sums
-are coded, so they cover all examples even without one rank: here a rank kills itself in
-the middle. Counts are whole numbers, so rounding removes the rounding error of the
-code.
+A rank adds up its part of all batches, and one round sums the totals of all ranks. The
+sum is coded, so it covers all examples even without one rank: here a rank kills itself
+in the middle. Counts are whole numbers, so the program rounds them to remove the
+rounding error of the code.
 """
 
 import argparse
@@ -57,13 +57,13 @@ def evaluate(comm, victim=None):
     ) as group:
         total = {"loss": jnp.zeros(()), "confusions": jnp.zeros((10, 10))}
         weights = []
-        # in order, as an evaluation learns nothing; the last batch is smaller
+        # without shuffling; the last batch is smaller
         for number, batch in enumerate(group.epoch((x, y), 256)):
             if number == 3 and group.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
             total = add(total, means, batch)
             weights.append(batch.weights)
-        total = jaxcoded.coded_allreduce(total, group, weights)  # the sum of all 1,797
+        total = jaxcoded.coded_allreduce(total, group, weights)  # over all 1,797
         jax.block_until_ready(total)
     return float(total["loss"]) / len(x), np.rint(total["confusions"]).astype(int)
 

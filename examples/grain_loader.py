@@ -1,10 +1,10 @@
-"""Read batches ahead with grain, and save the state of its iterator in a checkpoint.
+"""Read batches in advance with grain, and save its iterator's state in a checkpoint.
 
     jaxcoded run -n 4 examples/grain_loader.py
 
 The batches of an epoch are a random-access source for grain. Its threads read this
-rank's part of the next batches while the rank computes this one. Grain's worker
-processes do not work, as they are not part of MPI. The example needs grain and
+rank's part of the next batches while the rank computes this batch. Grain's worker
+processes cannot be used, as they are not part of MPI. The example needs grain and
 scikit-learn, which the extra ``examples`` installs.
 """
 

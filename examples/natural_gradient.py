@@ -5,8 +5,8 @@
 A step of natural gradients, Gauss–Newton or stochastic reconfiguration solves ``(OᵀO +
 λ) Δ = Oᵀδ``. A row of ``O`` is the scaled derivative of one example's output, and ``δ``
 holds the errors of the outputs. Both sums are linear in the examples, so they share one
-round. With exact sums each step squares the error, down to rounding. Without one rank's
-rows the error would not converge to zero.
+round. With exact sums each step squares the error, until only rounding is left. Without
+one rank's rows the error would not converge to zero.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def train(comm, steps=8):
         @jax.jit
         def step(w, x, y):
             O, off = rows(w, x, y)
-            weighted = part.weights[:, None] * O  # weights enter each sum once
+            weighted = part.weights[:, None] * O  # each sum contains the weights once
             sums = {"OtO": weighted.T @ O, "Otd": weighted.T @ off}
             sums = jaxcoded.coded_allreduce(
                 sums, group, part.weights

@@ -5,7 +5,7 @@
 A step solves ``H Δ = g`` for 650 weights without forming ``H``: conjugate gradients
 need only its products with vectors. ``jax.linearize`` of the gradient gives the
 gradient and these products. The gradient takes two rounds, and each product two more.
-All of them are exact, so the steps converge to rounding, whichever rank is late.
+All sums are exact, so the steps converge up to rounding, whichever rank is late.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     jaxcoded run -n 4 examples/optax_chain.py
 
-The sum comes before the clipping, which is not linear and needs the norm of the whole
-batch. Accumulation is linear, so it can come before the sum, which saves half of the
-rounds.
+The sum must come before the clipping, which is not linear and needs the norm of the
+whole batch's gradient. Accumulation is linear, so it can come before the sum. This
+saves half of the rounds.
 """
 
 import argparse
@@ -38,8 +38,8 @@ def losses(params, batch):  # one loss for each example
 
 
 def local_mean(params, batch):
-    """Return this rank's part of a batch's mean loss, which means nothing before the
-    sum.
+    """Return this rank's part of a batch's mean loss; only the sum of all parts is a
+    loss.
     """
     # divide by the batch's number of examples, also for a smaller last one
     weights = batch.weights

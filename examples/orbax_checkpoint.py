@@ -3,12 +3,12 @@
     jaxcoded run -n 4 examples/orbax_checkpoint.py build/checkpoints --stop-after 10
     jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints --stop-after 20
 
-For JAX every rank is a single process 0, so with orbax all ranks would write the same
-files. All have the same state, bit for bit: only the root saves and reads it, and sends
-it to the others, which need no access to the files. The order of an epoch does not
-depend on the number of ranks, so a checkpoint is the state and the number of finished
-batches. The example needs orbax-checkpoint and scikit-learn, which the extra
-``examples`` installs.
+To JAX every rank is process 0 of 1, so with orbax all ranks would write the same files.
+All ranks have the same state, bit for bit. So only the root saves and reads the state,
+and sends it to the others, which need no access to the files. The order of an epoch
+does not depend on the number of ranks. So a checkpoint contains only the state and the
+number of finished batches. The example needs orbax-checkpoint and scikit-learn, which
+the extra ``examples`` installs.
 """
 
 import argparse

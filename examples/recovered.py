@@ -3,11 +3,10 @@
     jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0
     jaxcoded run -n 5 --ft examples/recovered.py --kill 40:2 --kill 90:0 --replace
 
-The loss is that of a run without deaths. All ranks call `recovered` after the same
-steps, and after a failed step. Then they
-repeat that step: the live ranks use the same batch, and get the same sum. With
---replace new ranks replace the dead ones: processes that run this program from its
-beginning, and get the state from the others.
+The loss equals that of a run without deaths. All ranks call `recovered` after the same
+steps, and after a failed step. Then they repeat the failed step: the live ranks use the
+same batch, and get the same sum. With --replace new ranks replace the dead ones. New
+ranks run this program from its beginning, and get the state from the others.
 """
 
 import argparse
@@ -52,7 +51,7 @@ def make_step(group, x, y):
     loss_and_grad = jaxcoded.coded_value_and_grad(losses, group)
     batches = len(group.epoch(len(x), BATCH))
 
-    @jax.jit  # donates nothing, as a failed step is repeated with the same arguments
+    @jax.jit  # no donation: a failed step is repeated with the same arguments
     def compiled(params, state, batch):
         loss, grads = loss_and_grad(params, batch)
         updates, state = tx.update(grads, state)
@@ -70,8 +69,8 @@ def train(comm, steps=STEPS, kill=(), replace=False):
     """Return the parameters.
 
     Args:
-        kill: pairs of a step and of a rank that kills itself before it; not of ranks
-            that join.
+        kill: pairs of a step and of a rank that kills itself before this step. Ranks
+            that join ignore them.
         replace: whether new ranks replace the dead ones.
     """
     x, y = load_digits(return_X_y=True)

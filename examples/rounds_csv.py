@@ -1,12 +1,13 @@
-"""Write a rank's telemetry as plain CSV, a line for each round as it ends.
+"""Write a rank's telemetry as plain CSV: one line when each round ends.
 
     jaxcoded run -n 4 examples/rounds_csv.py build/rounds
 
-``rounds-RANK.csv`` grows while the job runs (``tail -f``): when the rank called, how
-long it waited, which rank's message completed the sum, and its lag, the number of
-rounds decided before its call. ``arrivals.csv`` has a line for each round and rank
-below the root: when its message arrived, whether it was used, and its lag; fields are
-empty if it has not come. Rank 2 is slow in every third step.
+``rounds-RANK.csv`` grows while the job runs (``tail -f``). Each line says when the rank
+called, how long it waited, and which rank's message completed the sum. It also has the
+rank's lag, the number of rounds decided before its call. ``arrivals.csv`` has a line
+for each round and each rank below the root: when the rank's message arrived, whether it
+was used, and the rank's lag. Fields are empty if no message has come. Rank 2 is slow in
+every third step.
 """
 
 import argparse

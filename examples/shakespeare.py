@@ -3,11 +3,11 @@
     jaxcoded run -n 4 examples/shakespeare.py
 
 A batch is cut into blocks. A rank computes the gradients of its blocks and adds them
-up. It reads only the text of blocks assigned to it: its own, and blocks of late ranks.
+up. It reads only the text of its assigned blocks: its own, and blocks of late ranks.
 One round adds up the ranks' sums. The program reads
 ``../shared/data/tinyshakespeare/input.txt`` (1 MB, from
-https://github.com/karpathy/char-rnn) if that exists, otherwise the project's
-documentation, or any ``--text``.
+https://github.com/karpathy/char-rnn) if this file exists, otherwise the project's
+documentation. ``--text`` names another file.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""One rank loads data slowly: it need not read the batches that it has missed.
+"""Load data slowly on one rank, which need not read the batches that it has missed.
 
     jaxcoded run -n 4 examples/slow_loader.py
 

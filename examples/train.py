@@ -1,4 +1,4 @@
-"""A training script with jaxcoded: `train_mpi4jax.py` is the same one without it.
+"""A training script with jaxcoded: `train_mpi4jax.py` is the same without jaxcoded.
 
 jaxcoded run -n 4 --ft examples/train.py
 """

@@ -1,4 +1,4 @@
-"""A training script as it is without jaxcoded: `train.py` is the same one with it.
+"""A training script without jaxcoded: `train.py` is the same with jaxcoded.
 
 jaxcoded run -n 4 examples/train_mpi4jax.py
 """

@@ -4,10 +4,10 @@
 
 Stochastic reconfiguration solves ``S Δ = F``: ``S`` is the covariance of the
 derivatives of ``log ψ``, and ``F`` is their covariance with the local energy. If
-``⟨ψ|`` and ``|ψ⟩`` are two arguments, JAX derives both from sums over configurations:
-``F`` is the derivative of ``⟨ψ|H|ψ⟩ / ⟨ψ|ψ⟩`` with respect to the first, and ``S`` that
-of ``log ⟨ψ|ψ⟩`` with respect to both. Conjugate gradients use ``S`` as a function,
-without forming the matrix.
+``⟨ψ|`` and ``|ψ⟩`` are two arguments, JAX derives ``S`` and ``F`` from sums over
+configurations. ``F`` is the derivative of ``⟨ψ|H|ψ⟩ / ⟨ψ|ψ⟩`` with respect to ``⟨ψ|``.
+``S`` is the derivative of ``log ⟨ψ|ψ⟩`` with respect to both arguments. Conjugate
+gradients use ``S`` as a function, without forming the matrix.
 """
 
 import argparse
