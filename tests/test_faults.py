@@ -463,8 +463,8 @@ def test_a_message_that_mpi_refuses_is_not_lost(tmp_path, refusing):
     ],
 )
 def test_a_message_that_mpi_loses_hangs_nobody(tmp_path, refusing, which, rank, number):
-    """A round that lacks it fails on all ranks, and the next ones are right. A piece is
-    asked for and sent again.
+    """A round that lacks the message fails on all ranks, and the next rounds are right.
+    A lost piece is requested and sent again.
     """
     arguments = which, str(rank), str(number)
     job = run(tmp_path, 4, "losing.py", *arguments, options=refusing)
@@ -519,8 +519,8 @@ def test_others_compute_the_blocks_of_killed_ranks(tmp_path, arguments, fault_to
 
 @pytest.mark.parametrize("way", ["jit", more("host")])
 def test_others_continue_with_the_blocks_that_they_hold(tmp_path, way):
-    """More ranks are stopped than hold a block; the blocks that only they hold are
-    missing meanwhile.
+    """More ranks are stopped than hold a block. The blocks that only stopped ranks hold
+    are missing meanwhile.
     """
     job = run(tmp_path, 4, "partial.py", way, "1", "2")
     succeed(job, 4)
@@ -552,7 +552,7 @@ def test_a_fault_between_a_sum_and_its_gradient(tmp_path, strategy, fault):
 
 @pytest.mark.parametrize("victim", [3, more(0)])
 def test_an_exception_in_a_block_is_caught(tmp_path, victim):
-    """Only that rank loses the step."""
+    """Only the rank with the exception loses the step."""
     job = run(tmp_path, 4, "sharing.py", "continues", "200", str(victim))
     assert job.status == 0, job.stderr[-8000:]
     assert f"injected into rank {victim}" in job.stderr
@@ -1045,8 +1045,8 @@ def test_a_new_root_dies_before_it_hands_its_state_on(tmp_path, way):
 
 @pytest.mark.exhaustive
 def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
-    """The others have given the new group up, and done more rounds in the old one:
-    ranks of the new group would have other sums.
+    """The other ranks have given up the new group, and done more rounds in the old
+    group. Ranks of the new group would have other sums.
     """
     start = as_readme_does(6, LIMIT)
     job = run(tmp_path, 6, "meeting.py", "overtaken", limit=LIMIT, start=start)
@@ -1289,7 +1289,9 @@ def test_mpi_can_start_one_more_rank(tmp_path, fault_tolerant, way, sums):
 
 @pytest.mark.exhaustive
 def test_the_death_of_a_rank_that_has_joined_fails_the_job(tmp_path, fault_tolerant):
-    """The others continue, but without an option the launcher counts it as a failure."""
+    """The other ranks continue, but without an option the launcher counts the death as
+    a failure.
+    """
     options = *fault_tolerant, *JOINABLE[3:]
     *result, text = joining(tmp_path, options, "new dies")
     assert result == [137, 3], text[-8000:]
@@ -1384,7 +1386,9 @@ def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tol
 
 
 def test_a_rank_whose_program_has_failed_is_left_behind(tmp_path):
-    """Otherwise it would wait at its end for the others, and MPI for it."""
+    """Otherwise the rank would wait at its end for the other ranks, and MPI for this
+    rank.
+    """
     start = as_readme_does(7, LIMIT)
     job = recover(tmp_path, (), "trains", "3:raises", "6", start=start, status=1)
     trained(job, {3, 6}, 6, 5)
@@ -1434,8 +1438,8 @@ group.close(2.0)
 def test_a_rank_that_has_left_does_not_keep_the_others(
     tmp_path, fault, status, put_out, text
 ):
-    """The others leave it behind if an error has ended its program, and its error
-    counts.
+    """If an error has ended the rank's program, the other ranks leave the rank behind.
+    The error counts.
     """
     seconds = 5.0 * slowness()
     job = played(tmp_path, LEFT.format(fault=fault, seconds=seconds, put_out=put_out))
@@ -1510,7 +1514,7 @@ group.close()
 
 
 def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
-    """No rank, whichever it is, takes the others' call for its own."""
+    """No rank takes a call of the other ranks for its own."""
     job = played(tmp_path, MIXED.format(ranks=3, seconds=60 * slowness()), ranks=3)
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
@@ -1586,8 +1590,8 @@ group.close()
 def test_a_rank_that_calls_recovered_alone_kills_no_other(
     tmp_path, stops, started, pause
 ):
-    """The others work, and continue without it, also if its parent, which would inform
-    it, is stopped, or if it has started rounds.
+    """The other ranks work, and continue without the rank. The test covers a rank whose
+    parent, which would inform it, is stopped, and a rank that has started rounds.
     """
     given = {"stops": stops, "started": started, "pause": pause}
     program = ALONE.format(seconds=2.0 * slowness(), **given)
@@ -1600,7 +1604,7 @@ def test_a_rank_that_calls_recovered_alone_kills_no_other(
 
 @pytest.mark.exhaustive
 def test_a_rank_that_calls_something_other_than_recovered(tmp_path, fault_tolerant):
-    """It waits for the others, which give it up and continue."""
+    """The rank waits for the other ranks, which give it up and continue."""
     job = recover(tmp_path, fault_tolerant, "apart", "3")
     assert set(job.reports) == {0, 1, 2, 4, 5, 6}
     for rank, report in job.reports.items():
@@ -1669,7 +1673,9 @@ def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):
 
 
 def test_a_rank_that_the_root_has_left_behind(tmp_path):
-    """It is told so, and the job ends; they once waited for each other for ever."""
+    """The rank learns that the root has left it behind, and the job ends. They once
+    waited for each other for ever.
+    """
     job = run(tmp_path, 5, "left_behind.py", limit=60)
     assert job.status == 0, job.stderr[-8000:]
     words = r"round \d+ cannot be decided: the root, rank 0, has left the group"
@@ -1865,7 +1871,7 @@ def test_readme_starts_with_an_exception(tmp_path, option):
 
 
 def test_readme_starts_with_a_rank_that_is_stopped_for_good(tmp_path):
-    """The job ends without it, although a fault-tolerant mpirun would continue."""
+    """The job ends without the rank, although a fault-tolerant mpirun would continue."""
     needs_fault_tolerance()
     fault = "os.kill(os.getpid(), signal.SIGSTOP)"
     job, found = start(tmp_path, START, 3, fault, limit=120)

@@ -63,7 +63,7 @@ sys.stdin.read()
 
 
 def test_one_of_several_is_the_first(child):
-    """It is the first until it ends."""
+    """A process is the first until it ends."""
     command = [sys.executable, "-c", ASKS, str(child.pid), "5"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     texts = []

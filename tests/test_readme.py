@@ -36,7 +36,9 @@ def missing(plan):
 
 
 def test_prices():
-    """They are those of the plans, and the measured steps those of the benchmark."""
+    """The prices are those of the plans, and the measured steps are those of the
+    benchmark.
+    """
     rows = re.findall(
         r"^\| `(\w+\(.*?\))`.* \| (\d/\d) of the batch.* \| (\S+) × \| (.*) \| (\S+) \| (\S+) \|$",
         README,

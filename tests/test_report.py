@@ -89,7 +89,7 @@ def test_spans():
 
 
 def test_spans_of_a_child_just_too_late():
-    """Its message came although it was no longer needed: the span is exact."""
+    """The child's message came although it was no longer needed, so the span is exact."""
     arrived = seen().arrived.copy()
     arrived[3, 0] = 3.95
     took = analysis.spans(dataclasses.replace(seen(), arrived=arrived))
@@ -160,7 +160,7 @@ def test_savings_with_the_files_of_children():
 
 
 def test_a_child_whose_file_continues_has_not_stopped():
-    """Its last work took long, but it ended."""
+    """The child's last work took long, but it ended."""
     own = of_child(
         3,
         work=[NAN, 0.7, 5.0, NAN, NAN, NAN],

@@ -93,7 +93,7 @@ def test_ended_processes_are_noticed(start, one):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_all_are_ended(start, one, monkeypatch, wrapped):
-    """The small process around another one ends by itself."""
+    """The small process around another process ends by itself."""
     if wrapped:
         monkeypatch.setenv("JAXCODED_STARTER", "python\nrank.py")
     jobs = [start(one), start(one)]

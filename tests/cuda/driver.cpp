@@ -1,8 +1,8 @@
 // A stand-in for NVIDIA's driver, as far as the engine uses it.
 //
-// The memory of its GPU cannot be touched by the host: it is mapped twice, once without any access
-// where the caller sees it, and once for the streams. Each stream is a slow thread. What a
-// real driver would answer with a wrong sum once in a while is noted here as misuse, every time.
+// The host cannot touch the memory of this GPU: it is mapped twice, once for the caller without any access, and
+// once for the streams. Each stream is a slow thread. Some mistakes would give a wrong sum on a real driver,
+// but only once in a while. Here each of them is noted as misuse, every time.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -66,12 +66,12 @@ struct Device {
   std::size_t bytes;
 };
 
-// Of a function, that is to fail.
+// When and how often a function must fail.
 struct Failures {
   int after, times;
 };
 
-// Never destroyed: streams work until the process is gone.
+// Never destroyed: streams work until the process ends.
 std::mutex& mutex = *new std::mutex;
 std::condition_variable& changed = *new std::condition_variable;
 bool initialized = false;
@@ -88,7 +88,7 @@ thread_local bool in_host_function = false;
 
 void misuse(const std::string& words) { misuses.push_back(words); }
 
-// Whether this call of a function is to fail, or cannot be made here.
+// Whether this call of a function must fail, or is not allowed here.
 int enter(const char* name, Context* of) {
   if (in_host_function) misuse(std::string(name) + " is called from a host function");
   if (!initialized) return not_initialized;
@@ -170,7 +170,7 @@ void work(Stream* stream) {
     const int delay = most_delay;
     if (operation.run && !stream->context->lost) {
       lock.unlock();
-      // now and then a long one
+      // now and then a long delay
       const int most = random() % 16 == 0 ? 10 * delay : delay;
       if (most) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
       operation.run();
@@ -336,7 +336,7 @@ API cuMemcpyDtoHAsync_v2(void* to, unsigned long long from, std::size_t bytes, S
   const char* source = inside(from, bytes);
   Operation operation;
   if (!use_host(static_cast<char*>(to), bytes, true, operation) || !source) return invalid_value;
-  std::memset(to, 0xA5, bytes);  // whoever looks before the copy is there sees this
+  std::memset(to, 0xA5, bytes);  // a reader that does not wait for the copy sees this
   operation.run = [=] { std::memcpy(to, source, bytes); };
   ++copies;
   copied_bytes += bytes;
@@ -391,7 +391,7 @@ API cuMemsetD32Async(unsigned long long to, unsigned value, std::size_t count, S
 
 // --- For the tests ---
 
-// A GPU that nothing has happened to; current on this thread.
+// A new GPU, in its initial state, whose context is current on this thread.
 API fake_context() {
   std::unique_lock lock(mutex);
   current = new Context;
@@ -428,7 +428,7 @@ API fake_free(unsigned long long address) {
   return 0;
 }
 
-// In the order of the stream, after so many microseconds of computing.
+// Write values in the order of the stream, after computing for this many microseconds.
 API fake_compute(Stream* stream, unsigned long long to, const void* from, std::size_t bytes,
                  int microseconds) {
   std::unique_lock lock(mutex);
@@ -443,7 +443,7 @@ API fake_compute(Stream* stream, unsigned long long to, const void* from, std::s
   return 0;
 }
 
-// Wait for the stream; what is there then.
+// Wait for the stream, and read what the memory then contains.
 API fake_read(Stream* stream, void* to, unsigned long long from, std::size_t bytes) {
   std::unique_lock lock(mutex);
   changed.wait(lock, [&] { return stream->context->lost || (stream->queue.empty() && !stream->busy); });
@@ -451,14 +451,14 @@ API fake_read(Stream* stream, void* to, unsigned long long from, std::size_t byt
   return stream->context->lost ? lost : 0;
 }
 
-// The `after`th call of this function from now on fails, and so many in all.
+// From the `after`th call of this function from now on, calls fail, `times` in all.
 API fake_fail(const char* function, int after, int times) {
   std::unique_lock lock(mutex);
   failing[function] = {after, times};
   return 0;
 }
 
-// The `after`th copy from or to the host from now on breaks its context.
+// The `after`th copy from or to the host, counted from now on, breaks its context.
 API fake_lose(int after) {
   std::unique_lock lock(mutex);
   copies_until_lost = after;
@@ -471,14 +471,14 @@ API fake_delay(int microseconds) {
   return 0;
 }
 
-// How often something was misused so far; the first of it in words.
+// How many misuses there were so far, and the first one in words.
 API fake_misuses(char* words, std::size_t bytes) {
   std::unique_lock lock(mutex);
   if (!misuses.empty()) std::strncpy(words, misuses.front().c_str(), bytes - 1);
   return static_cast<int>(misuses.size());
 }
 
-// How often memory was pinned.
+// How many times memory was pinned.
 extern "C" __attribute__((visibility("default"))) unsigned long long fake_pins() {
   std::unique_lock lock(mutex);
   return pins;

@@ -1,4 +1,4 @@
-// Calls a handler as XLA does for a GPU, as far as the engine's handlers ask for it.
+// Calls a handler as XLA does for a GPU, with as much of XLA as the engine's handlers need.
 #include <cstdint>
 #include <cstring>
 #include <string>
@@ -24,7 +24,7 @@ XLA_FFI_Error* stream(XLA_FFI_Stream_Get_Args* args) {
   return nullptr;
 }
 
-// Buffers of one axis; of none where the length is negative.
+// Buffers of one axis, or of no axis if the length is negative.
 struct Buffers {
   Buffers(int count, const int* dtypes, void* const* data, const std::int64_t* lengths)
       : dims(lengths, lengths + count), buffers(static_cast<std::size_t>(count)) {
@@ -47,8 +47,8 @@ struct Buffers {
 
 }  // namespace
 
-// The attribute `signature` is a string, `apart`, `examples` and `audits` are arrays, here without
-// elements, and the others are numbers. In the order of their names.
+// Attributes are in the order of their names. `signature` is a string. `apart`, `examples` and `audits` are
+// arrays, here without elements. The others are numbers.
 extern "C" __attribute__((visibility("default"))) int call_handler(
     XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), void* on, int operands, const int* operand_dtypes,
     void* const* operand_data, const std::int64_t* operand_lengths, int results,

@@ -1,4 +1,4 @@
-// Too little memory: some of what the engine takes from malloc is not there. To be preloaded.
+// Too little memory: some of the engine's calls of malloc fail. This library must be preloaded.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -9,10 +9,10 @@ static __thread long before = -1;
 static __thread int inside = 0;
 static void* (*real)(size_t);
 
-// The next one fails after so many of this thread.
+// Let an allocation of this thread fail, after this many have succeeded.
 void fail_after(long number) { before = number; }
 
-// Whether it has failed. None does from now on.
+// Whether an allocation has failed. From now on none fails.
 int failed(void) {
   const int out = before == -2;
   before = -1;

@@ -1,5 +1,5 @@
-// What processes share, without groups. Tries what its argument names, see test_page.py;
-// the exit status is 1 where something is not as it should be, and what is printed then.
+// What processes share, without groups. Runs the test that its argument names, see test_page.py. If something
+// is wrong, the exit status is 1, and a line says what.
 #include "page.h"
 
 #include <fcntl.h>
@@ -37,8 +37,8 @@ void expect(bool holds, const char* what) {
   wrong = true;
 }
 
-// A place on the page becomes another group's while a reader looks whether what it has read is
-// valid, which it is not any more: between any two instructions of the reader.
+// A reader checks whether what it has read is still valid. Meanwhile the group's place on the page goes to
+// another group, so it is not: this happens between any two instructions of the reader.
 void withdrawn() {
   constexpr std::size_t what = 0;
   constexpr std::uint64_t round = 3, first_valid = 5;
@@ -72,7 +72,7 @@ void withdrawn() {
   }
 }
 
-// Another process may have the number of one that has ended.
+// Another process may have the number of a process that has ended.
 void number() {
   OwnPage page;
   const Card card = page.open_slot();
@@ -91,7 +91,7 @@ void number() {
   expect(read(), "and that of the first one still is");
 }
 
-// A process of that number may have anything where a page should be.
+// A process of that number may have any file in place of a page.
 void descriptor() {
   OwnPage page;
   Card card = page.open_slot();
@@ -109,7 +109,7 @@ void descriptor() {
   expect(open("/dev/tty", O_RDONLY) < 0, "nor does it become this process's");
 }
 
-// Others may read this process's memory only where there are some that need to.
+// Other processes may read this process's memory only if some of them need to.
 void ptracer() {
   OwnPage page;
   const Card own = page.open_slot();
@@ -126,7 +126,7 @@ void ptracer() {
   expect(calls_of_prctl == 1, "the others on the host may");
 }
 
-// Numbers of any length and at any place, and what the reader gets instead where there are none.
+// Whether the reader gets the other process's bytes, and the bytes around its copy stay untouched.
 bool reads(const PeerPage& peer, const std::byte* from, std::size_t bytes, std::size_t shift, Copy how) {
   std::vector<std::byte> copy(bytes + 2 * shift, std::byte{0xee});
   const bool read = peer.read(reinterpret_cast<std::uintptr_t>(from), copy.data() + shift, bytes, how);
@@ -142,8 +142,8 @@ void fill(std::byte* data, std::size_t bytes) {
   for (std::size_t i = 0; i < bytes; ++i) data[i] = static_cast<std::byte>(i * 7 + i / 251);
 }
 
-// Vectors of a process are the same to another one, without the kernel where they lie in its shared
-// memory: short and long ones, and at all places in lines of the cache.
+// Vectors of a process are equal when another process reads them. The kernel is not needed for vectors in
+// shared memory. Vectors are short and long, and begin at all places in a cache line.
 void memory() {
   constexpr std::size_t bytes = 1 << 20;
   OwnPage page;
@@ -181,7 +181,7 @@ void memory() {
   expect(!stranger.find(address, 1), "another process's memory is not");
 }
 
-// Where no file can be opened, or addresses are limited, the kernel reads.
+// If no file can be opened, or addresses are limited, the kernel reads.
 void without() {
   constexpr std::size_t bytes = 1 << 20;
   OwnPage page;
@@ -211,7 +211,7 @@ void without() {
   other.memory().release(vector, bytes);
 }
 
-// A vector that was announced stays as it is when its process is killed.
+// A vector that was announced stays unchanged when its process is killed.
 void killed() {
   constexpr std::size_t bytes = 1 << 20;
   struct Told {
@@ -239,7 +239,7 @@ void killed() {
   expect(peer->read(told.address, copy.data(), bytes, Copy::past_caches) && copy == expected, "all of it is still there");
 }
 
-// What is given back is used again, and takes no memory until then.
+// Memory that was given back is reused, and takes no memory until then.
 void reused() {
   constexpr std::size_t bytes = 1 << 20;
   OwnPage page;
@@ -262,7 +262,8 @@ void reused() {
   page.memory().release(all, 3 * bytes);
 }
 
-// Memory is given back, and its places are used again, where there is no memory to note that.
+// If there is no memory to note a block that is given back, its memory is still returned, and its place is
+// reused.
 void unnoted() {
   constexpr std::size_t bytes = 1 << 20;
   OwnPage page;
@@ -284,7 +285,7 @@ void unnoted() {
 
 }  // namespace
 
-// In the place of the system's.
+// Replaces the standard `operator new`.
 void* operator new(std::size_t bytes) {
   void* const memory = no_memory ? nullptr : std::malloc(bytes);
   if (!memory) throw std::bad_alloc();

@@ -1,5 +1,5 @@
-// Programs that repeat themselves take memory from a pool. `pool SEEDS`: prints what went wrong. And other memory of
-// which there is only so much.
+// Programs that repeat themselves take memory from a pool. `pool SEEDS` prints what went wrong. Also tests
+// other limited memory.
 #include "pool.h"
 
 #include <cstdio>
@@ -17,13 +17,13 @@ using namespace jaxcoded;
 
 namespace {
 
-// Counts, and looks whether what is given back was handed out so.
+// Counts allocations, and checks that each block given back was handed out with the same length.
 class Counting : public Source {
  public:
   std::byte* allocate(std::size_t bytes) override {
     if (here + bytes > most) throw std::bad_alloc();
     ++made;
-    auto* data = reinterpret_cast<std::byte*>(next += 1 << 20);  // nobody writes there
+    auto* data = reinterpret_cast<std::byte*>(next += 1 << 20);  // no code writes there
     all[data] = bytes;
     here += bytes;
     return data;
@@ -41,7 +41,7 @@ class Counting : public Source {
   std::map<std::byte*, std::size_t> all;
 };
 
-// Whether what is put aside is a thread's alone while it has a turn, and anybody's otherwise.
+// Whether the reserve belongs to one thread alone while this thread has a turn, and to all threads otherwise.
 bool turns() {
   const auto gets = [] {
     try {
@@ -56,7 +56,7 @@ bool turns() {
     std::thread([&] { out = gets(); }).join();
     return out;
   };
-  for (int i = 0; i < 2; ++i) reserve::keep();  // as by an engine that could not be made at first
+  for (int i = 0; i < 2; ++i) reserve::keep();  // twice, as if the first engine could not be made
   {
     const reserve::Turn turn;
     if (another_gets() || !gets() || gets()) return false;
@@ -72,7 +72,7 @@ int main(int, char** arguments) {
     const auto draw = [&](unsigned least, unsigned most) {
       return std::uniform_int_distribution<unsigned>(least, most)(random);
     };
-    // Calls of a period, and of each how many blocks of which length it needs at one time.
+    // The calls of a period. For each call: how many blocks of which length it needs at one time.
     std::vector<std::pair<unsigned, std::size_t>> calls(draw(1, 6));
     for (auto& [blocks, bytes] : calls) {
       blocks = draw(1, 6);
@@ -103,7 +103,7 @@ int main(int, char** arguments) {
       return 1;
     }
   }
-  // Groups that sum one after the other share what none of them uses.
+  // Groups that sum one after the other share memory that no group uses now.
   Counting source;
   Spare spare{source};
   constexpr std::size_t bytes = 64 << 20;
@@ -114,7 +114,7 @@ int main(int, char** arguments) {
   if (source.made != 2) return std::printf("20 groups: %zu blocks\n", source.made), 1;
   spare.give_back(0);
   if (source.here) return std::printf("%zu bytes are not given back\n", source.here), 1;
-  // However much was in use at a time, no more than this is kept.
+  // At most this much is kept, however much was in use at a time.
   constexpr std::size_t most = 1 << 30;
   {
     Pool pool{0, spare};
@@ -122,7 +122,7 @@ int main(int, char** arguments) {
     while (pool.used() <= 3 * most) buffers.push_back(pool.take(bytes));
   }
   if (source.here > most) return std::printf("%zu bytes are kept\n", source.here), 1;
-  // Before there is too little memory, all give back what they keep unused.
+  // Before memory runs out, all give back what they keep unused.
   Counting scarce;
   scarce.most = 3 * bytes;
   Spare one{scarce}, other{scarce, &one};
@@ -135,7 +135,7 @@ int main(int, char** arguments) {
   if (scarce.here != 2 * bytes) return std::printf("%zu bytes are kept\n", scarce.here), 1;
   const Buffer all = pool.take(3 * bytes);
   if (!turns()) return std::puts("another thread has got what is put aside for a turn"), 1;
-  // Whoever looks at reports too slowly loses the oldest, and hears of it.
+  // A reader that is too slow loses the oldest reports, and learns how many.
   Reports<int> reports(4);
   for (int i = 0; i < 10; ++i) reports.add(i);
   const std::uint64_t lost = reports.take_lost();

@@ -1,4 +1,4 @@
-// What a thread's turn gets where there is no other memory, after another thread has put as much aside again as was used.
+// What a thread's turn gets if there is no other memory, after another thread has filled the reserve again.
 #include "reserve.h"
 
 #include <sys/resource.h>
@@ -18,7 +18,7 @@ constexpr int needed = 100;
 constexpr std::size_t bytes = 200;
 char* volatile kept[needed];
 
-// Whether this process gets no more address space.
+// Let this process get no more address space, or lift the limit.
 void limit(bool on) {
   std::size_t pages = 0;
   std::FILE* const file = std::fopen("/proc/self/statm", "r");
@@ -30,7 +30,7 @@ void limit(bool on) {
   setrlimit(RLIMIT_AS, &its);
 }
 
-// All that malloc has for this thread without the reserve, in a list.
+// Take all memory that malloc has for this thread, except the reserve, and link it in a list.
 void exhaust() {
   void** all = nullptr;
   while (auto* const next = static_cast<void**>(std::malloc(bytes))) {
@@ -39,7 +39,7 @@ void exhaust() {
   }
 }
 
-// How many of these allocations it gets.
+// How many allocations, of `most`, a turn gets.
 int turn(int most) {
   const reserve::Turn turn;
   int got = 0;
@@ -53,7 +53,7 @@ int turn(int most) {
 }  // namespace
 
 int main() {
-  std::free(std::malloc(16 << 20));  // as NumPy does: what is shorter comes from a thread's arena from now on
+  std::free(std::malloc(16 << 20));  // as NumPy does: from now on, shorter blocks come from a thread's arena
   reserve::keep();
   int got = 0;
   std::binary_semaphore used(0), filled(0), over(0);

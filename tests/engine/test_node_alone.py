@@ -81,7 +81,9 @@ def test_a_rank_that_failed_alone_enters_no_sum_until_it_resyncs(tree):
 
 
 def test_a_rank_that_failed_alone_learns_of_the_death_before_the_last_result():
-    """No resync can follow: its next call fails as those of all others."""
+    """No resync can follow: the rank's next call fails like the calls of all other
+    ranks.
+    """
     world, others = failed_alone(TREES["star"])
     world.recovers = False
     for rank in others:
@@ -221,7 +223,9 @@ def gone_back(world, failed):
 
 @pytest.mark.parametrize("kind", ["coded", "compared", "shared"])
 def test_rounds_that_failed_alone_are_not_decided(kind):
-    """A rank that has gone back behind them is not late: it contributes to the rounds that follow."""
+    """A rank that has gone back behind such rounds is not late: it contributes to the
+    rounds that follow.
+    """
     failed, rounds = 5, 7
     shares = kind == "shared"
     plan = make_plan(3, Shared(replicas=1, blocks=2) if shares else Coded(stragglers=0))
@@ -246,7 +250,9 @@ def test_rounds_that_failed_alone_are_not_decided(kind):
 
 
 def test_a_rank_without_memory_contributes_after_it_has_gone_back():
-    """It lacked memory in a round to which it comes once more. Its messages are to be had again."""
+    """The rank lacked memory in a round to which it returns. Its messages are available
+    again.
+    """
     world = World(
         make_plan(3, Coded(stragglers=0)),
         [Call((("float64", 8),), seed) for seed in range(9)],

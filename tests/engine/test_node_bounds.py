@@ -124,7 +124,7 @@ def test_messages_about_nan_to_a_stopped_rank(action):
 
 @pytest.mark.parametrize("leaver", [3, 7])
 def test_messages_about_a_rank_that_has_left(leaver):
-    """Its children continue, and its parent is stopped."""
+    """The children of the rank continue, and its parent is stopped."""
     parents, frozen, _ = TREES["one below the other"]
     plan = make_plan(len(parents), Coded(parents=parents))
     world = World(plan, script(), random.Random(1), limits={"piece_bytes": 256})
@@ -195,7 +195,9 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
 
 
 def test_history_of_a_parent_that_has_not_got_all_of_its_message():
-    """It relays meanwhile, and at the end no rank keeps its own result for it either."""
+    """The parent relays meanwhile. At the end no other rank keeps the result of the
+    parent's own call either.
+    """
     rounds = 60
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
@@ -225,7 +227,7 @@ def test_history_of_a_parent_that_has_not_got_all_of_its_message():
 
 
 def test_memory_for_long_vectors():
-    """Rounds use the same memory again, and need little of it."""
+    """Rounds reuse the same memory, and need little memory."""
     plan = make_plan(13, Coded(fanout=3))
     size = 4 << 20
     calls = [Zeros((("float32", size // 4),), seed) for seed in range(8)]
@@ -284,7 +286,7 @@ def test_a_turn_fetches_a_bounded_part_of_a_snapshot():
 
 
 def test_questions_for_a_state_to_stopped_ranks():
-    """Those of a rank out of the history, for days."""
+    """A rank out of the history asks stopped ranks for a state, for days."""
     plan = make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1)))
     world = World(plan, [Call((("float64", 6),), 1)], random.Random(0))
     world.settle()

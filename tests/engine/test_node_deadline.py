@@ -224,8 +224,8 @@ def test_the_sum_uses_the_arrived_messages_and_the_residual_describes_it(seed):
 
 @pytest.mark.parametrize("seed", [2372552955, 3938892192])
 def test_an_inner_parent_announced_more_children_than_it_has_at_the_end(seed):
-    """Numbers that it announced earlier are better than the residual says; once they
-    are part of the residual.
+    """Numbers that the parent announced earlier are better than the residual says. In
+    one case they are a part of the residual.
     """
     what_has_come(seed, 9)
 
@@ -330,7 +330,7 @@ def test_a_root_that_does_not_call(seed):
 
 
 def test_messages_for_a_root_that_does_not_call_are_kept():
-    """No other rank can send it more rounds than its history holds."""
+    """No other rank can send the root more rounds than the rank's history holds."""
     world = World(
         make_plan(3, Coded(stragglers=0)),
         [Call((("float64", 4),), seed) for seed in range(6)],
@@ -380,7 +380,7 @@ def test_a_root_that_leaves_after_rounds_that_it_never_called(missed, failure):
 
 @pytest.mark.parametrize("action", ["raise", "wait", "approximate"])
 def test_a_root_that_does_not_call_to_the_end(action):
-    """The root hands in the first of its vectors, and hangs."""
+    """The root passes the first of its vectors, and hangs."""
     plan = make_plan(4, Coded(stragglers=1))
     segments = ("float32", 4), ("float64", 4)
     script = [Call(segments, seed) for seed in range(3)]
@@ -445,7 +445,7 @@ def star(script):
 
 
 def one_round(world, late, seconds):
-    """Play one more round, which these ranks call ``seconds`` later than others."""
+    """Play one more round. These ranks call it ``seconds`` later than the other ranks."""
     world.open += 1
     world.idle.update(late)
     world.sweep_all()
@@ -478,7 +478,9 @@ def test_the_first_rounds_of_a_call_have_no_multiple():
 
 
 def test_a_multiple_is_of_rounds_from_their_beginning():
-    """This holds also if the parent usually comes last, after all messages."""
+    """The deadline counts from the beginning of a round, even if the parent usually
+    comes last, after all messages.
+    """
     world = star([Call((("float32", 8),), 1)] * 9)
     for _ in range(8):
         assert one_round(world, [0], 1.0).outcome == DONE
@@ -533,7 +535,9 @@ def test_a_deadline_while_messages_are_fetched(code, compares):
 
 @pytest.mark.parametrize("compares", COMPARING)
 def test_who_is_waited_for_while_messages_are_fetched(compares):
-    """Without a deadline that ends the round, the log names them, and the round ends once they go on."""
+    """Without a deadline that ends the round, the log names the stopped children. The
+    round ends once they continue.
+    """
     world = stopped_before_they_are_fetched(
         "cyclic_repetition", "wait", COMPARING[compares]
     )
@@ -546,7 +550,9 @@ def test_who_is_waited_for_while_messages_are_fetched(compares):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_approximation_while_messages_are_fetched(dies):
-    """It is of the messages that have come, also where MPI says that a chosen one will not."""
+    """The approximate sum is of the messages that have come, even if MPI says that a
+    chosen message will not come.
+    """
     world = stopped_before_they_are_fetched("ignore_stragglers", "approximate")
     if dies:
         world.kill(1, known=True)
@@ -557,8 +563,8 @@ def test_an_approximation_while_messages_are_fetched(dies):
 @pytest.mark.parametrize("parents", [(-1, 0, 0, 0), (-1, 0, 0, 1, 1, 2, 2)])
 @pytest.mark.parametrize("relative", [False, True])
 def test_a_dead_rank_is_not_waited_for_at_any_depth(parents, relative):
-    """Its parent has offered the best sum that it can have, so the round needs no
-    deadline; a deadline relative to earlier rounds does not exist yet.
+    """The parent of the dead rank has offered the best sum that it can have, so the
+    round needs no deadline. A deadline relative to earlier rounds does not exist yet.
     """
     plan = make_plan(len(parents), Coded(parents=parents, stragglers=0))
     script = probed_script(plan, random.Random(0))

@@ -92,12 +92,12 @@ def late_round(message):
 
 
 def late_decided(message):
-    """Claim that such a round is decided."""
+    """Claim that a round that no group reaches is decided."""
     return _with_field(message, 5)
 
 
 def late_done(message):
-    """Claim that all ranks have everything before such a round."""
+    """Claim that all ranks have everything before a round that no group reaches."""
     return _with_field(message, 6)
 
 
@@ -188,7 +188,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
 
 
 def test_an_alert_of_a_round_that_no_group_reaches():
-    """The messages after it still count."""
+    """The messages after the alert still count."""
     plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
     script = [Call((("float32", 9),), seed) for seed in range(9)]
     world = GarblingWorld(plan, script, random.Random(0))
@@ -436,7 +436,9 @@ def star_of_hosts(sections_from):
 
 @pytest.mark.parametrize("forger", [1, 0])
 def test_only_the_maker_of_a_section_announces_it(forger):
-    """Another rank's claim is an error; the root's claim counts, as it may relay one."""
+    """A claim of another rank is an error. The root's claim counts, as the root may
+    relay the maker's claim.
+    """
     world = star_of_hosts(1)
     seen = []
 

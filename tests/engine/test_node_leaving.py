@@ -74,7 +74,9 @@ def test_all_leave(seed):
 
 
 def test_a_rank_that_leaves_before_the_others_is_named():
-    """Usually its program has done fewer steps than the others'."""
+    """Usually the program of that rank has done fewer steps than the programs of the
+    other ranks.
+    """
     plan = make_plan(4, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
     world.open = 2
@@ -93,8 +95,8 @@ def test_a_rank_that_leaves_before_the_others_is_named():
 
 @pytest.mark.parametrize("failing", [3, 6])
 def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
-    """Its parent's log names it, and so does the error of a call that too few ranks
-    make.
+    """The log of the rank's parent names the failure, and so does the error of a call
+    that too few ranks make.
     """
     plan = make_plan(13, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
@@ -114,7 +116,7 @@ def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
 
 
 def test_a_rank_leaves_in_a_started_round():
-    """It stays until it has the result, so that its call comes to an end."""
+    """The rank stays until it has the result, so that its call comes to an end."""
     world = World(
         make_plan(3, Coded(fanout=2, stragglers=0)),
         [Call((("float32", 6),), 1)],
@@ -133,7 +135,7 @@ def test_a_rank_leaves_in_a_started_round():
 
 
 def test_a_root_that_ends_in_a_round():
-    """Those that are in it get an error."""
+    """The ranks that are in the round get an error."""
     world = World(
         make_plan(3, Coded(fanout=2, stragglers=0)),
         [Call((("float32", 6),), 1)],
@@ -195,7 +197,9 @@ def test_early_leavers_are_stragglers(seed):
 @many
 @given(seeds)
 def test_too_many_leave(seed):
-    """Then the calls of the others fail and name the ranks that have left."""
+    """If too many ranks leave, the calls of the other ranks fail and name the ranks
+    that have left.
+    """
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 6, rng)
@@ -309,7 +313,7 @@ def test_give_up():
 
 @pytest.mark.parametrize("early", [True, False])
 def test_no_rank_waits_for_a_dead_leaf(early):
-    """Its death is known before its parent leaves, or afterwards."""
+    """The death of the leaf is known before its parent leaves, or afterwards."""
     script = [Call((("float32", 30),), seed) for seed in range(3)]
     world = World(make_plan(7, Coded(fanout=2)), script, random.Random(0))
     world.frozen.update({2, 3})
@@ -370,7 +374,9 @@ def test_no_rank_waits_for_ever(seed):
 
 @pytest.mark.parametrize("compared", [False, True])
 def test_a_rank_leaves_between_the_parts_of_its_message(compared):
-    """Its first parts make the first pieces of its parent's sum, and no piece after them."""
+    """The rank's first parts make the first pieces of its parent's sum, and no later
+    pieces.
+    """
     plan = make_plan(7, Coded(fanout=2, code="progressive"))
     leaf = plan.tree.children[1][0]
     assert plan.parts_above[leaf] == 4 and plan.parts_above[1] == 2

@@ -72,7 +72,7 @@ def assert_nobody_is_harmed(world, fails):
 
 
 def test_a_late_rank_without_memory_for_its_message():
-    """It knows that the round is decided, but cannot keep the result."""
+    """The rank knows that the round is decided, but cannot keep the result."""
     world = world_of(FIVE)
     world.idle.add(1)
     world.short_of_memory.add(1)
@@ -128,7 +128,9 @@ def test_a_call_without_memory_whose_round_is_not_decided_fails_it_everywhere():
 
 
 def test_a_late_rank_without_memory_to_relay_fails_no_other_round():
-    """Its own round was decided long ago, and it lacks the last part of its message."""
+    """The rank's own round was decided long ago, and the rank lacks the last part of
+    its message.
+    """
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
     )
@@ -159,8 +161,8 @@ def test_a_late_rank_without_memory_to_relay_fails_no_other_round():
 
 
 def test_a_late_rank_without_memory_for_its_sum():
-    """It has children, its round was decided long ago, and it still lacks the last part
-    of its message.
+    """The rank has children, its round was decided long ago, and it still lacks the
+    last part of its message.
     """
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
@@ -182,7 +184,9 @@ def test_a_late_rank_without_memory_for_its_sum():
 
 @pytest.mark.parametrize("decided", [False, True])
 def test_a_rank_without_memory_for_a_part_of_its_message(decided):
-    """Its call does not wait for the part that the program handed in and that was lost."""
+    """The rank's call does not wait for the part that the program passed and that was
+    lost.
+    """
     plan = make_plan(4, Coded(code="progressive"))
     assert plan.parts_above[1] > 1
     world = world_of(plan)
@@ -239,7 +243,7 @@ def test_a_root_without_memory_does_not_revoke_the_others_sum():
 
 
 def test_a_root_that_loses_the_others_result_fails_the_next_round():
-    """Its call got no memory for the result, and cannot get the result any more."""
+    """The root's call got no memory for the result, and cannot get the result any more."""
     world = sharing_of_four(rounds=3)
     world.idle.add(0)
     world.submit(0)
@@ -340,8 +344,8 @@ class Short(simulation.Wire):
 
 
 def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
-    """An exception has ended its loop over blocks. This call does not block its next
-    one for ever.
+    """An exception has ended the program's loop over blocks. This call does not block
+    the program's next call for ever.
     """
     monkeypatch.setattr(simulation, "Wire", Short)
     script = [Call((("float32", 5),), seed) for seed in range(2)]
@@ -416,7 +420,9 @@ def test_too_little_memory_blocks_no_inbox(seed):
 
 
 def test_too_little_memory_for_a_snapshot():
-    """Its rank gets all later messages, and may ask again once it has enough memory."""
+    """The rank that fetches the snapshot gets all later messages. It may ask again once
+    it has enough memory.
+    """
     if not measurable():
         pytest.skip("the allocator of a sanitizer ends the process")
     # a unique size, which memory freed by other tests does not fit
@@ -452,7 +458,9 @@ def test_too_little_memory_for_a_snapshot():
 
 
 def test_a_rank_without_memory_between_two_blocks():
-    """Its call ends with the error, although its program does not come for another block."""
+    """The rank's call ends with the error, although its program does not come for
+    another block.
+    """
     world = sharing_of_four(rounds=2)
     world.submit(1)
     assert world.may_extend(1)  # it computes
@@ -469,7 +477,7 @@ def test_a_rank_without_memory_between_two_blocks():
 
 
 class Silent(simulation.Wire):
-    """Too little memory for so many reports of errors."""
+    """Too little memory for this many reports of errors."""
 
     refuses = 0
 
@@ -482,7 +490,9 @@ class Silent(simulation.Wire):
 
 @pytest.mark.parametrize("refuses", [1, 4, 9])
 def test_too_little_memory_to_report_too_little_memory(refuses, monkeypatch):
-    """The rank reports it once it can; nobody says that it skipped."""
+    """The rank reports the lack of memory once it can. No report says that the rank
+    skipped.
+    """
     monkeypatch.setattr(simulation, "Wire", Silent)
     plan = make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1)))
     world = world_of(plan)
@@ -502,7 +512,7 @@ def test_too_little_memory_to_report_too_little_memory(refuses, monkeypatch):
 
 @pytest.mark.parametrize("granted", [0, 1, 2])
 def test_too_little_memory_for_the_copy_of_a_result(granted):
-    """All have decided the round: neither it nor the next one fails."""
+    """All ranks have decided the round: neither this round nor the next one fails."""
     plan = make_plan(9, Coded(parents=(-1, 0, 0, 1, 1, 1, 2, 2, 2), stragglers=0))
     limits = {"piece_bytes": 64, "announced_bytes": 128, "sections_from": 1}
     script = [simulation.Call((("float64", 200),), seed) for seed in range(4)]
@@ -532,7 +542,7 @@ def test_too_little_memory_for_the_copy_of_a_result(granted):
 
 
 def test_a_root_without_memory_to_tell_of_its_failed_round(monkeypatch):
-    """The round has failed on all ranks: the next one does not fail, too."""
+    """The round has failed on all ranks, so the next round does not fail, too."""
     monkeypatch.setattr(simulation, "Wire", Short)
     world = world_of(make_plan(3, Coded(stragglers=0)))
     world.open = 2

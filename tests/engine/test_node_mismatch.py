@@ -31,7 +31,7 @@ from jaxcoded import Coded, make_plan
 
 
 def other(call, plan, rng):
-    """Return a call that differs from this one."""
+    """Return a call that differs from the given call."""
     q, seed = plan.padding_multiple, call.seed + 1
     return rng.choice(
         [
@@ -160,7 +160,7 @@ def test_late(seed):
 
 @pytest.mark.parametrize("odd", [0, 1, 4])
 def test_one_rank_is_a_round_ahead(odd):
-    """It called something once more than the others, so that no later call matches."""
+    """This rank made one more call than the other ranks, so that no later call matches."""
     plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float32", 30),), seed) for seed in range(12)]
     world = World(plan, script, random.Random(0), limits={"piece_bytes": 32})
@@ -225,8 +225,8 @@ def test_pieces_do_not_hide_an_error():
 @pytest.mark.parametrize("sections_from", [0, 1])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_call_that_replaces_another_does_not_get_its_sum(seed, sections_from):
-    """The last part of its message never comes while its family forms the sum. Another
-    call of the same length follows.
+    """The last part of a call's message never comes while the rank's family forms the
+    sum. Another call of the same length follows.
     """
     plan = make_plan(4, Coded(code="progressive"))
     calls = [Call((("float64", 60),), number) for number in range(2)]

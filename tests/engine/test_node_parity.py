@@ -363,7 +363,7 @@ def test_without_comparison_a_wrong_message_is_not_detected():
 
 
 def test_no_parent_waits_for_a_closed_child():
-    """Its calls will not come, and the others get an error."""
+    """The calls of such a child will not come, and the other ranks get an error."""
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     segments = (("float32", 9),)
     world = random_world(

@@ -175,7 +175,7 @@ def test_a_late_rank_is_needed_until_a_sum_is_whole():
 @many
 @given(seeds)
 def test_a_rank_far_behind(seed):
-    """It gets the results of all rounds that it missed, and learns their number."""
+    """The rank gets the results of all rounds that it missed, and learns their number."""
     rng = random.Random(seed)
     plan = random_plan(rng, 3, stragglers=(1, 2))
     late = random_missing(plan, np.random.default_rng(seed))
@@ -218,8 +218,8 @@ def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
 @many
 @given(seeds)
 def test_beyond_the_stragglers_of_the_code(seed):
-    """Without enough children the root decides nothing and names the ranks that it
-    waits for; one more suffices.
+    """Without enough children the root decides nothing, and names the ranks that it
+    waits for. One more child suffices.
     """
     rng = random.Random(seed)
     plan = random_plan(rng, 2)

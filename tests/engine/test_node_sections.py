@@ -148,8 +148,8 @@ def coded(seed, sections_from, hosts, **code):
 @pytest.mark.parametrize("slices", [2, 3])
 @pytest.mark.parametrize("seed", range(3))
 def test_messages_shorter_than_the_sum(seed, slices, hosts):
-    """A maker fetches each piece of them once, and forms a piece of each slice from it;
-    the bits are the root's.
+    """A maker fetches each piece of the messages once, and forms a piece of each slice
+    from it. The bits are those of a sum that the root forms.
     """
     world = coded(seed, 1, hosts, slices=slices)
     assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
@@ -514,8 +514,9 @@ def decided_by_the_root(world, lost):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_the_message_that_gives_sections_up_is_lost(seed):
-    """At the deadline a rank is missing, and the root forms another sum by itself. MPI tells the
-    receiver of the loss: it mixes nothing.
+    """At the deadline a rank is missing, and the root forms another sum by itself. MPI
+    tells the receiver that a message was lost. The receiver does not mix pieces of both
+    sums.
     """
     call = Partial((("float64", 160),), 3)
     world = World(

@@ -507,7 +507,7 @@ def test_replayed(seed):
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_replayed_without_a_rank_that_computed(seed):
-    """All others get an error with a message, although they hold its data."""
+    """All other ranks get an error with a message, although they hold the rank's data."""
     rng = random.Random(seed)
     plan = make_plan(4, Shared(replicas=3, blocks=2))
     script = [Call((("float32", 5),), seed)]
@@ -573,7 +573,7 @@ def test_any_ranks_die(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_any_rank_raises_between_two_blocks(seed):
-    """Others compute its blocks, and it continues in the next round."""
+    """Other ranks compute the rank's blocks, and the rank continues in the next round."""
     rng = random.Random(seed)
     run = world(rng)
     gone = set()
@@ -683,7 +683,9 @@ def test_how_much_of_the_batch_is_in_it(handed_over):
 @pytest.mark.parametrize("replicas", [0, 1])
 @pytest.mark.parametrize("shared", [{1, 2, 3, 4}, {1, 2}])
 def test_a_rank_that_is_late_in_a_failed_round(replicas, shared):
-    """Its call is over as it begins. The next round uses its vectors, and computes no block twice."""
+    """The rank's call is over as it begins. The next round uses the rank's vectors, and
+    computes no block twice.
+    """
     plan = make_plan(4, Shared(replicas=replicas, blocks=2))
     script = [Call((("float32", 500),), seed) for seed in range(4)]
     drawn = random.Random(0)
@@ -847,8 +849,8 @@ def test_a_late_rank_forms_a_section():
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_rank_that_computes_something_else(seed):
-    """It is detected in the first round in which another rank also computes one of its
-    blocks. Blocks of late ranks are not compared.
+    """The rank is detected in the first round in which another rank also computes one
+    of its blocks. Blocks of late ranks are not compared.
     """
     rng = random.Random(seed)
     run = world(rng, size=rng.randint(3, 5), rounds=30, audited=True)

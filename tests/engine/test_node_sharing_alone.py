@@ -89,8 +89,8 @@ def assert_goes_on(world):
 
 
 def test_a_rank_in_the_next_round_is_absent():
-    """It has failed the round alone, and would lack its blocks once the root decided
-    the round.
+    """The rank has failed the round alone. If the root decided the round, the rank
+    would lack its blocks.
     """
     world = handed_over()
     computed_by_others(world)

@@ -58,7 +58,7 @@ def pass_time(world, until):
 
 @pytest.mark.parametrize("sections_from", [0, 1])
 def test_a_rank_stopped_after_its_offer_is_named(sections_from):
-    """The sum needs its message, which cannot be fetched."""
+    """The sum needs the message of this rank, which cannot be fetched."""
     plan = make_plan(4, Coded(stragglers=0))
     world = World(
         plan,
@@ -204,7 +204,7 @@ def test_a_root_that_is_known_to_be_dead(action):
 
 @pytest.mark.parametrize("action", ["wait", "raise", "approximate"])
 def test_a_root_that_has_left_without_a_rank(action):
-    """Its process lives, and hears no question any more."""
+    """The root's process lives, but hears no question any more."""
     world = world_of(make_plan(3, Coded(stragglers=1)), action)
     late = world.plan.tree.children[0][-1]
     world.idle.add(late)
@@ -223,7 +223,9 @@ def test_a_root_that_has_left_without_a_rank(action):
 @many
 @given(seeds)
 def test_a_living_rank_above_has_what_a_late_rank_lacks(seed):
-    """Without the root it gets all results that a living rank above it has, however soon it calls."""
+    """Without the root, the late rank gets all results that a living rank above it has,
+    however soon it calls.
+    """
     rng = random.Random(seed)
     plan = random_plan(rng, 3, stragglers=(1, 2))
     late = random_missing(plan, np.random.default_rng(seed)) - {plan.root}
@@ -253,7 +255,9 @@ def test_a_living_rank_above_has_what_a_late_rank_lacks(seed):
 @given(seeds)
 @example(4)  # two on one link
 def test_messages_that_mpi_loses(seed):
-    """It tells the sender or the receiver of each. No rank waits for ever, and no sum is wrong."""
+    """MPI tells the sender or the receiver of each lost message. No rank waits for
+    ever, and no sum is wrong.
+    """
     rng = random.Random(seed)
     plan = random_plan(rng, 2, 5)
     action = rng.choice(["wait", "wait", "raise"])
@@ -283,8 +287,8 @@ def test_messages_that_mpi_loses(seed):
 
 @pytest.mark.parametrize("told", [0, 1])
 def test_a_question_that_mpi_loses_is_asked_again(told):
-    """MPI tells its sender or its receiver of it. Rank 3 waits below rank 1, whose
-    program is away.
+    """MPI tells the sender or the receiver of the lost question. Rank 3 waits below
+    rank 1, whose program is away.
     """
     tree = Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetition"})
     world = world_of(make_plan(5, tree), "wait")
@@ -307,7 +311,9 @@ CHAIN = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
 @pytest.mark.parametrize("dead", [False, True])
 @pytest.mark.parametrize("left", [set(), {1}, {2}, {1, 2}])
 def test_a_rank_below_ranks_that_make_no_call(left, dead):
-    """Without the root its call fails, whether they have left or compute."""
+    """Without the root, the call of this rank fails, whether the ranks above have left
+    or compute.
+    """
     world = world_of(CHAIN, "raise")
     for rank in left:
         world.leave(rank)
@@ -333,7 +339,7 @@ def test_a_rank_below_ranks_that_make_no_call(left, dead):
 
 
 def test_nobody_is_patient_with_a_parent_reported_dead():
-    """The result is asked for elsewhere at once, also after long rounds."""
+    """Ranks ask elsewhere for the result at once, also after long rounds."""
     world = world_of(SEVEN, "wait", inline=(1 << 20,))
     world.idle.update({0, 3})
     for number in (2, 3, 4):  # each takes a second
@@ -383,7 +389,7 @@ def test_a_stopped_rank_is_found_out_after_a_long_round(first):
 
 
 def test_a_snapshot_from_further_up_after_a_long_round():
-    """The parent is stopped, and the root has one."""
+    """The parent is stopped, and the root has a snapshot."""
     world, (asks, *_) = stopped_after(300)
     world.nodes[0].keep_state(2, world.state(2))
     world.nodes[asks].ask_state()
@@ -396,8 +402,8 @@ def test_a_snapshot_from_further_up_after_a_long_round():
 
 @pytest.mark.parametrize("knows", [False, True])
 def test_a_root_that_comes_back(knows):
-    """If it has decided a round that failed elsewhere, the ranks that continue get an
-    error.
+    """If the root has decided a round that failed elsewhere, the ranks that continue
+    get an error.
     """
     inline = (1 << 20,) if knows else (0,)  # whether its mailbox holds messages
     world = world_of(SEVEN, "raise", inline=inline)
@@ -451,7 +457,7 @@ def test_a_failed_root_reports_why():
 
 
 def test_a_root_that_failed_with_a_call_in_flight_reports_why():
-    """It says why also if another rank's departure ends the call."""
+    """The root reports the reason even if the departure of another rank ends the call."""
     world = world_of(make_plan(4, Coded(stragglers=0)), "wait")
     world.idle |= {1, 2, 3}
     world.open = 2

@@ -269,7 +269,7 @@ def test_snapshots_of_a_rank_that_has_gone_back(far):
 @pytest.mark.parametrize("kept", [set(), {0}, {1}, {0, 1}])
 @pytest.mark.parametrize("fetched", [None, 0, 2])
 def test_no_time_passes_for_a_snapshot_of_a_dead_rank(kept, fetched):
-    """It dies before it is asked, before it answers, or after some pieces."""
+    """The rank dies before it is asked, before it answers, or after some pieces."""
     world = chain(3, far=True)
     for rank in kept:
         world.nodes[rank].keep_state(1, world.state(1))

@@ -498,8 +498,8 @@ def test_a_liar_anywhere_is_found(seed):
 
 @pytest.mark.parametrize("then", ["it comes", "the deadline", "it is dead"])
 def test_a_parent_waits_for_a_slow_message(then):
-    """The parent waits for it while its rank lives and there is time, even if others
-    suffice.
+    """The parent waits for the message while its rank lives and there is time, even if
+    other messages suffice.
     """
     plan = make_plan(3, Coded(stragglers=1))
     flips = ((1, 0, 3, 3),)
@@ -556,7 +556,7 @@ class NotFinite(Lie):
 
 @pytest.mark.parametrize("nan", [False, True])
 def test_a_repeatedly_wrong_rank_is_named_once(nan):
-    """The log names it once, until its messages match again."""
+    """The log names the rank only once, until its messages match again."""
     plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 8),)
     script = []

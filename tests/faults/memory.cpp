@@ -1,7 +1,7 @@
-// Too little memory for the engine: some of what it takes is not there. To be preloaded.
+// Too little memory: some of the engine's allocations fail. This library must be preloaded.
 //
-// Memory of vectors is aligned, and so told from all other. Where that is too little, nothing helps; other memory is
-// there once `std::new_handler` has given back some.
+// Vectors need aligned memory, which distinguishes them from all other allocations. If an allocation for a
+// vector fails, nothing helps. Other allocations succeed once `std::new_handler` has given back some memory.
 #include <dlfcn.h>
 #include <link.h>
 
@@ -15,9 +15,9 @@ namespace {
 
 std::uintptr_t first = 0, last = 0;  // addresses of the engine
 std::atomic<long> vectors = 0, others = 0;
-long every_vector = 0, every_other = 0;  // so many fail; 0: none
-std::atomic<std::size_t> refused = 0;     // bytes of the last vector that failed, for which nothing helps
-std::atomic<std::size_t> never = 0;       // bytes that are never there, in no vector; 0: none
+long every_vector = 0, every_other = 0;  // one of this many fails; 0: none
+std::atomic<std::size_t> refused = 0;     // bytes of the last vector that failed: another attempt fails, too
+std::atomic<std::size_t> never = 0;       // allocations of this length always fail, except for vectors; 0: none
 
 bool of_the_engine(void* caller) {
   const auto address = reinterpret_cast<std::uintptr_t>(caller);
@@ -57,7 +57,7 @@ extern "C" void refuse_bytes(std::size_t bytes) {
   never = bytes;
 }
 
-// How many have failed.
+// How many allocations have failed.
 extern "C" long memory_failures() {
   return (every_vector ? vectors / every_vector : 0) + (every_other ? others / every_other : 0);
 }

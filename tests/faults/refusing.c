@@ -1,5 +1,5 @@
-// An MPI that does not take some messages, once it is told, and receives some pieces of vectors not at all, or not as a
-// whole; or that takes one message and loses it. To be preloaded.
+// An MPI that on command refuses some messages, and receives some pieces of vectors not at all or only in part.
+// Or an MPI that takes one message and loses it. This library must be preloaded.
 #include <errno.h>
 #include <mpi.h>
 #include <string.h>
@@ -14,14 +14,14 @@ static int count_of_inboxes = 0;
 
 void refuse_each(int number) { each = number; }
 
-// How many messages of the engine were not taken.
+// How many messages of the engine were refused.
 int refused(void) { return each ? asked / each : 0; }
 
-// The message of this number, from now on, is lost on its way out of this process, or into it.
+// From now on, lose the message of this number on its way out of this process, or into it.
 void lose_sent(int number) { loses_sent = number; }
 void lose_received(int number) { loses_received = number; }
 
-// Or the one that asks for a piece, or that brings one.
+// The same for the message that requests a piece, or that brings one.
 void lose_asking(int number) { loses_asking = number; }
 void lose_piece(int number) { loses_piece = number; }
 
@@ -50,7 +50,7 @@ int MPI_Isend(const void* data, int count, MPI_Datatype type, int to, int tag, M
   if ((tag == control && loses_sent && --loses_sent == 0) || (asks && loses_asking && --loses_asking == 0) ||
       (brings && loses_piece && --loses_piece == 0)) {
     lost = 1;
-    *request = MPI_REQUEST_NULL;  // of which the engine asks next
+    *request = MPI_REQUEST_NULL;  // the engine asks for the outcome of this request next
     return MPI_SUCCESS;
   }
   return PMPI_Isend(data, count, type, to, tag, comm, request);

@@ -287,7 +287,9 @@ def test_a_function_is_traced_seldom(strategy, monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("how", [Uncoded(), Shared()])
 def test_memory_of_a_gradient(comm, how):
-    """That of one backward pass over this rank's examples, where intermediate values need most."""
+    """The memory is that of one backward pass over this rank's examples, at the point
+    where intermediate values need most.
+    """
     rng = np.random.default_rng(0)
     layers = [jnp.asarray(rng.normal(size=(32, 32)) / 6) for _ in range(8)]
 
@@ -381,7 +383,9 @@ def test_descent_with_a_late_rank(strategy, comm):
 @redundant
 @pytest.mark.parametrize("code", ["shared", "cyclic", "slices"])
 def test_a_late_rank_computes_nothing(comm, code):
-    """It skips rounds that are over, forward and backward, and gets the same bits."""
+    """The late rank skips rounds that are over, forward and backward, and gets the same
+    bits.
+    """
     strategy = {
         "shared": Shared(),
         "cyclic": Coded(stragglers=1, fanout=3),
@@ -621,7 +625,9 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
     indirect=["strategy"],
 )
 def test_parameters_that_differ_by_a_share(strategy, comm, share):
-    """One of eight steps finds it. Ranks whose parameters differ in rounding alone get no error."""
+    """One of eight steps finds the difference. Ranks whose parameters differ only in
+    rounding get no error.
+    """
     batch = strategy.batch(A)
     total = jax.jit(coded_sum(values, strategy))
     start = np.random.default_rng(0).normal(size=(8, *np.shape(THETA)))
@@ -639,8 +645,9 @@ def test_parameters_that_differ_by_a_share(strategy, comm, share):
 @pytest.mark.ranks(4)
 @every_strategy
 def test_a_branch_that_one_rank_does_not_take(strategy, comm):
-    """The next call of another kind is an error on every rank, and names both calls. Those that do not wait for a late
-    rank get it one round later."""
+    """The next call of another kind is an error on every rank, and names both calls.
+    Ranks that do not wait for a late rank get the error one round later.
+    """
     batch, odd = strategy.batch(A), comm.rank == comm.size - 1
     total = coded_sum(values, strategy)
 
@@ -756,7 +763,9 @@ def test_random_keys(comm):
 
 @once
 def test_axes_of_a_vmap_around_it(group):
-    """Inside of ``per_example`` there is no such axis, as one round sums for all."""
+    """Inside ``per_example`` the axis of a vmap around the sum does not exist, as one
+    round sums for all.
+    """
     batch = group.batch(A)
     for use in (
         lambda theta: jax.lax.psum(theta, "i"),
@@ -957,7 +966,7 @@ def test_functions_that_are_equal(strategy):
 
 @pytest.mark.parametrize("strategy", [Shared()], ids=repr, indirect=True)
 def test_calls_with_and_without_a_token(strategy):
-    """Nothing orders them, so that ranks would wait for each other."""
+    """Nothing orders such calls, so ranks would wait for each other."""
     batch = strategy.batch(np.ones(BATCH))
     total = coded_sum(lambda w, x: w * x, strategy)
 

@@ -192,8 +192,8 @@ def test_ranks_at_different_batches(comm, transport, call, odd, how):
 
 @several
 def test_integers_of_different_batches(comm, transport):
-    """They cannot be NaN: a transport without errors of its own refuses weighted ones.
-    Without weights nothing can be checked, and the sum is exact.
+    """Integers cannot be NaN: a transport without errors of its own refuses weighted
+    integers. Without weights nothing can be checked, and the sum is exact.
     """
     with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
         numbers = group.epoch(np.arange(EXAMPLES, dtype=np.int32), BATCH, seed=0)

@@ -69,7 +69,9 @@ def errors(comm, group, spoils):
 
 @redundant
 def test_nan_of_one_rank(comm, own):
-    """Its next calls are of the same batches as the others' calls."""
+    """The next calls of this rank are of the same batches as the calls of the other
+    ranks.
+    """
     odd = comm.rank == SIZE - 1
     failed = errors(comm, own, lambda step: (0, np.inf if odd and step == 1 else 0))
     assert failed == [1] * odd

@@ -924,7 +924,7 @@ def test_memory_without_late_ranks(comm, transport):
 
 
 def test_a_rank_without_the_engine(comm, transport, monkeypatch):
-    """Then all ranks use the other transport."""
+    """If one rank lacks the engine, all ranks use the other transport."""
     last = SIZE - 1
     if RANK == last:
         monkeypatch.setattr(engine, "missing", lambda: "no compiler here")
@@ -945,7 +945,9 @@ def test_a_rank_without_the_engine(comm, transport, monkeypatch):
 
 @pytest.mark.parametrize("step", ["introduce", "open"])
 def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
-    """Then no rank gets the group, and all can make another one."""
+    """If one rank cannot open the engine, no rank gets the group, and all can make
+    another one.
+    """
     last = SIZE - 1
 
     def fail(*_):

@@ -404,7 +404,7 @@ def test_integers_that_do_not_fit(group):
 
 @pytest.mark.parametrize("kind", ["array", "number", "unsigned"])
 def test_integers_that_jax_would_cut_off(comm, transport, kind):
-    """Wherever they are handed in: an error that names the leaf."""
+    """Wherever such integers are passed, there is an error that names the leaf."""
     beyond = {
         "array": np.array([BEYOND, 1]),
         "number": np.int64(-BEYOND),

@@ -147,7 +147,7 @@ def test_sums_without_a_mean(group):
 
 @redundant
 def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
-    """The others did not need it; the batches have different sizes."""
+    """The other ranks did not need this rank. The batches have different sizes."""
     loader, late = batches(group, 0), SIZE - 1
     batch = loader[0 if comm.rank == late else 3]
     step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))

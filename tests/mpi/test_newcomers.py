@@ -122,7 +122,7 @@ def test_ranks_that_go_on_after_it(comm, going_on, call, odd):
 @pytest.mark.parametrize("call", [by_arrays, by_a_batch])
 @pytest.mark.parametrize("strategy", NEEDS_ALL.values(), ids=NEEDS_ALL)
 def test_programs_that_end_with_it(comm, transport, strategy, call, odd):
-    """Those that erred leave, and the others do not wait for them."""
+    """Ranks that erred leave, and the other ranks do not wait for them."""
 
     def program():
         with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:

@@ -145,7 +145,7 @@ def of_owners(comm, recorded):
 
 @several
 def test_a_rank_that_computed_is_missing(comm, transport, of_owners):
-    """The others get an error, although they hold its data."""
+    """The other ranks get an error, although they hold the missing rank's data."""
     with made(comm, transport, replay=of_owners) as group:
         wait_for_all(comm)
         if RANK == SIZE - 1:

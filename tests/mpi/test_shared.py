@@ -352,7 +352,9 @@ def test_two_threads_that_compute(comm, transport):
 
 @pytest.mark.skipif(SIZE < 3, reason="the others hold what the late one owns")
 def test_a_rank_that_does_not_come_before_the_others_are_done(comm, work, steps):
-    """The others compute its blocks; the rank gets the sum, and computes nothing."""
+    """The other ranks compute this rank's blocks. The rank gets the sum, and computes
+    nothing.
+    """
     late, params_and_batch = SIZE - 1, problem(23)
     wait_for_all(comm)
     if late == RANK:

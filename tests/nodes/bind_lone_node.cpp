@@ -1,4 +1,4 @@
-// A node on its own, for tests: its wire is a Python object.
+// A node on its own, for tests. Its wire is a Python object.
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -69,7 +69,8 @@ class LoneNode {
   LoneNode(Family family, Decoder decoder, Limits limits, nb::object wire)
       : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
 
-  // `known` of the vectors are there. The others follow, and then the call must be completed.
+  // The first `known` vectors are passed with the call. The others follow, and then the test must complete the
+  // call.
   void submit(std::uint64_t fingerprint, std::string signature, std::string why_not, bool up,
               bool down, bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
               const std::vector<Vector>& out, std::size_t known,

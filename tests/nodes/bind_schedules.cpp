@@ -64,7 +64,7 @@ void add_schedules(nb::module_& module) {
   module.def("play", [](const Group& group, const Schedule& schedule, bool traced) {
     return play(group, schedule, traced);
   }, nb::arg("group"), nb::arg("schedule"), nb::kw_only(), nb::arg("traced") = false);
-  // The same schedule with as few happenings as show the finding.
+  // The same schedule with the fewest happenings that still show the finding.
   module.def("shortest", [](const Group& group, Schedule schedule) {
     Report found = play(group, schedule);
     for (schedule.most_happenings = 0; schedule.most_happenings < found.happenings; ++schedule.most_happenings) {
@@ -73,7 +73,7 @@ void add_schedules(nb::module_& module) {
     }
     return found;
   }, nb::arg("group"), nb::arg("schedule"));
-  // Of each rank: the longest turn and all turns in seconds, messages, bytes of them.
+  // For each rank: the longest turn and all turns in seconds, and the number and the bytes of its messages.
   module.def("count_costs", [](const Group& group, std::size_t rounds, std::uint64_t count, bool sections) {
     std::vector<std::tuple<double, double, std::uint64_t, std::uint64_t>> out;
     const nb::gil_scoped_release released;
@@ -86,7 +86,8 @@ void add_schedules(nb::module_& module) {
     }
     return out;
   }, nb::arg("group"), nb::arg("rounds"), nb::arg("count"), nb::kw_only(), nb::arg("sections"));
-  // Schedules with this seed and those after it, until one has a finding: its seed, or none; and what was seen.
+  // Play schedules with this seed and the following seeds, until one has a finding. Returns that seed, or none;
+  // and what was seen.
   module.def("play_many", [](const Group& group, Schedule schedule, std::size_t count) {
     const nb::gil_scoped_release released;
     Seen seen;

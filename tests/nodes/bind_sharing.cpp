@@ -1,4 +1,4 @@
-// Python's view of how work is shared, for tests.
+// How work is shared, as Python sees it, for tests.
 #include "bindings.h"
 #include "ledger.h"
 #include "share.h"

@@ -1,4 +1,4 @@
-// The ranks that a world simulates, and what each contributes to a sum.
+// The ranks that a world simulates, and what each rank contributes to a sum.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace jaxcoded {
 
-// A schedule shows a fault of the engine; the text says which.
+// A schedule shows a fault of the engine. The text says which fault.
 struct Finding {
   std::string text;
 };
@@ -31,7 +31,7 @@ inline void check(bool right, const auto&... words) {
   throw Finding{text};
 }
 
-constexpr std::size_t examples = 9;  // in the batch from which contributions are made
+constexpr std::size_t examples = 9;  // examples in the batch from which contributions are made
 
 struct Group {
   // What a rank adds to the sum of a round: `coefficients` × its examples, part by part and slice by slice.
@@ -49,18 +49,18 @@ struct Group {
   std::vector<Rank> parents;  // -1 at the root
   std::vector<int> hosts;
   std::vector<Family> families;
-  std::vector<Family> delegating;  // the same in a group that forms sums in sections
+  std::vector<Family> delegating;  // the same families in a group that forms sums in sections
   std::vector<Decoder> decoders;
-  std::vector<Decoder> comparing;  // the same where parents compare messages; empty if they cannot
+  std::vector<Decoder> comparing;  // the same decoders in a group whose parents compare messages; empty if they cannot
   std::vector<double> deadline_shares;
   std::vector<Shares> shares;
   std::vector<Combination> combinations;
-  std::vector<std::size_t> tolerances;              // missing children that each parent tolerates
-  std::vector<std::vector<std::vector<bool>>> erasures;  // the children that each rank leaves out, in several ways
+  std::vector<std::size_t> tolerances;              // how many missing children each parent tolerates
+  std::vector<std::vector<std::vector<bool>>> erasures;  // which children each rank leaves out, in several variants
   double amplification = 1;
-  std::uint64_t multiple = 1;               // of the length of vectors
-  std::vector<std::vector<Rank>> holders;   // of each block of shared work; empty: there is none
-  std::vector<std::size_t> starts;          // the first example of each block, and the last one's end
+  std::uint64_t multiple = 1;               // the lengths of vectors are multiples of it
+  std::vector<std::vector<Rank>> holders;   // of each block of shared work; empty: no work is shared
+  std::vector<std::size_t> starts;          // the first example of each block, then the end of the last block
 
   std::size_t size() const { return parents.size(); }
   Rank root() const {

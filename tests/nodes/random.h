@@ -1,4 +1,4 @@
-// Random numbers that depend on the seed alone, not on the standard library.
+// Random numbers that depend only on the seed, not on the standard library.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ class Random {
   const T& pick(const std::vector<T>& from) { return from[below(from.size())]; }
   template <class T>
   T pick(std::initializer_list<T> from) { return from.begin()[below(from.size())]; }
-  // So many of these, in a random order.
+  // This many of the elements, in a random order.
   template <class T>
   std::vector<T> sample(std::vector<T> from, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) std::swap(from[i], from[between(i, from.size() - 1)]);

@@ -7,7 +7,7 @@
 namespace jaxcoded {
 namespace {
 
-constexpr double deadline = 5;  // seconds
+constexpr double deadline = 5;  // in seconds
 constexpr std::size_t rounds = 10;
 
 enum class Happening : std::uint8_t {
@@ -35,8 +35,8 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
       call.segments.push_back({dtype, multiple * times});
     }
     if (wide) {
-      // vectors so long, and numbers so wide, that no comparison of honest messages sees only rounding
-      // (docs/theory.md, "What rounding explains")
+      // Use vectors so long, and numbers so wide, that honest messages never consist of rounding alone where
+      // they are compared (docs/theory.md, "What rounding explains").
       std::map<DType, std::uint64_t> longest;
       for (const auto& [dtype, count] : call.segments) {
         const bool narrow = size_of(dtype) < 4 && group.amplification > 10;
@@ -60,7 +60,7 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
   return out;
 }
 
-// Calls whose work is shared: in one call each, or of blocks and of their sum in turn.
+// Calls whose work is shared. Either each call does all of it, or calls compute blocks and sum them in turn.
 std::vector<Planned> shared_work(Random& random) {
   std::vector<Planned> out;
   const bool handed_over = random.chance(0.5);
@@ -81,7 +81,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   Settings out;
   Limits& limits = out.limits;
   limits.history_bytes = 0;
-  // a rank's blocks on the host are summed in the round after that
+  // if a rank computes blocks on the host, the round after their round sums them
   limits.history_rounds = random.pick({shares ? 2u : 1u, 3u, 100u});
   limits.piece_bytes = random.pick({8u, 8u, 16u, 24u, 64u, 1u << 18});
   limits.announced_bytes = random.pick({8u, 32u, 64u, 1u << 20});
@@ -112,7 +112,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   out.staged = random.pick({0.0, 0.5, 1.0});
   out.rests = calm ? random.pick({0.0, 0.2}) : 0;
   out.recovers = calm || shares || random.chance(0.5);
-  // with more steps float16 would overflow
+  // with more steps, float16 would overflow
   out.chained = calm && !shares && group.amplification < 1e3;
   out.damaged = schedule.damaged;
   out.vanishing = schedule.vanishing;
@@ -156,7 +156,7 @@ class Player {
     for (std::size_t i = 0; i < end; ++i) {
       if (i != harmless) all.push_back(static_cast<Happening>(i));
     }
-    // fewer kinds make others meet more often
+    // with fewer kinds in a schedule, the chosen kinds coincide more often
     kinds_ = random_.sample(all, random_.between(1, 5));
     kinds_.insert(kinds_.end(), 2, Happening::go_on);
     losses_ = random_.pick({1, 3, 10});
@@ -247,7 +247,7 @@ class Player {
     if (links.empty() || !losses_) return;
     --losses_;
     const auto [from, to] = random_.pick(links);
-    // a rank may have ended when only its parent knows that its last message is lost
+    // if only its parent knows that a rank's last message is lost, the rank may have ended
     const bool last = world_.next_message(from, to) == Kind::bye;
     world_.lose(from, to, last || random_.chance(0.5) ? from : to);
   }
@@ -259,7 +259,7 @@ class Player {
     if (rank != group_.root() && world_.computes_blocks(rank)) world_.leave_blocks(rank);
   }
 
-  // A rank's next call is another one.
+  // Make a rank's next call differ from the script.
   void call_something_else() {
     const Rank rank = static_cast<Rank>(random_.below(group_.size()));
     const Round round = world_.node(rank).next() + world_.calls(rank);
@@ -273,7 +273,7 @@ class Player {
     world_.deviations.try_emplace({rank, round}, std::move(other));
   }
 
-  // What can come to an end does.
+  // Let everything come to an end that can.
   void end() {
     come_back();
     for (const Rank rank : unreported_) world_.report_death(rank);
@@ -282,7 +282,7 @@ class Player {
       world_.settle();
       world_.clock += 100;
       if (world_.settings().recovers) continue;
-      for (const Rank rank : world_.living()) {  // its program ends with an error
+      for (const Rank rank : world_.living()) {  // the rank's program ends with an error
         if (!world_.leaving.has(rank) && world_.node(rank).desynchronized()) world_.leave(rank);
       }
     }
@@ -326,7 +326,7 @@ Report play(const Group& group, const Schedule& schedule, bool traced) {
   const Settings drawn = settings(group, schedule, random);
   auto script = group.holders.empty() ? sums(group, random, drawn.compares) : shared_work(random);
   World world(group, std::move(script), drawn, random);
-  world.rests = schedule.theme == Theme::calm;  // ranks without memory try again and again
+  world.rests = schedule.theme == Theme::calm;  // without memory, ranks try again and again
   world.traced = traced;
   try {
     Player(group, schedule, random, world, report).play();
@@ -354,7 +354,7 @@ std::vector<Cost> count_costs(const Group& group, std::size_t calls, std::uint64
   settings.limits.sections_from = sections;
   settings.limits.piece_bytes = 1024;
   settings.inline_bytes = {1024};
-  settings.checks = false;  // they would take most of the time
+  settings.checks = false;  // checks would take most of the time
   Random random(0);
   World world(group, std::move(script), settings, random);
   while (world.sweep() == 2) {

@@ -1,4 +1,4 @@
-// Schedules: what happens to a group of ranks, all of it drawn from a seed.
+// Schedules: what happens to a group of ranks. A seed determines all of it.
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,16 @@ struct Schedule {
 };
 
 struct Report {
-  std::string finding = {};  // empty: none
-  std::string happened = {};  // in words, one after the other
+  std::string finding = {};  // empty: no fault was found
+  std::string happened = {};  // the happenings in words, in order
   std::size_t happenings = 0;
   Seen seen = {};
 };
 
 Report play(const Group& group, const Schedule& schedule, bool traced = false);
 
-// Nobody is late, and each rank calls some sums of `count` float32 numbers. Returns the cost of each rank.
+// Play rounds without late ranks, in which each rank calls sums of `count` float32 numbers. Returns the cost of
+// each rank.
 std::vector<Cost> count_costs(const Group& group, std::size_t rounds, std::uint64_t count, bool sections);
 
 }  // namespace jaxcoded

@@ -128,9 +128,9 @@ std::vector<Numbers> Planned::own(const Group& group, Rank rank) const {
   return out;
 }
 
-// A bound on the error of a sum, as a share of the sum of absolute values. Every rounding, half an eps, is
-// amplified by κ at most. A narrow message is rounded once when it is made and once in every layer. In wider
-// ones every addition counts, in float64 also those of `own` and `sum`.
+// A bound on the error of a sum, as a share of the sum of absolute values. Every rounding, by half an eps, is
+// amplified by at most κ. A narrow message is rounded once when it is made and once in every layer. In wider
+// messages every addition counts. In float64 so do the additions of `own` and `sum`.
 double Expected::rounding(DType dtype) const {
   std::size_t depth = 0, fanout = 0;
   for (const Family& family : group_.families) {
@@ -150,7 +150,7 @@ void Expected::check_result(Rank rank, std::size_t segment, const Numbers& actua
   const double bound = passed_on ? 0 : rounding(call_.segments[segment].dtype);
   check(actual.size() == exact.size(), "rank", rank, "has a result of another length");
   for (std::size_t i = 0; i < actual.size(); ++i) {
-    // unlike `error > bound`, this fails for NaN
+    // unlike `error > bound`, this comparison fails for NaN
     const bool right = std::abs(actual[i] - exact[i]) <= bound * size[i];
     check(right, "rank", rank, "has", actual[i], "in place of", exact[i], "in segment", segment, "at", i);
   }
@@ -164,7 +164,7 @@ void Expected::form_messages() {
   }
   std::vector<std::size_t> order;
   for (std::size_t rank = 0; rank < group_.size(); ++rank) order.push_back(rank);
-  std::ranges::stable_sort(order, std::greater{},  // the deepest first
+  std::ranges::stable_sort(order, std::greater{},  // the deepest ranks first
                            [&](std::size_t rank) { return group_.families[rank].ancestors.size(); });
   for (const std::size_t rank : order) {
     const Group::Combination& of = group_.combinations[rank];

@@ -1,4 +1,4 @@
-// The calls that programs make, what they contribute, and what must come out.
+// The calls that programs make, what they contribute, and what their results must be.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct Planned {
   std::uint64_t seed = 0;              // of the gradients
   std::string why_not = {};            // why the call must fail
   const std::vector<std::vector<bool>>* erased = nullptr;  // by rank
-  bool shared = false;                 // its work is shared. Without segments, the next call sums it
-  bool sums_blocks = false;            // it sums the vectors computed in the round before
+  bool shared = false;                 // the call's work is shared. Without segments, the next call sums it
+  bool sums_blocks = false;            // the call sums the vectors computed in the previous round
 
   std::string signature() const;
   std::uint64_t fingerprint() const { return mixed_fingerprint(signature()); }
@@ -39,13 +39,13 @@ struct Planned {
   std::vector<Numbers> own(const Group& group, Rank rank) const;
 };
 
-// The right values of one call, computed in double when they are first needed.
+// The right values of one call. They are computed in double when they are first needed.
 class Expected {
  public:
   Expected(const Group& group, const Planned& call) : group_(group), call_(call) {}
 
   void check_result(Rank rank, std::size_t segment, const Numbers& actual) const;
-  // A part of a rank's message to its parent.
+  // Check a part of a rank's message to its parent.
   void check_message(Rank rank, std::size_t vector, std::uint64_t first, const Numbers& actual);
 
  private:

@@ -11,9 +11,9 @@
 
 namespace jaxcoded {
 
-constexpr double rest_times = 20;   // `orphan_seconds`: a second of an idle group
-constexpr int most_woken = 128;     // wake-ups by timers in it
-constexpr int most_turns = 10'000;  // of a rank, until it sleeps
+constexpr double rest_times = 20;   // in units of `orphan_seconds`: a second of an idle group
+constexpr int most_woken = 128;     // wake-ups by timers in that second
+constexpr int most_turns = 10'000;  // turns of a rank before it sleeps
 constexpr std::size_t snapshot_bytes = 100;
 
 // Adds the seconds that the processor spends on this thread.
@@ -40,9 +40,9 @@ struct World::Running {
   std::vector<Segment> message = {};
   std::vector<Bytes> own = {}, out = {};
   bool in_place = false;
-  std::size_t known = 0;  // number of its vectors that the node has
+  std::size_t known = 0;  // how many of its vectors the node has
   double scale = 1;       // see `Settings::chained`
-  bool left = false;      // the program brings no more of it, and reads no result
+  bool left = false;      // the program passes no more vectors of this call, and reads no result
   // If its work is shared:
   const Planned* of = nullptr;          // the call that sums the blocks
   std::vector<Numbers> sums = {};       // of the blocks in its vectors
@@ -118,7 +118,8 @@ World::World(const Group& group, std::vector<Planned> script, const Settings& se
 
 World::~World() = default;
 
-// As in the engine, a call fails if there is too little memory. Returns whether there was enough.
+// Give a rank a turn. As in the engine, a call fails if memory is too short. Returns whether there was enough
+// memory.
 template <class Act>
 bool World::turn(Rank rank, Act act) {
   try {
@@ -217,8 +218,8 @@ void World::deliver(Rank from, Rank to) {
   }
 }
 
-// A node that had too little memory for a message gets it again, and must then drop it, as others wait behind
-// it.
+// A node that had too little memory for a message gets the message again. It must then drop the message, as
+// others wait behind it.
 void World::deliver_once(Rank from, Rank to, const Message& message) {
   ++seen.messages[static_cast<std::size_t>(message.header.kind)];
   if (traced) {
@@ -249,14 +250,14 @@ Expected& World::expected(const Planned& call) {
   return expected_.try_emplace(&call, group_, call).first->second;
 }
 
-// Every piece that is sent must be right, even if it is not used.
+// Every piece that is sent must be right, even if the receiver does not use it.
 void World::check_piece(const Request& request, std::span<const std::byte> data) {
   if (!settings_.checks) return;
   const Object& object = request.object;
   switch (object.what) {
     case Object::What::result:
     case Object::What::section: {
-      // each parent counts the versions of its own family
+      // each parent numbers the versions of its own family
       const bool section = object.what == Object::What::section;
       const Rank above = section ? group_.parents[index(request.source)] : -1;
       const auto [known, first] = pieces_.try_emplace(
@@ -296,7 +297,7 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
     check(std::ranges::equal(std::span(right).subspan(piece.offset, piece.bytes), data), "rank",
           request.source, "lends a wrong piece", request.piece, "of round", its->round);
   } else if (settings_.partial && !group_.families[index(request.source)].children.empty()) {
-    return;  // the sum of those that have come
+    return;  // this is the sum of the ranks that have come
   } else if (!may_be_overwritten(request)) {
     Numbers actual = widened(dtype, data);
     for (double& number : actual) number /= its->scale;
@@ -304,8 +305,9 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
   }
 }
 
-// The result may overwrite a piece of a message once the root has that piece of the sum. Then no rank uses the
-// message's piece, and a parent with the result forms no sum. If messages are compared, no rank may read it.
+// The result may overwrite a piece of a message once the root has that piece of the sum. From then on no rank
+// uses the piece of the message, and a parent with the result forms no sum. If messages are compared, no rank
+// may read such a piece.
 bool World::may_be_overwritten(const Request& request) const {
   const Running* const its = offering(request.source);
   const Family& family = group_.families[index(request.source)];
@@ -316,11 +318,12 @@ bool World::may_be_overwritten(const Request& request) const {
           root.read({Object::What::result, request.object.round}, request.piece));
 }
 
-// Programs add blocks to vectors that others may still read. No rank uses pieces of an earlier version.
+// Programs add blocks to vectors that other ranks may still read. No rank uses pieces of an earlier version of
+// a vector.
 bool World::may_change(const Request& request) const {
   const Running* const its = offering(request.source);
   if (!its || !its->call->shared) return false;
-  if (request.object.what == Object::What::own) return true;  // the root reports its version to nobody
+  if (request.object.what == Object::What::own) return true;  // the root reports its own version to no rank
   const auto version = versions_.find(request.source);
   return request.object.what == Object::What::message &&
          (its->work || (version != versions_.end() && request.object.version < version->second));
@@ -365,18 +368,18 @@ void World::check_end(Rank rank) {
   }
   const bool followed = ended.call->shared && ended.call->segments.empty();
   const Round next = ended.round + 1;
-  // with blocks on the host a step has two rounds
+  // with blocks on the host a step has two rounds, and a snapshot follows only the second
 
   if (outcome != Outcome::desynchronized && settings_.recovers && !followed &&
       next % settings_.snapshot_every == 0) {
     node(rank).keep_state(next, state(next));
   }
-  // No rank uses the caller's memory any more, or writes to it.
+  // No rank reads or writes the caller's memory any more.
   for (auto* vectors : {&ended.own, &ended.out}) {
     for (Bytes& vector : *vectors) std::ranges::fill(vector, std::byte{255});
   }
   if (ended.call->shared && !ended.over && !dead.has(rank)) {
-    // the program does not know yet, and asks for a block
+    // the program does not know yet that the call is over, and asks for a block
     check(!node(rank).take_block(), "rank", rank, "gets a block of a call that is over");
   }
 }
@@ -408,7 +411,7 @@ void World::check_result(Rank rank, const Running& running) {
   }
 }
 
-// The sum is that of the members' vectors, in the ledger's order, with each block once.
+// The result must be the sum of the members' vectors, in the ledger's order, with each block once.
 void World::check_division(const Running& running) {
   const Division division = node(group_.root()).division();
   std::set<Block> blocks;
@@ -420,7 +423,7 @@ void World::check_division(const Running& running) {
   check(blocks.size() == count && (settings_.partial || count == group_.holders.size()), "round", running.round,
         "has", count, "blocks,", blocks.size(), "different ones, of", group_.holders.size());
   bool right = sums_of(running, division) == running.results();
-  // after a deadline the vectors of ranks that do not come are left out of a sum of what was computed before
+  // after a deadline, a sum of earlier blocks leaves out the vectors of ranks that do not come
   const bool some = settings_.partial && running.call->sums_blocks;
   for (std::uint32_t without = 1; some && !right && without < 1u << division.size(); ++without) {
     Division rest = division;
@@ -455,8 +458,8 @@ std::vector<Bytes> World::sums_of(const Running& running, const Division& divisi
   return out;
 }
 
-// A rank that cannot get a result any more was far enough behind the root, or a rank above that has failed rounds
-// alone; or it had asked a rank that was in the same case, or is dead.
+// Check that a rank may be unable to get a result: some rank above must be a reason. That rank is far enough
+// ahead, has failed rounds alone, cannot get a result itself, or is dead.
 void World::check_lost(Rank rank, Round round) const {
   const auto ahead = [&](Rank other) { return nodes_[index(other)]->next() >= round + settings_.limits.history_rounds; };
   const bool right = std::ranges::any_of(above(rank), [&](Rank other) {
@@ -633,11 +636,11 @@ void World::leave_blocks(Rank rank) {
   check_end(rank);
 }
 
-// Give a rank a turn; return whether it asks for another one at once. Otherwise it sleeps.
+// Give a rank a turn. Returns whether it asks for another turn at once. Otherwise it sleeps.
 bool World::advance(Rank rank) {
   bool more = false;
   if (turn(rank, [&](Node& its) { more = its.advance(); }) && !more && node(rank).wakes_at() <= clock) {
-    // after its last message it may have nothing to wait for
+    // after its last message a rank may have nothing to wait for
     bool again = false;
     const bool enough = turn(rank, [&](Node& its) { again = its.advance(); });
     check(again || !enough || node(rank).wakes_at() > clock, "rank", rank, "never sleeps");
@@ -651,8 +654,8 @@ bool World::advance(Rank rank) {
   return more;
 }
 
-// Fetch a snapshot if needed, and continue from it; return whether anything was done. Without a root no round is
-// decided, and programs do not go back to repeat rounds.
+// Fetch a snapshot if a rank needs one, and continue from it. Returns whether anything was done. Without a root
+// no round is decided, and programs do not go back to repeat rounds.
 bool World::recover(Rank rank) {
   Node& its = node(rank);
   if (!settings_.recovers || dead.has(group_.root())) return false;
@@ -667,7 +670,7 @@ bool World::recover(Rank rank) {
   check(std::ranges::equal(got.all(), state(round).all()), "rank", rank, "has a wrong snapshot of round", round);
   its.resume();
   check(its.next() == round && !its.desynchronized(), "rank", rank, "does not continue at its snapshot");
-  // rounds that failed at some ranks alone are not decided
+  // a round that failed only at some ranks is not decided
   const Round known = its.lag() ? round + its.lag() - 1 : 0, decided = node(group_.root()).decided();
   check(known <= decided, "rank", rank, "takes round", known, "for decided, and the root", decided);
   steps_[index(rank)] = steps_before(round);
@@ -679,7 +682,7 @@ bool World::recover(Rank rank) {
 
 void World::leave(Rank rank) {
   leaving.set(rank);
-  // it may still be in its last call, and brings no more parts of it
+  // the rank may still be in its last call, and passes no more parts of it
   if (const auto& running = running_[index(rank)]) running->left |= running->known < running->own.size();
   node(rank).leave();
   check_end(rank);
@@ -723,7 +726,7 @@ void World::lose(Rank from, Rank to, Rank told) {
   check_end(told);
 }
 
-// The processes that may end do.
+// End the processes that may end.
 void World::bury() {
   for (Rank rank = 0; rank < size(); ++rank) {
     if (!leaving.has(rank) || stopped(rank) || !node(rank).left()) continue;
@@ -838,7 +841,7 @@ int World::sweep() {
   return std::max(moved, on_their_way());
 }
 
-// What running ranks have not received yet, as `sweep` says it.
+// What running ranks have not received yet, in the same numbers as `sweep`.
 int World::on_their_way() const {
   int out = 0;
   for (Rank rank = 0; rank < size(); ++rank) {
@@ -870,8 +873,8 @@ void World::settle() {
   check(false, "the ranks never come to rest:", describe());
 }
 
-// So many times `orphan_seconds` pass without messages and calls. Nodes wake up when they have asked to, and
-// seldom.
+// Let `times` times `orphan_seconds` pass without messages and calls. Nodes must wake up only when they have
+// asked to, and seldom.
 void World::rest(double times) {
   std::vector<int> woken(group_.size());
   const double until = clock + times * settings_.limits.orphan_seconds;

@@ -1,7 +1,7 @@
 // A simulated world of nodes in one process: links with queues, a clock, and a scheduler.
 //
-// Every rank's `Node` is the engine's code. This simulates MPI, the clock and the programs, in an order that
-// a random generator chooses. What must hold is checked at every step: `check` throws a `Finding`.
+// Every rank's `Node` is the engine's code. The world simulates MPI, the clock and the programs, in an order
+// that a random generator chooses. It checks at every step what must hold: `check` throws a `Finding`.
 #pragma once
 
 #include <array>
@@ -26,17 +26,17 @@ struct Settings {
   std::vector<std::size_t> inline_bytes = {0};
   double in_place = 0;     // share of results that replace the rank's own vectors
   double twice = 0;        // share of messages that are delivered twice
-  double again = 0;        // share of announcements that are delivered again later
+  double again = 0;        // share of announcements that are delivered a second time, later
   double unreadable = 0;   // share of pieces on the same host that cannot be read and must be sent
   double staged = 0;       // share of calls with several parts that begin before all parts are ready
   double rests = 0;        // how often time passes without messages and calls
-  bool chained = false;    // contributions depend on the number of sums so far, as gradients on parameters
-  bool recovers = false;   // ranks keep snapshots, and go on from one if they are too far behind
+  bool chained = false;    // contributions depend on the number of sums so far, as gradients depend on parameters
+  bool recovers = false;   // ranks keep snapshots, and continue from one if they are too far behind
   Round snapshot_every = 1;
-  bool partial = false;    // after a deadline a sum may be that of some ranks
-  bool checks = true;      // every piece and vector, or only the root's results and that all are the same
-  double damaged = 0;      // share of pieces that MPI changes: a fault that must be found
-  double vanishing = 0;    // share of messages that are lost, of which MPI tells nobody: another one
+  bool partial = false;    // after a deadline a sum may be the sum of only some ranks
+  bool checks = true;  // check every piece and vector; otherwise only the root's results, and that all ranks have them
+  double damaged = 0;      // share of pieces that MPI changes: a fault that checks must find
+  double vanishing = 0;    // share of messages that MPI loses without telling any rank: also such a fault
 };
 
 // Which ranks are in some state.
@@ -55,7 +55,7 @@ class Ranks {
   std::vector<bool> in_;
 };
 
-// What happened in a schedule, to see what schedules reach.
+// What happened in a schedule, to see which cases schedules reach.
 struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
@@ -67,9 +67,9 @@ struct Seen {
 
 // What a rank's engine does in some rounds.
 struct Cost {
-  double longest_turn = 0;  // seconds of the processor, for all messages that wait and one `advance`
+  double longest_turn = 0;  // processor seconds, for all waiting messages and one `advance`
   double seconds = 0;
-  std::uint64_t messages = 0, bytes = 0;  // that it sends
+  std::uint64_t messages = 0, bytes = 0;  // sent by the rank
 };
 
 class World {
@@ -81,9 +81,9 @@ class World {
   // One random thing happens.
   void step();
   // Every rank that runs does all it can. Returns 2 if anything happened besides questions of waiting ranks and
-  // their answers, 1 if only these did, and 0 if nothing did.
+  // the answers. Returns 1 if only these happened, and 0 if nothing did.
   int sweep();
-  // Ranks run, and time passes, until nothing happens any more.
+  // Let ranks run and time pass, until nothing happens any more.
   void settle();
 
   void leave(Rank rank);
@@ -99,11 +99,11 @@ class World {
 
   Rank size() const { return static_cast<Rank>(group_.size()); }
   std::vector<Rank> living() const;
-  // Whether one is above the other, or both have the same parent.
+  // Whether one rank is above the other, or both have the same parent.
   bool linked(Rank from, Rank to) const;
   // The kind of the message that arrives next; none if there is none.
   std::optional<Kind> next_message(Rank from, Rank to) const;
-  bool computes_blocks(Rank rank) const;  // its program is in the loop over its blocks
+  bool computes_blocks(Rank rank) const;  // whether its program is in the loop over its blocks
   bool calls(Rank rank) const { return running_[index(rank)] != nullptr; }
   Node& node(Rank rank) { return *nodes_[index(rank)]; }
   bool has_sum(Round round) const { return results_.contains(round); }
@@ -116,17 +116,17 @@ class World {
 
   double clock = 0;
   bool rests = true;
-  Ranks frozen;   // stopped processes. Others can still read their memory
-  Ranks idle;     // they do not call, but their engine runs
-  Ranks started;  // their calls wait in a queue: the next one begins in the turn in which the last one ended
-  Ranks leaving;  // they have closed the group. Their processes end once they may
+  Ranks frozen;   // stopped processes. Other ranks can still read their memory
+  Ranks idle;     // ranks that make no call, while their engine runs
+  Ranks started;  // their calls wait in a queue: the next call begins in the turn in which the previous one ends
+  Ranks leaving;  // they have closed the group. Their processes end as soon as they may
   Ranks dead;     // their processes have ended
-  Ranks reported; // those of them that MPI has reported dead
+  Ranks reported; // dead ranks whose death MPI has reported
   Ranks short_of_memory;  // they get no memory for vectors
   std::map<std::pair<Rank, Round>, Planned> deviations;  // calls that differ from the script
-  std::set<std::pair<Rank, Round>> skips;  // where a rank has nothing to contribute
+  std::set<std::pair<Rank, Round>> skips;  // the calls in which a rank has nothing to contribute
   std::vector<std::map<Round, std::pair<Outcome, std::string>>> ends;  // how each call of a rank ended
-  std::vector<Cost> costs;  // of each rank; times without `Settings::checks` only
+  std::vector<Cost> costs;  // of each rank; times only without `Settings::checks`
   Seen seen;
   bool traced = false;
 
@@ -198,7 +198,7 @@ class World {
   Settings settings_;
   Random& random_;
   std::uint64_t links_seed_;
-  // Messages on their way to each rank, in the order in which each other rank has sent them. None is empty.
+  // Messages on their way to each rank, by sender, in the order in which they were sent. No queue is empty.
   std::vector<std::map<Rank, std::deque<Message>>> inboxes_;
   std::vector<std::unique_ptr<SimulatedWire>> wires_;
   std::vector<std::unique_ptr<Node>> nodes_;
@@ -207,9 +207,9 @@ class World {
   std::vector<std::pair<std::pair<Rank, Rank>, Message>> echoes_;
   std::vector<std::unique_ptr<Running>> running_, left_behind_, given_back_;
   std::map<Round, Bytes> results_;
-  std::map<std::tuple<int, Round, std::uint32_t, std::uint64_t, Rank>, Bytes> pieces_;  // that were fetched
+  std::map<std::tuple<int, Round, std::uint32_t, std::uint64_t, Rank>, Bytes> pieces_;  // pieces that were fetched
   std::map<const Planned*, Expected> expected_;
-  std::map<Round, std::map<Rank, std::vector<Numbers>>> computed_;  // for the round that sums them
+  std::map<Round, std::map<Rank, std::vector<Numbers>>> computed_;  // vectors computed for the round that sums them
   std::map<Rank, std::uint64_t> versions_;  // of vectors whose work is shared, as ranks have reported them
   std::vector<Round> steps_;
   std::set<Round> summed_;

@@ -1,4 +1,4 @@
-// Steps that are each tried, even if there was too little memory for an earlier one.
+// Try every step, even if an earlier one had too little memory.
 #pragma once
 
 #include <new>
@@ -7,7 +7,7 @@ namespace jaxcoded {
 
 class Attempts {
  public:
-  // Returns what the step returns, or false if there is too little memory for it.
+  // Returns what the step returns, or false if the step had too little memory.
   template <class Step>
   bool make(Step step) {
     try {
@@ -17,7 +17,7 @@ class Attempts {
       return false;
     }
   }
-  // Fails if a step has.
+  // Throw `std::bad_alloc` if a step had too little memory.
   void end() const {
     if (failed_) throw std::bad_alloc();
   }

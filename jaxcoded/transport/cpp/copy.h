@@ -11,12 +11,13 @@
 
 namespace jaxcoded {
 
-// Where a copy will lie. Writing to memory takes twice as long if it is read into the caches first.
+// Whether a copy goes through the caches or past them. A write through the caches first reads the old memory
+// into them, which doubles the time.
 enum class Copy : std::uint8_t { cached, past_caches };
 
-// For a vector of this length that the program uses next.
+// The kind of copy for a vector of this length that the program uses next.
 constexpr Copy for_program(std::uint64_t bytes) {
-  constexpr std::uint64_t stays = 512 << 10;  // in a cache until then
+  constexpr std::uint64_t stays = 512 << 10;  // up to this length a vector is still in a cache when the program uses it
   return bytes > stays ? Copy::past_caches : Copy::cached;
 }
 
@@ -37,7 +38,7 @@ inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, [[mayb
       _mm_stream_si128(out + 2, c);
       _mm_stream_si128(out + 3, d);
     }
-    _mm_sfence();  // otherwise such writes become visible in any order
+    _mm_sfence();  // without this, other threads may see such writes in any order
   }
 #endif
   if (bytes) std::memcpy(to, from, bytes);

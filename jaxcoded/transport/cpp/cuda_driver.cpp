@@ -11,7 +11,7 @@ constexpr const char* usual = "libcuda.so.1";
 
 std::mutex loading;
 Driver table;
-std::string loaded;  // from this library
+std::string loaded;  // the library that `table` was loaded from
 
 template <class... In>
 bool find(void* library, Function<In...>& function, std::string& missing) {

@@ -1,5 +1,4 @@
-// NVIDIA's driver, loaded when it is first needed: CUDA is not needed to build the engine, and need
-// not be there when the engine runs.
+// NVIDIA's driver, loaded when it is first needed. The engine can be built and run without CUDA.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +11,7 @@ namespace jaxcoded::cuda {
 using Context = struct CUctx_st*;
 using Stream = struct CUstream_st*;
 using Event = struct CUevent_st*;
-using Address = unsigned long long;  // in the memory of a GPU
+using Address = unsigned long long;  // an address in the memory of a GPU
 
 inline Address address_of(const void* device) {
   return static_cast<Address>(reinterpret_cast<std::uintptr_t>(device));
@@ -64,7 +63,8 @@ struct Driver {
 
 // The driver of this process; throws if there is none.
 const Driver& driver();
-// Load it from this library, by default the system's. Returns why that failed, in words, or an empty text.
+// Load the driver from this library, by default the system's. Returns why loading failed, in words, or an empty
+// text.
 std::string load(const std::string& library);
 // What an error code of the driver means.
 std::string words_of(const char* function, int code);
@@ -74,7 +74,7 @@ void Function<In...>::operator()(In... in) const {
   if (const int code = address(in...); code != success) throw Failure{words_of(name, code)};
 }
 
-// Makes a context current on this thread, as long as it lives.
+// Makes a context current on this thread until the end of the scope.
 class Current {
  public:
   explicit Current(Context context);

@@ -5,7 +5,7 @@
 
 namespace jaxcoded {
 
-// Messages one after the other, and whether they may suffice, as far as that is cheap to know.
+// A growing list of messages, and a cheap test whether they may suffice.
 class Decoder::Heard {
  public:
   Heard(const GradientCode& code, bool exact)
@@ -18,8 +18,8 @@ class Decoder::Heard {
     short_ = holders_.size();
   }
 
-  std::vector<bool> set;  // of copies the first one: sums then do not depend on which copies came
-  std::size_t count = 0;  // of messages that are no copies, or of children with all their parts
+  std::vector<bool> set;  // of several copies only the first, so that sums do not depend on which copies came
+  std::size_t count = 0;  // of messages that are not copies, or of children with all their parts
 
   void add(std::size_t row) {
     if (!exact_) {
@@ -40,7 +40,7 @@ class Decoder::Heard {
     }
   }
 
-  // Each slice of a partition takes a message with that partition.
+  // Each slice of a partition needs its own message with that partition.
   bool may_suffice(std::size_t least) const { return count >= least && (!exact_ || !short_); }
 
  private:
@@ -53,10 +53,10 @@ class Decoder::Heard {
 };
 
 Decoder::Decoder(CodeTensor tensor) : code_(std::make_shared<const GradientCode>(std::move(tensor))) {
-  // any n − s do; of parts fewer may,
+  // Any n − s messages suffice. Fewer may suffice if messages have parts,
   enough_ = parts() > 1 && !pinned() ? 1 : this->tensor().children() - this->tensor().stragglers;
   if (pinned() || parts() > 1) return;
-  // and of copies one of each class, except for classes of which all may be missing
+  // or if messages are copies: one of each class, except for classes of which all copies may be missing.
   std::vector<std::size_t> copies(code().class_count());
   for (const std::size_t each : code().classes()) ++copies[each];
   std::ranges::sort(copies);
@@ -77,7 +77,7 @@ std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& 
   return found_[key] = first_that_suffice(order, key.second);
 }
 
-// The number of messages that make it worth asking the code, if these may come.
+// The least number of messages for which it is worth asking the code, if only the `possible` messages may come.
 std::size_t Decoder::least(const std::vector<bool>& possible) {
   if (pinned()) return enough_;
   if (possible != possible_ || !least_) {
@@ -100,7 +100,7 @@ std::shared_ptr<const Decoding> Decoder::first_that_suffice(const std::vector<st
   };
   auto found = first(order.size());
   if (!found) return nullptr;
-  // Messages that suffice also do so with more of them.
+  // If some messages suffice, they also suffice together with more messages.
   std::size_t too_few = 0, suffice = order.size();
   while (too_few < suffice) {
     const std::size_t count = (too_few + suffice) / 2;
@@ -118,7 +118,7 @@ std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& an
   return known(approximations_, answered, true);
 }
 
-// The code's answer for a set of messages; the code is asked once.
+// The code's answer for a set of messages. The code is asked only once for each set.
 const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vector<bool>& set,
                                                       bool approximate) {
   const auto found = all.find(set);

@@ -1,4 +1,4 @@
-// Which ranks have left the group: this rank, and ranks below.
+// Which ranks have left the group: this rank, and ranks below it.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,8 @@ namespace jaxcoded {
 
 class Departures {
  public:
-  // This rank makes no more calls: after `failure` or, if that is empty, as planned. False if it has said so before.
+  // This rank makes no more calls: after `failure` or, if `failure` is empty, as planned. Returns false if this
+  // rank has already left.
   bool leave(Rank self, const std::string& failure) {
     if (std::exchange(leaving_, true)) return false;
     closed({self});
@@ -21,7 +22,7 @@ class Departures {
     return true;
   }
   bool leaving() const { return leaving_; }
-  // Ranks that left after a failure, here or below, and the words of the failure.
+  // A rank left after a failure: this rank, or one below it. `words` describe the failure.
   void failed(Rank rank, const std::string& words) { failures_.emplace(rank, words); }
   const std::map<Rank, std::string>& failures() const { return failures_; }
   // How a rank has left, in words.
@@ -31,27 +32,27 @@ class Departures {
            (failure == failures_.end() ? " closed the group" : " failed: " + failure->second);
   }
 
-  // The kind of error if these ranks do not make a call: one of them, or the caller, is mistaken, unless all have
-  // failed.
+  // The kind of error if these ranks do not make a call. If all of them have failed, no program is mistaken.
+  // Otherwise one of them, or the caller, is.
   std::string kind(const std::vector<Rank>& ranks) const {
     const auto failed = [&](Rank rank) { return failures_.contains(rank); };
     return std::ranges::all_of(ranks, failed) ? "CodedError: " : "GroupMismatch: ";
   }
 
-  // Ranks that make no more calls, here or below.
+  // These ranks make no more calls: this rank, or ranks below it.
   void closed(const std::vector<Rank>& ranks) { append(closed_, ranks); }
   const std::vector<Rank>& closed() const { return closed_; }
-  // Ranks below that were given up, here or below.
+  // These ranks below were given up, by this rank or by one below it.
   void given_up(const std::vector<Rank>& ranks) { append(absent_, ranks); }
   const std::vector<Rank>& absent() const { return absent_; }
 
-  // The parent has been told that no more offers will come.
+  // This rank has told its parent that no more offers will come.
   void retire() { retired_ = true; }
   bool retired() const { return retired_; }
-  // The parent has been told that no rank needs anything, here or below.
+  // This rank has told its parent that neither it nor any rank below needs anything.
   void said_bye() { gone_ = true; }
   bool gone() const { return gone_; }
-  // The parent may not have got the message with one of these: they are told again.
+  // The parent may have missed one of these two messages, so both are sent again.
   void unheard() { retired_ = gone_ = false; }
 
  private:

@@ -1,4 +1,4 @@
-// Where two calls differ, in words. `agreement.py` says the same of ranks without an engine.
+// Where two calls differ, in words. `agreement.py` does the same for ranks without an engine.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace jaxcoded {
 
-// The items of a call: its name, and the texts between commas outside of brackets.
+// The items of a call: its name, and the texts between commas outside brackets.
 inline std::vector<std::string_view> items(std::string_view call) {
   std::vector<std::string_view> out;
   std::size_t start = 0;
@@ -31,12 +31,12 @@ inline std::vector<std::string_view> items(std::string_view call) {
   return out;
 }
 
-// The first item in which they differ, of each; "nothing" if one has no such item.
+// The first item in which two calls differ, as it is in each call; "nothing" if a call has no such item.
 inline std::pair<std::string_view, std::string_view> difference(std::string_view one,
                                                                 std::string_view other) {
   const auto a = items(one), b = items(other);
   const auto first = static_cast<std::size_t>(std::ranges::mismatch(a, b).in1 - a.begin());
-  std::size_t last = 0;  // so many at the end are alike
+  std::size_t last = 0;  // number of items at the end that are equal
   while (first + last < std::min(a.size(), b.size()) && a.rbegin()[last] == b.rbegin()[last]) ++last;
   const auto left = [&](const auto& of) {
     return first + last < of.size() ? of[first] : std::string_view("nothing");
@@ -44,7 +44,7 @@ inline std::pair<std::string_view, std::string_view> difference(std::string_view
   return {left(a), left(b)};
 }
 
-// A call, without the middle if it is long: the ends tell which call it is.
+// A call, without its middle if it is long: the two ends show which call it is.
 inline std::string shortened(std::string_view call) {
   constexpr std::size_t first = 120, last = 60;
   if (call.size() <= first + last) return std::string(call);

@@ -18,14 +18,15 @@
 #endif
 
 #ifdef OPEN_MPI
-// Its parameter async_mpi_finalize: whether MPI_Finalize ends without waiting for the others.
+// Open MPI's parameter async_mpi_finalize: whether MPI_Finalize ends without waiting for the other ranks.
 extern "C" __attribute__((weak)) bool ompi_async_mpi_finalize;
-// Its count of communicators with processes of more than one start, of which MPI_Finalize disconnects all.
+// Open MPI's number of communicators with processes of more than one start. MPI_Finalize disconnects all of
+// these.
 extern "C" __attribute__((weak)) int ompi_comm_num_dyncomm;
 #endif
 
 #ifdef MPIX_ERR_PROC_FAILED
-// A wheel may meet an Open MPI that does not have it.
+// A wheel may be loaded with an Open MPI that does not have this function.
 #pragma weak MPIX_Comm_get_failed
 #endif
 
@@ -33,11 +34,11 @@ namespace jaxcoded {
 namespace {
 
 constexpr double ask_seconds = 1;   // between an answer and the next question
-constexpr double say_seconds = 10;  // after which a waiting root names the ranks that it waits for
+constexpr double say_seconds = 10;  // after this long a waiting root names the ranks that it waits for
 constexpr double look_seconds = 10e-3;
 constexpr double go_on_seconds = 1e-3;
-constexpr double others_seconds = 2;  // in which the others are at their end, if they all have failed alike
-constexpr double heard_seconds = 0.1;  // for the last words to reach the launcher, which may lose them otherwise
+constexpr double others_seconds = 2;  // within this time the others reach their end, if all have failed alike
+constexpr double heard_seconds = 0.1;  // time for the last words to reach the launcher, which otherwise may lose them
 constexpr double forever = std::numeric_limits<double>::infinity();
 
 double now() {
@@ -58,7 +59,8 @@ int size_of(MPI_Comm comm) {
   return size;
 }
 
-// The processes that this one knows: those of MPI_COMM_WORLD with their ranks there, and then those that have joined.
+// The processes that this process knows: those of MPI_COMM_WORLD with their ranks there, and then those that
+// have joined.
 MPI_Group& world() {
   static MPI_Group known = [] {
     MPI_Group out;
@@ -74,7 +76,7 @@ int world_size() {
   return size;
 }
 
-// The ranks of a group as ranks of the world; all of its processes are known.
+// The ranks of a group as ranks of the world. All processes of the group are known.
 std::vector<int> of_world(MPI_Group group) {
   int size = 0;
   MPI_Group_size(group, &size);
@@ -84,7 +86,7 @@ std::vector<int> of_world(MPI_Group group) {
   return out;
 }
 
-// The same for a communicator, some of whose processes may be new.
+// The ranks of a communicator as ranks of the world. Some of its processes may be new.
 std::vector<int> in_world(MPI_Comm comm) {
   MPI_Group group;
   MPI_Comm_group(comm, &group);
@@ -100,7 +102,7 @@ std::vector<int> in_world(MPI_Comm comm) {
   return out;
 }
 
-// A rank that is gone does not get this.
+// Send a byte, or nothing, to a rank. A dead rank does not get it.
 void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) {
   MPI_Request sent;
   if (MPI_Isend(byte, byte != nullptr, MPI_BYTE, to, tag, comm, &sent) == MPI_SUCCESS) {
@@ -108,7 +110,7 @@ void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) 
   }
 }
 
-// The ranks of a communicator that are dead, as MPI has noticed. It does if it is fault-tolerant.
+// Add the dead ranks of a communicator, as far as MPI has noticed. Only a fault-tolerant MPI does.
 void add_dead([[maybe_unused]] MPI_Comm comm, [[maybe_unused]] std::set<int>& out) {
 #ifdef MPIX_ERR_PROC_FAILED
   MPI_Group failed;
@@ -133,16 +135,17 @@ void say(const std::string& words) {
   std::fputs(line.c_str(), stderr);
 }
 
-// Write to the parent of this process (`cli/rank.py`), for `jaxcoded run`. Returns whether there is one.
+// Write a letter for `jaxcoded run` to the parent of this process (`cli/rank.py`). Returns whether there is
+// such a parent.
 bool tell_parent(const char* letter) {
   const char* const told = std::getenv("JAXCODED_ENDS_JOB");
   int parent = 0, pipe = 0;
-  // processes that a rank has started have the variable, but not the file
+  // processes that a rank has started have the variable, but not the pipe
   return told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid() &&
          write(pipe, letter, 1) == 1;
 }
 
-// A fault-tolerant mpirun may continue after MPI_Abort, so `jaxcoded run` is told, too.
+// End the job. A fault-tolerant mpirun may continue after MPI_Abort, so `jaxcoded run` is told, too.
 void end_job(int status) {
   tell_parent("!");
   nap(heard_seconds);
@@ -154,7 +157,7 @@ void end_job(int status) {
 std::set<int> EndOfJob::dead() const {
   std::set<int> out;
   add_dead(MPI_COMM_WORLD, out);
-  // of those that have joined
+  // dead ranks of those that have joined
   if (world_size() > size_of(MPI_COMM_WORLD)) {
     for (const Own& group : own_) add_dead(group.comm, out);
     for (const auto& [rank, root] : roots_) add_dead(root.comm, out);
@@ -209,7 +212,7 @@ void EndOfJob::end() {
     if (status_) end_job(status_);
   }
   go_on(below);
-  // the others may have another root by now
+  // the other ranks may have another root by now
   if (dies_ && !dead().empty()) {
     nap(std::max(dies_at_ - now(), 0.0));
     die();
@@ -217,7 +220,7 @@ void EndOfJob::end() {
 #ifdef OPEN_MPI
   // If a rank has died, the barrier in MPI_Finalize of Open MPI 5.0 never ends in one of ten jobs.
   if ((joins_ || !dead().empty()) && &ompi_async_mpi_finalize) ompi_async_mpi_finalize = true;
-  // To disconnect them Open MPI waits for all of their ranks, or crashes if one is dead.
+  // To disconnect these communicators, Open MPI waits for all of their ranks, or crashes if one is dead.
   if (joins_ && &ompi_comm_num_dyncomm) ompi_comm_num_dyncomm = 0;
 #endif
   tell_parent(".");
@@ -228,7 +231,7 @@ void EndOfJob::die() const {
   kill(getpid(), SIGKILL);
 }
 
-// Wait until all other ranks are at their end. If the rest says nothing, end the job.
+// Wait until all other ranks are at their end. If none of the remaining ranks answers, end the job.
 void EndOfJob::wait() {
   struct Other {
     Place place;
@@ -258,7 +261,7 @@ void EndOfJob::wait() {
   double looked = now();
   for (double say_at = now() + say_seconds; !others.empty(); nap(look_seconds)) {
     const double time = now();
-    // While this process was stopped it got no answers, so it asks again.
+    // While this process was stopped it got no answers, so it asks all ranks again.
     if (time - looked >= silent_seconds_ / 2) {
       for (auto& [rank, other] : others) other = {other.place};
     }
@@ -297,13 +300,13 @@ void EndOfJob::wait() {
   }
 }
 
-// Continue when all roots do. A root waits until every rank has heard it, since messages may not move in
-// `MPI_Finalize`.
+// Continue when all roots do. A root waits until every rank has received its message, since MPI may move no
+// messages in `MPI_Finalize`.
 void EndOfJob::go_on(const std::vector<Below>& below) {
   std::vector<MPI_Request> requests;
   const auto add = [&](auto start, MPI_Comm comm, Rank other) {
     MPI_Request request;
-    // MPI may report that the other is dead
+    // MPI may report that the other rank is dead
     if (start(nullptr, 0, MPI_BYTE, other, tag::go_on, comm, &request) == MPI_SUCCESS) {
       requests.push_back(request);
     }
@@ -329,7 +332,7 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
 std::vector<std::pair<int, unsigned char>> EndOfJob::received(int tag) {
   std::vector<std::pair<int, unsigned char>> out;
   for (const Own& group : own_) {
-    // one by one: for any source MPI reports nothing once it has noticed a failure
+    // one rank after the other: once MPI has noticed a failure, it reports nothing for any source
     for (Rank rank = 0; rank < static_cast<Rank>(group.world.size()); ++rank) {
       int there = 0;
       while (MPI_Iprobe(rank, tag, group.comm, &there, MPI_STATUS_IGNORE) == MPI_SUCCESS && there) {

@@ -18,14 +18,14 @@
 namespace jaxcoded {
 namespace {
 
-// After the last news a thread polls for this long before it sleeps, and yields its core each time. To sleep and
-// be woken takes longer than the rest of a short round: 76 µs instead of 56 on 4 ranks.
+// After the last news a thread polls for this long before it sleeps, and yields its core after each poll.
+// Sleeping and waking up takes longer than the rest of a short round: 76 µs instead of 56 on 4 ranks.
 constexpr double spin_seconds = 60e-6;
-// Without wake-ups (peers on other hosts), naps between looks grow, slowly if no rank waits.
+// Without wake-ups (peers on other hosts), the naps between polls grow. They grow slowly if no rank waits.
 constexpr double shortest_nap = 20e-6;
 constexpr double usual_nap = 1e-3;  // while any rank waits for a round
-// With wake-ups no message goes unnoticed: these are for timers only. The longer nothing came, the
-// less often timers are checked.
+// With wake-ups no message goes unnoticed, so these sleeps are for timers only. The longer nothing has come,
+// the less often timers are checked.
 constexpr double shortest_timer = 10e-3;
 constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
@@ -36,7 +36,7 @@ double longer(double nap) {
 constexpr double flush_seconds = 1;
 // Time for ranks that still lack results, if a program finalizes MPI while groups are open.
 constexpr double finalize_seconds = 5;
-// Time between answers that this process is there.
+// Time between answers that tell a root that this process is there.
 constexpr double answer_seconds = 0.2;
 
 constexpr const char* two_threads =
@@ -49,8 +49,8 @@ constexpr const char* broken_off =
     "returns";
 constexpr const char* process_ends = "GroupClosed: the process ends";
 
-// In a process that was forked from this one, the engine's thread is missing, its lock may be held
-// for ever, and MPI and the page are those of the other process.
+// Whether this process was forked from one with an engine. Then the engine's thread is missing, and its lock
+// may be held forever. MPI and the page belong to the parent process.
 std::atomic<bool> forked = false;
 
 double now() {
@@ -64,7 +64,7 @@ std::uint64_t mixed(std::uint64_t fingerprint, const std::string& words) {
   return fingerprint;
 }
 
-// Memory for so many vectors.
+// Memory for this many vectors.
 std::vector<std::byte*> memory_for(std::vector<Buffer>& memory, Pool& pool, const std::vector<Segment>& segments,
                                    std::size_t count) {
   std::vector<std::byte*> out;
@@ -87,7 +87,7 @@ Closed use_after_close(std::uint64_t index) {
           " was closed; make a new CodedGroup, and compile with it what used the old one"};
 }
 
-// A call that this rank lacks the memory to make. Its round fails.
+// A call for which this rank lacks memory. The round of the call fails.
 std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
   auto out = std::make_shared<Flight>();
   out->call.fingerprint = fingerprint;
@@ -229,7 +229,7 @@ void Engine::note_lost_part(std::uint64_t index) {
     if (its.has_open_call()) {
       fail_for_memory(its, *its.queue.back());
     } else if (its.failure.empty()) {
-      its.failure = " out of memory";  // short, so that it takes none
+      its.failure = " out of memory";  // short, so that it needs no memory from the heap
     }
   }
   page_->wake_up.send();
@@ -251,8 +251,8 @@ std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
   return out;
 }
 
-// The open call that a request continues; null if there is none, or only a different one. A request that only ends
-// the call has no fingerprint.
+// The open call that a request continues. Null if there is none, or the open call is another one. A request
+// that only ends the call has no fingerprint.
 std::shared_ptr<Flight> Engine::continued(Member& its, const Request& request) const {
   if (!its.has_open_call()) return nullptr;
   const std::shared_ptr<Flight>& flight = its.queue.back();
@@ -307,8 +307,8 @@ Call Engine::call_of(Member& its, Request& request) {
   return call;
 }
 
-// Why the group carries out no calls, in words, or an empty text. If two threads called it, either may
-// have met the other's calls at other ranks, from the first call on.
+// Why the group carries out no calls, in words, or an empty text. If two threads have called it, other ranks
+// may have combined either thread's calls with different calls, from the first call on.
 std::string Engine::why_not(Member& its) {
   if (its.running && its.mixed_up.empty()) {
     its.mixed_up = two_threads;
@@ -319,7 +319,7 @@ std::string Engine::why_not(Member& its) {
   return its.mixed_up;
 }
 
-// A thread returns from `run` or `take`. Why its result is of no use; empty if it is valid.
+// A thread returns from `run` or `take`. Returns why its result is invalid; empty if it is valid.
 std::string Engine::returned(std::uint64_t index) {
   const auto still = members_.find(index);
   if (still == members_.end()) return {};
@@ -331,10 +331,10 @@ std::string Engine::returned(std::uint64_t index) {
   return its.mixed_up;
 }
 
-// Add a call to the queue, in place of an open one whose last parts never came.
+// Add a call to the queue. It takes the place of an open call whose last parts never came.
 void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   const bool breaks_off = its.has_open_call();
-  its.queue.push_back(flight);  // if there is too little memory for it, nothing has changed
+  its.queue.push_back(flight);  // if there is too little memory for this, nothing has changed
   if (!breaks_off) return;
   const auto at = its.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
@@ -347,8 +347,9 @@ void Engine::enqueue_unmade(Member& its) {
   for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
 }
 
-// The call that `make` makes of this request or, with too little memory for that, one that fails its round. Null if
-// even that lacks memory: then its round fails later, but before the round of any later call.
+// The call that `make` makes of this request. If memory is too short for that, a call that fails its round.
+// Null if memory is too short even for this: then the round fails later, but before the round of any later
+// call.
 template <class Make>
 std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
   std::shared_ptr<Flight> out;
@@ -369,7 +370,7 @@ std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Ma
   return nullptr;
 }
 
-// Fail a call for lack of memory. An open one gets no next part.
+// Fail a call for lack of memory. An open call gets no next part.
 void Engine::fail_for_memory(Member& its, Flight& flight) {
   reserve::fill();
   flight.open = false;
@@ -381,8 +382,8 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
   }
 }
 
-// The program takes no more blocks, or brings no more parts. Others compute the rest, and the round ends without it.
-// With too little memory for that, `fly` does it.
+// The program takes no more blocks, or brings no more parts. Other ranks compute its blocks, and the round ends
+// without it. If memory is too short for this, `fly` does it later.
 void Engine::leave_call(Member& its, Flight& flight) {
   flight.open = false;
   if (flight.submitted) {
@@ -396,7 +397,8 @@ void Engine::leave_open_share(Member& its) {
   if (its.has_open_call() && its.queue.back()->shared) leave_call(its, *its.queue.back());
 }
 
-// Run a turn of a member. Returns whether it had news. If it lacks memory, its round fails once that can be said.
+// Run a turn of a member. Returns whether the turn had news. If the turn lacks memory, the member's round fails
+// as soon as memory allows it.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
   const auto fail = [&] { return !attempted([&] { its.node->lack_memory(); }); };
@@ -414,7 +416,7 @@ bool Engine::in_memory(Member& its, Turn turn) {
   return news;
 }
 
-// Carry out the calls of the queue as far as possible now. Returns whether one began or ended.
+// Carry out the calls of the queue as far as possible now. Returns whether a call began or ended.
 bool Engine::fly(Member& its) {
   bool news = false;
   Node& node = *its.node;
@@ -428,7 +430,7 @@ bool Engine::fly(Member& its) {
       } else {
         node.submit(std::move(flight.call));
       }
-      // a process that was stopped notices the time first: read what has come meanwhile
+      // a process that was stopped sees first that time has passed, so read what has come meanwhile
       if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
     }
@@ -444,8 +446,8 @@ bool Engine::fly(Member& its) {
   return news;
 }
 
-// The same, and a turn of the call in progress. Other groups and new messages come before its next
-// turn.
+// Carry out calls like `fly`, and give the call in progress one turn. Other groups and new messages come before
+// its next turn.
 void Engine::work(Member& its) {
   in_memory(its, [&] {
     fly(its);
@@ -531,7 +533,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   const auto done = [&] {
     if (flight->outcome != Outcome::pending) return true;  // the group is closed, or has failed
     if (taken || !its.mixed_up.empty()) return true;
-    if (!flight->submitted || !flight->shared) return false;  // rounds started before are not over, or it fails
+    if (!flight->submitted || !flight->shared) return false;  // earlier rounds are not over, or the call fails
     return in_memory(its, [&] {
       if (!here && (needs_own = !node.goes_on_at_once())) return true;
       if (!here) own.assign(flight->total.size(), nullptr);
@@ -546,7 +548,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
   if (flight->outcome != Outcome::pending) return {.error = std::move(flight->error)};
-  // The progress thread continues if that is more than to wait for messages.
+  // If there is more to do than to wait for messages, the progress thread does it.
   if (!request.continues || its.root || its.wire->hears_nothing()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
 }
@@ -630,7 +632,7 @@ Started Engine::start(std::uint64_t index, Request request) {
   its = &member(index);
   its->running = false;
   if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
-  // what takes memory comes before the call is counted
+  // do everything that takes memory before the call is counted
   std::vector<Segment> total;
   const bool placed = attempted([&] {
     total = request.total;
@@ -680,7 +682,7 @@ Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vect
     lock.lock();
   }
   Result result{flight->outcome, std::move(flight->error)};
-  flight.reset();  // under the lock, as its memory goes back to the group's pool
+  flight.reset();  // under the lock, as the memory of the call returns to the group's pool
   return result;
 }
 
@@ -693,7 +695,7 @@ bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(
   return ended;
 }
 
-// Let every node read its messages and do what it can. Returns whether there was anything.
+// Let every node read its messages and do what it can. Returns whether there was any news.
 bool Engine::poll() {
   bool news = false;
   if (stopping_) return news;
@@ -729,18 +731,18 @@ bool Engine::hears_nothing() const {
   return std::ranges::any_of(members_, [](const auto& it) { return it.second.wire->hears_nothing(); });
 }
 
-// Time between looks for news of a group that come without a wake-up.
+// Time between polls for news of a group that arrives without a wake-up.
 double Engine::longest_nap(const Member& its) const {
   if (!its.wire->awaits()) return longest_timer;
   return its.queue.empty() && !its.node->awaited_below() ? shortest_timer : usual_nap;
 }
 
-// How long a thread may sleep, when nothing has come for `quiet` seconds to a thread that waits.
+// How long a thread may sleep. `waiting`: it waits for a call. `quiet`: nothing has come for this many seconds.
 double Engine::longest_sleep(bool waiting, double quiet) const {
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
   attempted([&] {
     for (const auto& [index, its] : members_) {
-      // a timer is less urgent after one that had nothing to do
+      // after a timer that had nothing to do, the next timer is less urgent
       out = std::min(out, std::max(its.node->wakes_at() - now(), std::min(nap_, usual_nap)));
       if (its.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(its)});
     }
@@ -756,7 +758,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;
-    if (driving_) {  // another thread is at work: wake it for this
+    if (driving_) {  // another thread is at work: wake it, so that it checks again
       wake_up.send();
       ++waiting_;
       changed_.wait_for(lock, std::chrono::duration<double>(std::min(until - now(), idle_seconds)));
@@ -784,7 +786,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
       const double longest = std::min(longest_sleep(true, quiet), until - now());
       const bool silent = hears_nothing();
       lock.unlock();
-      // If every peer sends wake-ups, there is nothing to look at before one arrives.
+      // If every peer sends wake-ups, there is nothing to poll for before a wake-up arrives.
       do {
         if (quiet >= spin_seconds) {
           wake_up.sleep(WakeUp::driver, seen, longest);
@@ -810,7 +812,7 @@ bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double u
 void Engine::progress() {
   std::unique_lock lock(mutex_);
   WakeUp& wake_up = page_->wake_up;
-  std::string words;  // still to be said
+  std::string words;  // words that are still to be written
   while (!finalizing_) {
     if (words.empty() && status_signal::taken()) attempted([&] { words = standing(); });
     if (!words.empty()) {
@@ -856,7 +858,7 @@ std::string Engine::standing() const {
   return out.empty() ? "jaxcoded: no group is open\n" : out;
 }
 
-// Others wait for this rank in another group, while it waits in this one.
+// The other groups in which ranks wait for this rank, while it waits in the group `index`.
 std::string Engine::waited_for_elsewhere(std::uint64_t index) const {
   std::string out;
   for (const auto& [other, its] : members_) {
@@ -874,7 +876,7 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   its.node->replan(children, std::move(decoder));
   its.children = children;
   its.erasures = std::move(erasures);
-  its.started.clear();  // over, and their handles are of the old index
+  its.started.clear();  // they are over, and their handles have the old index
   auto moved = members_.extract(index);
   moved.key() = next;
   members_.insert(std::move(moved));
@@ -914,7 +916,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     const Inside inside(inside_);
     wait_until_nobody_is_in(lock, its.inside);
   }
-  // If one of these steps lacks memory, the other ranks do not get its message.
+  // If one of these steps lacks memory, the other ranks do not get the message of that step.
   leave_open_share(its);
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   in_memory(its, [&] { its.node->leave({}); });
@@ -943,7 +945,7 @@ Engine::Members::iterator Engine::end(Members::iterator it, const char* why) {
   return it;
 }
 
-// The groups that an exception has ended here relay until no rank below needs them.
+// Groups that an exception has ended here still relay, until no rank below needs this. Then they end.
 void Engine::end_abandoned() {
   for (auto it = members_.begin(); it != members_.end();) {
     const Member& its = it->second;
@@ -957,7 +959,7 @@ void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
   if (its.root) end_of_job_.give_up(its.comm, absent);
 }
 
-// Report what was wrong with a call, if no later round was there to fail.
+// Report what was wrong with a call, if no later round was left to fail with it.
 void Engine::report_untold(std::uint64_t index, const Member& its) {
   if (!its.node->untold().empty()) {
     warnings_.add({index, "after its last round: " + its.node->untold()});
@@ -969,7 +971,7 @@ void Engine::tell_waiting() {
   if (waiting_) changed_.notify_all();
 }
 
-// Wait for threads that must leave, and notice this by what they wait for.
+// Wait until no thread is inside. Each of them must see by what it waits for that it must leave.
 void Engine::wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside) {
   while (inside) {
     page_->wake_up.send();
@@ -1004,17 +1006,17 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
   }
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);
-  // Ranks that read this process's memory, or the caller's, must not use what lies there next.
+  // Ranks that read the memory of this process, or of the caller, must not use what is there from now on.
   for (const auto& [index, its] : members_) page_.close_slot(its.slot);
   stopping_ = true;
   warnings_.close();
-  // Handlers that still wait learn of it, and release their groups.
+  // Handlers that still wait notice this, and release their groups.
   wait_until_nobody_is_in(lock, inside_);
   members_.clear();
   return end_of_job_.left_any();
 }
 
-// In `MPI_Finalize`, which a program may call by itself and with groups that are open.
+// Called in `MPI_Finalize`, which a program may call by itself and while groups are open.
 void Engine::finalize() {
   if (forked) return;
   stop(finalize_seconds, {}, 0);

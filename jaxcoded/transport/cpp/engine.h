@@ -26,25 +26,25 @@
 
 namespace jaxcoded {
 
-// A call in progress. A rank carries out the calls of a group one after the other, in the order in
-// which they came.
+// A call in progress. A rank carries out the calls of a group one after the other, in the order in which they
+// were made.
 struct Flight {
-  std::uint32_t number = 0;  // names a started call, for `finish`; others have none
-  Call call;                 // until the node takes it
-  bool submitted = false;    // the node has taken it
-  std::shared_ptr<Flight> replaces = {};  // the call that the node has until then, in the same round
-  bool open = false;         // more parts of its vectors follow
-  bool shared = false;       // or blocks, until the round is over,
-  bool looped = false;       // in a loop on the host, which says when it ends
+  std::uint32_t number = 0;  // identifies a started call for `finish`; 0 for other calls
+  Call call;                 // until the node takes the call
+  bool submitted = false;    // the node has taken the call
+  std::shared_ptr<Flight> replaces = {};  // the call of the same round that the node has until it takes this call
+  bool open = false;         // more parts of the call's vectors follow
+  bool shared = false;       // or more blocks follow, until the round is over
+  bool looped = false;       // the blocks are computed in a loop on the host, which says when it ends
   Outcome outcome = Outcome::pending;
   std::string error;
-  std::uint64_t fingerprint = 0;   // of the call,
-  std::vector<Segment> total;      // its result,
-  std::vector<std::byte*> result;  // and the place of a started call's result
-  // Copies of the caller's vectors. A result takes the place of a copy like it.
+  std::uint64_t fingerprint = 0;   // of the call
+  std::vector<Segment> total;      // the segments of the call's result
+  std::vector<std::byte*> result;  // where a started call's result is written
+  // Copies of the caller's vectors. The result may overwrite a copy that has the same segments.
   std::shared_ptr<Pool> pool;
   std::vector<Buffer> memory;
-  std::shared_ptr<Feed> feed;  // brings its vectors, if they are not in host memory
+  std::shared_ptr<Feed> feed;  // copies the call's vectors, if they are not in host memory
 };
 
 // A group at this rank, as the engine knows it.
@@ -57,22 +57,22 @@ struct Member {
   bool root = false;
   std::string failure;  // this rank's error since its last call, in words
   Erasures erasures;
-  bool reports = false;  // the ranks that a call waits for after its deadline
-  std::pair<Round, int> reported = {0, 0};  // the round and `Node::overdue`
-  bool abandoned = false;  // this rank makes no more calls, but relays
+  bool reports = false;  // whether to report the ranks for which a call waits after its deadline
+  std::pair<Round, int> reported = {0, 0};  // the latest report: its round and `Node::overdue`
+  bool abandoned = false;  // this rank makes no more calls, but still relays
   std::shared_ptr<Pool> pool;
   // Calls that are not over; the node has the first. An open call is always the last.
   std::deque<std::shared_ptr<Flight>> queue;
-  // Started calls that wait for their `finish`, over or not, in their order.
+  // Started calls that wait for their `finish`, in their order. They may already be over.
   std::deque<std::shared_ptr<Flight>> started;
-  std::uint32_t numbers = 0;  // given to started calls
+  std::uint32_t numbers = 0;  // the latest number given to a started call
   bool running = false;       // a thread is in `run` or `take`, or copies in `start`
-  std::string mixed_up;       // why no call is carried out any more: two threads were, at this rank or another
+  std::string mixed_up;  // why no call is carried out any more: two threads called at once, at this rank or another
   bool closing = false;       // a thread is in `close`
   int inside = 0;             // threads in `wait`
-  std::uint32_t unmade = 0;   // calls that this rank had too little memory to make: their rounds must fail
-  bool lacks_memory = false;  // the round of the node's call must fail, too
-  bool lost_part = false;     // the latest one came in parts, and one part could not be kept
+  std::uint32_t unmade = 0;   // calls for which this rank had too little memory; their rounds must fail
+  bool lacks_memory = false;  // the round of the node's current call must fail, too
+  bool lost_part = false;     // the latest call came in parts, and one part could not be kept
 
   // Whether the last call of the queue is open.
   bool has_open_call() const { return !queue.empty() && queue.back()->open; }
@@ -97,15 +97,15 @@ struct Request {
   Examples examples = {};
   Audits audits = {};
   std::vector<double> costs = {};  // of blocks, see `Ledger::begin`
-  bool continues = false;    // continues the open call, some of whose parts are here
-  std::shared_ptr<Feed> feed = {};  // brings and takes the vectors, if they are not in host memory
+  bool continues = false;    // continues the open call, some of whose parts have come
+  std::shared_ptr<Feed> feed = {};  // copies the vectors, if they are not in host memory
 };
 
 // The answer to a program that shares its work: a block, or none once the round is over.
 struct Taken {
   std::optional<Work> work = {};
   std::string error = {};
-  bool needs_own = false;  // its vectors were not passed: the program must call again with them
+  bool needs_own = false;  // the program did not pass its vectors: it must call again with them
 };
 
 struct Result {
@@ -143,31 +143,32 @@ class Engine {
 
   // Run one round. Blocks until its result is available. Any thread may call; one call per group at a time.
   Result run(std::uint64_t index, Request request);
-  // Start a round that `finish` will end. Copies the vectors and does not wait. But if `most_started`
-  // calls wait for their `finish`, it waits for the end of the oldest, and forgets that one.
+  // Start a round that `finish` will end. Copies the vectors and does not wait, with one exception. If
+  // `most_started` calls already wait for their `finish`, this waits until the oldest one ends, and forgets it.
   Started start(std::uint64_t index, Request request);
-  // Blocks until the started call is over, and copies its result, which must be like `total`.
+  // Blocks until the started call is over, and copies its result. `total` must equal the segments of that
+  // result.
   Result finish(std::uint64_t index, std::uint32_t number, const std::vector<Segment>& total,
                 const std::vector<std::byte*>& out);
   static constexpr std::size_t most_started = 64;
-  // Pass the next part of the vectors of a round that `run` will end. Copies what no feed brings, and
-  // does not wait. `message` and `total` are those of the round. Returns why it failed, in words, or an
+  // Pass the next part of the vectors of a round that `run` will end. Copies vectors in host memory, and does
+  // not wait. `message` and `total` describe the whole round. Returns why the part failed, in words, or an
   // empty text.
   std::string extend(std::uint64_t index, Request request);
-  // Return the next block to compute in a round that a `run` with `continues` will end. The previous
-  // block is computed by then, and `own`, this rank's vectors, stay valid until this returns. Blocks.
-  // Without `own` it also returns when the vectors are needed.
+  // Return the next block to compute, in a round that a `run` with `continues` will end. The program has
+  // computed the previous block. `own`, this rank's vectors, must stay valid until this returns. Blocks until
+  // there is an answer. Without `own` it also returns when the vectors are needed.
   Taken take(std::uint64_t index, Request request);
-  // The program takes no more blocks of such a round.
+  // The program takes no more blocks of a round with shared work.
   void leave_share(std::uint64_t index);
   void note_failure(std::uint64_t index, const std::string& words);
-  // A call did not get here, as there was too little memory: its round fails.
+  // This rank had too little memory to make a call. The call's round fails.
   void note_unmade(std::uint64_t index);
-  // The same for the next part of the open call, if there is one.
+  // This rank had too little memory for the next part of the open call, if there is one.
   void note_lost_part(std::uint64_t index);
   // The feed of the open call that a request continues; null if the request begins a call.
   std::shared_ptr<Feed> feed_of(std::uint64_t index, const Request& request);
-  // A feed has news. Any thread.
+  // A feed has news. Any thread may call this.
   void wake_up() { page_->wake_up.send(); }
 
   // Call `use` with the group's member, under the lock.
@@ -176,29 +177,30 @@ class Engine {
     std::unique_lock lock(mutex_);
     return use(member(index));
   }
-  // Do the engine's work until `done(member)`, or for so many seconds. Returns whether it is done.
+  // Do the engine's work until `done(member)`, or for this many seconds. Returns whether `done(member)` holds.
   // Raises `Closed` if the group is closed meanwhile.
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
-  // The group continues under another index, with another code. Not while it has a call.
+  // The group continues under the index `next`, with another code. It must have no call in progress.
   void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
               Decoder decoder, Erasures erasures);
 
-  // A group, and the ranks that its call waits for after its deadline, or an error that no later round can fail with.
+  // A group's index, and a text: the ranks that its call waits for after its deadline, or an error that no
+  // later round can report.
   using Warning = std::pair<std::uint64_t, std::string>;
   Reports<Warning>& warnings() { return warnings_; }
 
-  // Refuse this rank's calls from now on, after a failure (see `Node::leave`). It still relays to
-  // those below.
+  // Refuse this rank's calls from now on, after a failure (see `Node::leave`). This rank still relays to the
+  // ranks below it.
   void abandon(std::uint64_t index, const std::string& failure);
-  // Leave the group once no rank needs this one any more, after so many seconds at the latest. Returns
-  // the ranks below that had not left by then. Raises `Closed` once another thread has closed it.
+  // Leave the group once no rank needs this rank any more, after this many seconds at the latest. Returns the
+  // ranks below that had not left by then. Raises `Closed` if another thread has closed the group.
   std::vector<Rank> close(std::uint64_t index, double seconds);
-  // Leave all groups, after a failure or not, and fail the calls that wait. Afterwards the engine only
-  // answers, until `MPI_Finalize`, that this process is there. Ranks below that have not left after so
-  // many seconds are given up. When it returns, no other thread is in the engine, and no rank uses what
-  // it reads in this process. With a `status` other than 0 the process would end the job. Returns
-  // whether the engine will do that, as its root has left ranks behind.
+  // Leave all groups, after a failure or as planned, and fail the calls that wait. Ranks below that have not
+  // left after this many seconds are given up. Afterwards the engine does only one thing: until `MPI_Finalize`,
+  // it answers that this process is there. When this returns, no other thread is in the engine, and no rank
+  // uses anything that it reads in this process. If `status` is not 0, the process would end the job with it.
+  // Returns whether the engine will end the job itself, as its root has left ranks behind.
   bool stop(double seconds, const std::string& failure, int status);
 
  private:
@@ -267,19 +269,21 @@ class Engine {
   bool stopping_ = false;    // no more work is done,
   bool finalizing_ = false;  // and no more questions are answered
   double nap_ = 0;
-  double asks_mpi_at_ = 0;  // when every group asks MPI again
+  double asks_mpi_at_ = 0;  // when every group asks MPI for messages again
   EndOfJob end_of_job_;
-  int at_finalize_ = MPI_KEYVAL_INVALID;  // of MPI_COMM_SELF, whose attributes end first
+  int at_finalize_ = MPI_KEYVAL_INVALID;  // a keyval of MPI_COMM_SELF, whose attributes MPI_Finalize deletes first
   double answers_at_ = 0;
   std::thread thread_;
 };
 
 inline constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
 
-// Calls of this thread that a group has counted: a call that lacks memory after that is not counted again.
+// How many calls of this thread a group has counted. If a counted call then lacks memory, it is not counted
+// again.
 inline thread_local std::uint64_t calls_counted = 0;
 
-// Make a call. If it lacks memory, the round that it `begins` fails, or else the round of the open call.
+// Make a call. If it lacks memory, a round fails: the round that the call `begins`, or else the round of the
+// open call.
 template <class Make>
 auto counted(std::uint64_t index, bool begins, Make make) {
   const std::uint64_t before = calls_counted;

@@ -51,7 +51,7 @@ std::string Erasures::why_not(const std::vector<bool>& erased,
   if (!missing[root]) return {};
   std::string out = "TooManyErasures: rank " + std::to_string(root_);
   if (erased[root]) return out + " is the root, the one rank that cannot be left out";
-  std::vector<bool> wanted(erased.size());  // for a sum that is missing
+  std::vector<bool> wanted(erased.size());  // ranks whose missing sum needs an explanation
   wanted[root] = true;
   for (const Parent& parent : parents_) {
     const auto rank = static_cast<std::size_t>(parent.rank);

@@ -20,14 +20,14 @@ struct Parent {
 // The answers of `jaxcoded.Plan.missing` and `Plan.why_not`, for the whole tree.
 class Erasures {
  public:
-  // `parents`: each before those below it.
+  // `parents`: each parent before the parents below it.
   explicit Erasures(Rank root = 0, std::vector<Parent> parents = {})
       : root_(root), parents_(std::move(parents)) {}
 
   // The outcome of a round without some ranks.
   struct Verdict {
     std::vector<bool> missing;  // the erased ranks, and parents that lack too many children
-    std::string why_not;        // why it must fail, in words; empty if it need not
+    std::string why_not;        // why the round must fail, in words; empty if it need not
   };
   const Verdict& judge(const std::vector<bool>& erased);
 

@@ -7,15 +7,15 @@
 
 namespace jaxcoded {
 
-// A thread that unlocks a plain mutex and locks it again gets it before any waiting thread wakes up. That
-// is quick, as threads do not take turns, so it stays like that as long as no thread waits long.
+// If a thread unlocks a plain mutex and locks it again, it gets the mutex before any waiting thread wakes up.
+// This is fast, since the threads do not alternate. `FairMutex` allows it until some thread has waited long.
 class FairMutex {
  public:
   void lock() {
     if (!mutex_.try_lock()) wait();
   }
   void unlock() { mutex_.unlock(); }
-  // Called by the thread that has the lock: a thread that has waited long gets it next.
+  // Called by the thread that has the lock. A thread that has waited long gets the lock next.
   void give_way() {
     const Time since = waits_since_;
     if (since == nobody || now() - since < patience) return;
@@ -39,7 +39,7 @@ class FairMutex {
 
   std::mutex line_;  // held by the one thread that gets the lock next
   std::mutex mutex_;
-  std::atomic<Time> waits_since_ = nobody;  // since when that thread waits
+  std::atomic<Time> waits_since_ = nobody;  // since when the first thread in line has waited
 };
 
 }  // namespace jaxcoded

@@ -9,12 +9,12 @@
 namespace jaxcoded {
 namespace {
 
-// A·B may miss the target by so much and still be exact. More than in codes/_blocks.py: what is decodable
-// there must be so here, although ill-conditioned systems come out with other roundings.
+// A·B may miss the target by this much and still count as exact. The bound is larger than in codes/_blocks.py:
+// what is decodable there must be decodable here, although ill-conditioned systems are rounded differently.
 constexpr double exact_within = 1e-5;
-// Numbers this close to whole ones are rounded to them, if the result is exact.
+// Numbers this close to whole numbers are rounded to them, if the result is exact.
 constexpr double whole_within = 1e-9;
-// How often to look for less damping.
+// How many times to look for less damping.
 constexpr int halvings = 40;
 
 double length(const std::vector<double>& vector) {
@@ -49,7 +49,7 @@ GradientCode::GradientCode(CodeTensor tensor) : tensor_(std::move(tensor)), held
 }
 
 void GradientCode::find_blocks() {
-  std::vector<std::vector<std::size_t>> holders(tensor_.partitions);  // classes
+  std::vector<std::vector<std::size_t>> holders(tensor_.partitions);  // the classes that hold each partition
   for (std::size_t number = 0; number < first_.size(); ++number) {
     for (std::size_t partition : held_[first_[number]]) holders[partition].push_back(number);
   }
@@ -61,7 +61,7 @@ void GradientCode::find_blocks() {
     std::vector<std::size_t> classes{begin};
     std::vector<std::size_t> partitions;
     seen[begin] = true;
-    for (std::size_t i = 0; i < classes.size(); ++i) {  // grows while it is walked
+    for (std::size_t i = 0; i < classes.size(); ++i) {  // `classes` grows in this loop
       for (std::size_t partition : held_[first_[classes[i]]]) {
         if (reached[partition]) continue;
         reached[partition] = true;
@@ -115,7 +115,7 @@ std::vector<std::size_t> GradientCode::Block::missing(const std::vector<bool>& h
   return out;
 }
 
-// Copy a solution to the places of its classes among all.
+// Copy a solution to the rows of its classes in `all`.
 void GradientCode::Block::put(const Matrix& solution, Matrix& all) const {
   for (std::size_t c = 0; c < classes.size(); ++c) {
     std::copy_n(solution[c], solution.columns, all[classes[c]]);
@@ -137,8 +137,8 @@ double GradientCode::Block::amplification(const Matrix& solution) const {
   return grown.values.empty() ? 0 : std::ranges::max(grown.values);
 }
 
-// A bound for what the solution amplifies (Cauchy-Schwarz). For solutions of least norm it never grows with
-// more messages, while the amplification itself may.
+// A bound for the amplification by the solution (Cauchy-Schwarz). For solutions of least norm the bound never
+// grows with more messages, while the amplification itself may.
 double GradientCode::Block::bound(const Matrix& solution) const {
   double most = 0;
   for (std::size_t u = 0; u < solution.columns; ++u) {
@@ -149,7 +149,7 @@ double GradientCode::Block::bound(const Matrix& solution) const {
   return weight * most;
 }
 
-// Makes repetition codes decode by 0 and 1 exactly.
+// Round to whole numbers if possible, so that repetition codes decode by exactly 0 and 1.
 Matrix GradientCode::Block::in_whole_numbers(Matrix solution) const {
   Matrix whole = solution;
   for (std::size_t c = 0; c < whole.rows; ++c) {
@@ -163,14 +163,14 @@ Matrix GradientCode::Block::in_whole_numbers(Matrix solution) const {
   return (equations * whole).values == target.values ? whole : solution;
 }
 
-// Empty if there is no exact solution without these classes.
+// The exact solution without these classes; empty if there is none.
 Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const {
   Matrix solution = everything;
   if (!missing.empty()) {
     Matrix lacking = everything.taken(missing);
     for (double& value : lacking.values) value = -value;
-    // rows of an orthonormal basis: lengths are small against 1, not against the longest one,
-    // which may be rounding
+    // The rows are those of an orthonormal basis, so lengths count as small compared with 1. The longest row
+    // itself may be only rounding.
     const Matrix change = surplus * Factored(surplus.taken(missing), 1.0).solve(std::move(lacking));
     for (std::size_t i = 0; i < solution.values.size(); ++i) solution.values[i] += change.values[i];
     for (std::size_t c : missing) std::fill_n(solution[c], solution.columns, 0.0);
@@ -179,12 +179,13 @@ Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const
   return solves(solution) ? solution : Matrix();
 }
 
-// The solution with the least residual, or one near it if that amplifies by more than the limit.
+// The solution with the least residual. If its amplification exceeds the limit, a solution near it.
 Matrix GradientCode::Block::best(const std::vector<std::size_t>& missing, double limit) const {
   Matrix solution = exact(missing);
   if (solution.values.empty()) solution = damped(missing, 0);
   if (amplification(solution) <= limit) return solution;
-  // surely enough: each slice of the solution is at most as long as the target's over 2δ
+  // This damping certainly suffices: each slice of the solution is at most as long as the target's slice, over
+  // 2δ.
   const auto ones = static_cast<double>(target.rows / target.columns);
   double damping = weight * std::sqrt(ones) / (2 * limit);
   solution = damped(missing, damping);
@@ -245,10 +246,10 @@ std::optional<GradientCode::Solution> GradientCode::solved(const std::vector<boo
   return out;
 }
 
-// The classes that a promise asks for, from the first children that have them; nothing if no promise is kept.
+// The classes that a promise needs, from the first children that have sent them; nothing if no promise is kept.
 std::optional<std::vector<bool>> GradientCode::promised(const std::vector<bool>& heard) const {
   const std::size_t parts = tensor_.parts, children = tensor_.children();
-  std::vector<std::size_t> came(children);  // first parts of each
+  std::vector<std::size_t> came(children);  // how many first parts of each child came
   for (std::size_t child = 0; child < children; ++child) {
     std::size_t& count = came[child];
     while (count < parts && heard[classes_[child * parts + count]]) ++count;
@@ -294,7 +295,7 @@ bool GradientCode::sufficient(const std::vector<bool>& answered) const {
 
 Matrix GradientCode::best(const std::vector<bool>& answered) const {
   if (tensor_.decoding != CodeTensor::Decoding::one_step) return least_squares(answered);
-  // the same for all that came, such that those of the partitions are 1 on average
+  // the same coefficient for all messages that came, such that the partitions' coefficients are 1 on average
   const double sum = std::accumulate(tensor_.values.begin(), tensor_.values.end(), 0.0);
   const auto came = static_cast<double>(std::ranges::count(answered, true));
   Matrix out(1, tensor_.rows);

@@ -1,6 +1,6 @@
-// A parent's code, and how the sum is formed from the messages that came. It gives the same answers as
-// jaxcoded/codes/_gradient_code.py does in NumPy. But here no thread waits for Python, and the bits do
-// not depend on the machine's linear algebra.
+// A parent's code, and how the parent forms the sum from the messages that came.
+// jaxcoded/codes/_gradient_code.py gives the same answers in NumPy. Here no thread waits for Python, and the
+// bits do not depend on the machine's linear algebra.
 #pragma once
 
 #include <cstddef>
@@ -12,23 +12,23 @@
 
 namespace jaxcoded {
 
-// A code as `jaxcoded.GradientCode` describes it. A row is a message of a child, which may have several
-// parts: row `child * parts + part`.
+// A code as `jaxcoded.GradientCode` describes it. A child's message may have several parts.
+// Row `child * parts + part` belongs to one part of one child's message.
 struct CodeTensor {
   enum class Decoding { exact, least_squares, one_step };
 
   std::size_t rows = 0, partitions = 0, slices = 1;
   std::vector<double> values = {};  // rows × partitions × slices
   std::size_t parts = 1;
-  std::size_t stragglers = 0;  // children
+  std::size_t stragglers = 0;  // how many children may be missing
   Decoding decoding = Decoding::exact;
-  // These messages suffice: the first `parts` parts of all children but any `late`, and the first `first`
-  // parts of the late ones.
+  // The code promises that these messages suffice: the first `parts` parts of all children except any `late` of
+  // them, and the first `first` parts of those late children.
   struct Promise {
     std::size_t late, parts, first;
   };
-  std::vector<Promise> promises = {};  // in addition to all parts of all children but `stragglers`
-  // Bounds the amplification of any set of messages that suffices.
+  std::vector<Promise> promises = {};  // in addition to this one: all parts of all children but `stragglers` suffice
+  // Bounds the amplification by any set of messages that suffices.
   double limit = std::numeric_limits<double>::infinity();
 
   const double* row(std::size_t row) const { return values.data() + row * partitions * slices; }
@@ -40,14 +40,15 @@ class GradientCode {
   explicit GradientCode(CodeTensor tensor);
 
   const CodeTensor& tensor() const { return tensor_; }
-  // Rows of one class are equal, so that one of them suffices. In the order of their first rows.
+  // The class of each row. Rows of one class are equal, so one of them suffices. Classes are in the order of
+  // their first rows.
   const std::vector<std::size_t>& classes() const { return classes_; }
   std::size_t class_count() const { return first_.size(); }
   // The partitions in each row.
   const std::vector<std::vector<std::size_t>>& held() const { return held_; }
 
-  // Coefficients (slices × rows) with which the messages give the exact sum, amplified within the
-  // limit; no values if that is impossible. Uses the first message of each class that came.
+  // Coefficients (slices × rows) with which the messages give the exact sum, with an amplification within the
+  // limit. No values if there are none. Of each class, only the first message that came is used.
   Matrix exact(const std::vector<bool>& answered) const;
   // Whether these messages suffice for a parent to continue.
   bool sufficient(const std::vector<bool>& answered) const;
@@ -55,19 +56,19 @@ class GradientCode {
   Matrix best(const std::vector<bool>& answered) const;
 
  private:
-  // Classes that share partitions only with each other. Every exact solution is
-  // A = A₀ + Y·N with the left null space N, so leaving out E asks only for Y·N_E = −A₀_E, a system
-  // with as many unknowns as there are surplus rows. All of it is kept transposed.
+  // Classes that share partitions only with each other. Every exact solution is A = A₀ + Y·N, where N spans the
+  // left null space. To leave out the columns E, solve only Y·N_E = −A₀_E, a system with as many unknowns as
+  // there are surplus rows. All matrices are stored transposed.
   struct Block {
     std::vector<std::size_t> classes;
     std::vector<double> units;
     Matrix equations;   // Mᵀ: (partitions · slices) × classes
-    Matrix target;      // what Mᵀ·Aᵀ must be
+    Matrix target;      // the value that Mᵀ·Aᵀ must have
     Matrix everything;  // A₀ᵀ: classes × slices
     Matrix surplus;     // Nᵀ: classes × surplus
 
     Matrix magnitudes;  // partitions × classes
-    double weight = 0;  // of a solution, for its bound
+    double weight = 0;  // of a solution's length, for its bound
 
     std::vector<std::size_t> missing(const std::vector<bool>& heard) const;
     void put(const Matrix& solution, Matrix& all) const;
@@ -81,7 +82,7 @@ class GradientCode {
   };
   struct Solution {
     Matrix coefficients;  // classes × slices
-    double bound = 0;     // of what they amplify
+    double bound = 0;     // of the amplification by the coefficients
   };
 
   std::vector<bool> heard_classes(const std::vector<bool>& answered) const;
@@ -98,7 +99,7 @@ class GradientCode {
   std::vector<double> units_;         // by class: the size of its messages, a power of 2
   std::vector<std::vector<std::size_t>> held_;
   std::vector<Block> blocks_;
-  bool complete_ = true;  // some row has each partition
+  bool complete_ = true;  // each partition is in some row
 };
 
 }  // namespace jaxcoded

@@ -10,19 +10,19 @@
 
 namespace jaxcoded {
 
-// The result of a round, or as much of it as is here.
+// The result of a round, or the pieces of it that have arrived.
 struct Entry {
   Round round = 0;
   std::uint64_t fingerprint = 0;
   bool failed = false;
-  std::string error = {};  // of a round that failed
-  bool alone = false;      // without the root, whose word others may have
+  std::string error = {};  // the error of a round that failed
+  bool alone = false;      // failed without the root, whose decision other ranks may have
   Layout layout = {};
-  std::vector<std::byte*> at = {};  // by segment
+  std::vector<std::byte*> at = {};  // the address of each segment
   Buffer buffer = {};               // empty if the result lies in the caller's memory
   std::uint32_t ready = 0;          // pieces
-  std::uint32_t remains = 0;        // pieces that were known before the round failed
-  std::vector<bool> here = {};      // pieces that came out of order
+  std::uint32_t remains = 0;        // pieces that were available before the round failed
+  std::vector<bool> here = {};      // which pieces have arrived, also out of order
   std::uint64_t counted = 0;        // bytes, see `History::account`
 
   bool complete() const { return ready == layout.size(); }
@@ -46,7 +46,8 @@ class History {
     account(out);
     return out;
   }
-  // Count the memory of an entry; call it again when the entry has more. Short results cost what describes them.
+  // Count the memory of an entry; call it again when the entry grows. The description of a result counts, too,
+  // as it takes more memory than a short result.
   void account(Entry& entry) {
     bytes_ -= entry.counted;
     entry.counted = sizeof entry + entry.error.size() + entry.buffer.capacity();

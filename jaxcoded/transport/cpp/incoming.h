@@ -1,4 +1,4 @@
-// How the messages of a rank's children are cut into pieces, compared with its own.
+// How the messages of a rank's children are cut into pieces, compared with the rank's own message.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 namespace jaxcoded {
 
 struct Incoming {
-  std::size_t parts = 1;    // parts of a child's message for each of this rank's
-  std::size_t vectors = 0;  // vectors of a part
+  std::size_t parts = 1;    // parts of a child's message for each part of this rank's message
+  std::size_t vectors = 0;  // vectors of each part
   Layout incoming = {};     // one part of the children's messages for each of this rank's parts
-  Layout theirs = {};       // all of a child's message, if it has several
+  Layout theirs = {};       // all of a child's message, if it has several parts
 
-  // `message`: this rank's, in parts of `vectors` vectors each.
+  // `message`: this rank's message, in parts of `vectors` vectors each.
   static Incoming of(std::vector<Segment> message, std::size_t vectors, std::size_t slices, std::size_t parts,
                      std::uint64_t piece_bytes) {
     Incoming out{.parts = parts, .vectors = vectors};
@@ -34,7 +34,7 @@ struct Incoming {
   // The layout of a child's message.
   const Layout& of_child() const { return parts > 1 ? theirs : incoming; }
 
-  // The piece, in this part of a child's message, that goes into this piece of `incoming`.
+  // The piece of a child's message, in this part of it, that goes into this piece of `incoming`.
   std::uint32_t piece_of_part(std::size_t part, std::uint32_t piece) const {
     if (parts == 1 || !incoming[piece].count) return piece;
     const std::size_t segment = incoming[piece].segment;

@@ -10,7 +10,7 @@
 
 namespace jaxcoded {
 
-// A vector of one element type. A message has one for each type in it.
+// A vector of one element type. Each part of a message has one for each type in it.
 struct Segment {
   DType dtype;
   std::uint64_t count;  // elements
@@ -25,8 +25,8 @@ inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
   return out;
 }
 
-// This machine's memory, swapped or not. No message is longer, as there would be no room for it: a
-// longer length from another rank is an error.
+// This machine's memory, including swap. No message can be longer, so a longer length from another rank is an
+// error.
 inline std::uint64_t most_bytes() {
   static const std::uint64_t bytes = [] {
     struct sysinfo its {};
@@ -43,17 +43,17 @@ struct Piece {
   std::uint64_t count = 0;
   std::uint64_t offset = 0;  // bytes from the segment's start
   std::uint64_t bytes = 0;
-  std::uint64_t packed = 0;  // the same offset if the segment's pieces lie one after the other
+  std::uint64_t packed = 0;  // the offset if the pieces of the segment lie one after the other in memory
 };
 
-// The pieces of a message. There is always at least one, if necessary without elements: an empty message
-// is a message too. Pieces are computed on request, since a layout is made several times a round.
+// The pieces of a message. There is always at least one, even if it has no elements: an empty message is a
+// message too. Pieces are computed on request, since a layout is made several times a round.
 class Layout {
  public:
   Layout() = default;
 
-  // `slices`: each segment has so many equal slices. The first piece of each slice comes first, then the
-  // second of each: a piece of coded messages makes one of each.
+  // `slices`: the number of equal slices of each segment. The first piece of each slice comes first, then the
+  // second piece of each slice. One piece of the coded messages makes one piece of each slice.
   Layout(std::vector<Segment> segments, std::uint64_t piece_bytes, std::uint64_t slices = 1)
       : segments_(std::move(segments)) {
     places_.reserve(segments_.size());
@@ -73,7 +73,7 @@ class Layout {
   Piece operator[](std::uint32_t piece) const {
     if (!pieces_) return {};
     std::size_t s = 0;
-    if (places_.size() > 1) {  // the last one that begins there or before; empty ones have no piece
+    if (places_.size() > 1) {  // the last segment that begins at this piece or before; empty ones have no piece
       const auto after = std::ranges::upper_bound(places_, piece, {}, &Place::first);
       s = static_cast<std::size_t>(after - places_.begin()) - 1;
     }
@@ -91,7 +91,7 @@ class Layout {
   std::uint64_t bytes() const { return bytes_; }
   std::uint64_t start(std::size_t segment) const { return places_[segment].start; }
 
-  // The first piece of a segment; for the segment after the last, one that does not exist.
+  // The first piece of a segment. For the index after the last segment, the number of pieces.
   std::uint32_t first(std::size_t segment) const {
     return segment < places_.size() ? places_[segment].first : size();
   }
@@ -101,10 +101,10 @@ class Layout {
 
   struct Place {
     std::uint64_t start;  // bytes
-    std::uint64_t step;   // elements of a piece
+    std::uint64_t step;   // elements of each piece
     std::uint64_t slices;
-    std::uint64_t slice;  // elements of each
-    std::uint32_t first;  // piece
+    std::uint64_t slice;  // elements of each slice
+    std::uint32_t first;  // its first piece
   };
 
   std::vector<Segment> segments_;

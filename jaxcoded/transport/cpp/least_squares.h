@@ -15,7 +15,7 @@ struct Matrix {
   double* operator[](std::size_t row) { return values.data() + row * columns; }
   const double* operator[](std::size_t row) const { return values.data() + row * columns; }
   Matrix transposed() const;
-  Matrix taken(std::span<const std::size_t> which) const;  // those rows
+  Matrix taken(std::span<const std::size_t> which) const;  // the rows `which`
 
   std::size_t rows = 0, columns = 0;
   std::vector<double> values;  // row by row
@@ -26,8 +26,8 @@ Matrix operator*(const Matrix& a, const Matrix& b);
 // Householder's reflections that make a matrix upper triangular.
 class Triangular {
  public:
-  // With `zero`, columns change places so that the largest of the remaining ones comes next, until
-  // none of them is longer than that.
+  // With `zero`, columns are exchanged so that the longest remaining column comes next. This ends once no
+  // remaining column is longer than `zero`.
   explicit Triangular(Matrix a, std::optional<double> zero = {});
 
   std::size_t rank() const { return scales_.size(); }
@@ -43,14 +43,14 @@ class Triangular {
 };
 
 // A matrix of any shape and rank, factored for its least-norm least-squares solutions: the complete
-// orthogonal factorization (Golub and Van Loan, Matrix Computations, 5.4.7 and 5.5.2). Columns count as
-// dependent if the rest of a column is short compared with `size`, by default with the longest
-// column.
+// A matrix of any shape and rank, factored for its least-norm least-squares solutions: the complete orthogonal
+// factorization (Golub and Van Loan, Matrix Computations, 5.4.7 and 5.5.2). A column counts as dependent on
+// others if its remainder is short compared with `size`, by default the length of the longest column.
 class Factored {
  public:
   explicit Factored(Matrix a, std::optional<double> size = {});
 
-  // x (columns × n) with the least ‖x‖ of those with the least ‖a·x − b‖.
+  // Of the x (columns × n) with the least ‖a·x − b‖, the one with the least ‖x‖.
   Matrix solve(Matrix b) const;
   // Columns: an orthonormal basis of all x with a·x = 0.
   Matrix null_space() const;
@@ -59,8 +59,8 @@ class Factored {
   Matrix in_place(const Matrix& x) const;
 
   std::size_t columns_;
-  Triangular left_;   // a's columns
-  Triangular right_;  // the remaining part of its rows
+  Triangular left_;   // of the columns of `a`
+  Triangular right_;  // of the remaining part of the rows of `a`
 };
 
 }  // namespace jaxcoded

@@ -13,15 +13,15 @@
 namespace jaxcoded {
 namespace {
 
-// A member asks for more while it computes its last block, so that the answer is there in time.
+// A member asks for more while it computes its last block, so that the answer arrives in time.
 constexpr std::size_t ahead = 1;
-// A block that takes longer than usual is expected to take half as long again.
+// A block that takes longer than usual is expected to take half as long again as it has taken so far.
 constexpr double further = 0.5;
-// A block in progress is computed again only if that ends so much sooner, as a share of a block.
+// A block in progress is computed again only if it then ends sooner by this share of a block.
 constexpr double worth = 0.1;
-constexpr double telling = 0.5;  // blocks of usual cost after which a pace is known
+constexpr double telling = 0.5;  // a pace is known after this many blocks of usual cost
 constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
-// A late member is checked again after this share of its silence, and at least this share of the patience.
+// A late member is checked again after this share of its silence, but not before this share of the patience.
 constexpr double share_of_time = 1.0 / 16, finest = 1.0 / 64;
 constexpr double never = std::numeric_limits<double>::infinity();
 
@@ -106,7 +106,7 @@ void Ledger::will_ask(std::size_t m) {
 void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   Member& member = members_[m];
   if (!member.takes_part()) return;
-  if (progress.generation > member.generation) throw Damaged();  // this generation has not begun
+  if (progress.generation > member.generation) throw Damaged();  // this generation has not begun yet
   if (progress.generation < member.generation) return;
   if (progress.out) {
     count_unused(m);
@@ -125,7 +125,8 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const double ago = progress.seconds > 0 ? progress.seconds : 0;
     const double told = cost(member, member.added, progress.added);
     const double block = (now - ago - member.since) / told;
-    // It may have begun before this round did here. A cheap block takes as long as its messages.
+    // The member may have begun before the round began here. A cheap block takes little longer than its
+    // messages, so it says nothing.
     if (block > 0 && told >= telling) {
       member.seconds = member.measured ? (member.seconds + block) / 2 : block;
       usual_.reset();
@@ -139,7 +140,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const bool returns = std::ranges::find(progress.returned, recall.block) != progress.returned.end();
     const auto returned = std::ranges::find(member.blocks, recall.block);
     if (returns && returned - member.blocks.begin() < member.added) throw Damaged();  // the block is in its vector
-    (returns ? free_ : member.kept).insert(recall.block);  // if there is too little memory for it, nothing has changed
+    (returns ? free_ : member.kept).insert(recall.block);  // if memory is too short for this, nothing has changed
     member.recalls.pop_front();
     ++member.answered;
     break_promise(recall);
@@ -185,7 +186,7 @@ void Ledger::close(double now) {
   closed_at_ = now;
   for (std::size_t m = 0; m < members_.size(); ++m) {
     Member& member = members_[m];
-    will_ask(m);  // if it is only expected
+    will_ask(m);  // if the member is only expected
     if (!member.here()) continue;
     for (std::size_t i = member.added + 1; i < member.blocks.size(); ++i) {
       const Block block = member.blocks[i];
@@ -194,7 +195,7 @@ void Ledger::close(double now) {
   }
 }
 
-// Count the blocks that it has computed, and the one that it computes.
+// Count the blocks that a member has computed, and the block in progress.
 void Ledger::count_unused(std::size_t m) {
   unused_[m] += members_[m].added + (members_[m].left() > 0);
 }
@@ -205,7 +206,7 @@ void Ledger::break_promise(const Recall& recall) {
   if (beneficiary.promised) --beneficiary.promised;
 }
 
-// Free its blocks for others.
+// Free a member's blocks for other members.
 void Ledger::release(Member& member) {
   free_.insert(member.blocks.begin(), member.blocks.end());
   for (const Recall& recall : member.recalls) break_promise(recall);
@@ -225,12 +226,12 @@ std::vector<Order> Ledger::orders(double now) {
   }
   bool again = true;
   while (std::exchange(again, false)) {
-    std::vector<std::size_t> idlest;  // members that have no blocks left except the one they compute
+    std::vector<std::size_t> idlest;  // members that have no blocks left except the one in progress
     for (std::size_t m = 0; m < members_.size(); ++m) {
       const Member& member = members_[m];
       if (member.here() && member.left() + member.promised <= ahead) idlest.push_back(m);
     }
-    // Members that were given up least come first, so that the block is not lost again.
+    // Members that were given up least often come first, so that the block is not lost again.
     std::ranges::sort(idlest, {}, [&](std::size_t m) {
       return std::pair(members_[m].times_given_up, done_in(members_[m], now));
     });
@@ -253,7 +254,7 @@ double Ledger::wakes_at(double now) const {
     block = std::min(block, seconds(member));
   }
   if (!idle || latest == -never || waits_) return out;
-  // How much longer a block takes shows only with time: the later, the less often it is checked.
+  // Only time shows how much longer a block takes. The later it is, the less often it is checked.
   const double quarter = (block > 0 ? block : patience_seconds_) / 4;
   return std::min(out, now + std::max({quarter, (now - latest) * share_of_time, patience_seconds_ * finest}));
 }
@@ -315,7 +316,7 @@ std::vector<Block> Ledger::orphans(const std::vector<bool>& silent) const {
   return out;
 }
 
-// When the member is given up, unless it answers before.
+// When the parent gives the member up, unless the member answers before.
 double Ledger::patience_ends(const Member& member) const {
   if (member.held) return *member.held + patience_seconds_;
   if (member.recalls.empty()) return never;
@@ -323,10 +324,10 @@ double Ledger::patience_ends(const Member& member) const {
   return member.recalls.front().since + patience_seconds_ * (1u << doublings);
 }
 
-// Until when a closed round waits for blocks that are being computed.
+// Until when a closed round waits for blocks in progress.
 double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_seconds_, usual()); }
 
-// Seconds for one block of usual cost, for any member.
+// Seconds for a block of usual cost: the median over the members.
 double Ledger::usual() const {
   if (usual_) return *usual_;
   std::vector<double> known;
@@ -340,7 +341,7 @@ double Ledger::seconds(const Member& member) const {
   return member.seconds > 0 ? member.seconds : usual();
 }
 
-// The cost of some of its blocks together.
+// The cost of the member's blocks `first` to `last` together.
 double Ledger::cost(const Member& member, std::size_t first, std::size_t last) const {
   if (costs_.empty()) return static_cast<double>(last - first);
   double out = 0;
@@ -348,7 +349,8 @@ double Ledger::cost(const Member& member, std::size_t first, std::size_t last) c
   return out;
 }
 
-// A member that has called reports after some blocks: until then it is assumed to keep the usual pace.
+// A member that has called reports after some blocks. Until its next report it is assumed to keep the usual
+// pace.
 double Ledger::done_in(const Member& member, double now, double more) const {
   const double usual = seconds(member);
   if (!member.left()) return more * usual;
@@ -361,7 +363,7 @@ double Ledger::done_in(const Member& member, double now, double more) const {
   return further * present + (left - untold) * std::max(usual, elapsed / untold);
 }
 
-// Its blocks before this one are not worth a recall.
+// The place of the first of the member's blocks that may be worth a recall.
 std::size_t Ledger::begun(const Member& member, double now) const {
   if (!member.here()) return 0;
   const double usual = seconds(member);
@@ -399,7 +401,7 @@ void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) 
   order(m, Order::Kind::grant, blocks);
 }
 
-// Grant a member its own blocks that are still free.
+// Grant a member those of its own blocks that are still free.
 bool Ledger::grant_own(std::size_t m, double now) {
   std::vector<Block> own;
   std::ranges::copy_if(own_[m], std::back_inserter(own),
@@ -409,7 +411,7 @@ bool Ledger::grant_own(std::size_t m, double now) {
   return true;
 }
 
-// Grant the block that its owner, if it arrives, would reach last.
+// Grant a free block: the one that its owner, if the owner arrives, would reach last.
 bool Ledger::grant_free(std::size_t m, double now) {
   if (divided_) return grant_own(m, now);
   std::optional<Block> last;
@@ -421,9 +423,9 @@ bool Ledger::grant_free(std::size_t m, double now) {
   return last.has_value();
 }
 
-// When the others would finish all that a member was granted.
+// In how many seconds the other members would finish all blocks granted to this member.
 double Ledger::anew_in(std::size_t from, double now) const {
-  std::vector<std::pair<double, double>> others;  // when each is done, and for a block of usual cost
+  std::vector<std::pair<double, double>> others;  // when each is done, and its time for a block of usual cost
   for (std::size_t m = 0; m < members_.size(); ++m) {
     const Member& member = members_[m];
     if (m == from || !member.here()) continue;
@@ -442,13 +444,13 @@ double Ledger::anew_in(std::size_t from, double now) const {
   return out;
 }
 
-// How much longer a member's last block must take before it is computed again by one that would
-// finish it in `mine`. The threshold doubles each time, so that a block which takes long everywhere
-// is finished at last.
+// How much longer a member's last block must take before another member computes it again, which would finish
+// the block in `mine`. The threshold doubles each time. So a block that takes long everywhere is finished at
+// last.
 double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   const Member& other = members_[from];
   double least = mine;
-  if (other.added || other.kept.contains(other.blocks.back())) {  // what is in its vector is lost, too
+  if (other.added || other.kept.contains(other.blocks.back())) {  // the blocks in its vector are lost, too
     if (!replaceable(from)) return never;
     least = std::max(least, anew_in(from, now));
   }
@@ -456,7 +458,7 @@ double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   return std::ldexp(least, static_cast<int>(times_taken_[other.blocks.back()]));
 }
 
-// Take back a block for a member from the one that would finish last, if that ends sooner.
+// Take back a block for a member from the member that would finish last, if the block then ends sooner.
 Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   if (waits_) return Found::nothing;
   const Member& member = members_[m];
@@ -470,14 +472,14 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
     if (v == m || !(other.here() || other.expected()) || other.held) continue;
     if (other.left() <= other.recalls.size()) continue;
     const double its = done_in(other, now);
-    // The block that it computes is its last, and is taken back only for an idle member.
+    // The last block is in progress. It is taken back only for an idle member.
     const bool last = other.here() && other.left() == 1;
     if (its <= latest || (last && !idle)) continue;
     for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {
       const Block block = other.blocks[i];
       if (!holds(m, block)) continue;
       if (recalled(other, block) || (other.kept.contains(block) && !last)) continue;
-      // Estimated as for the others, so that no block goes back and forth between two late members.
+      // Estimated as for the other members, so that no block moves back and forth between two late members.
       if (cost(block) != of) mine = done_in(member, now, of = cost(block));
       if (its <= mine || (last && its <= worth_taking(v, mine, now))) continue;
       latest = its;
@@ -488,7 +490,7 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   }
   if (!from) return Found::nothing;
   Member& other = members_[*from];
-  if (other.expected()) {  // it has not called yet, as far as is known here
+  if (other.expected()) {  // the member has not called yet, as far as the parent knows
     other.held = now;
     asks_[*from] = true;
     order(*from, Order::Kind::hold, {});

@@ -1,8 +1,8 @@
 // Which rank computes which blocks of a round with shared work, as the parent records it.
 //
-// Every block is granted to one member at a time: first to its owner, which need not ask. Later it
-// may be taken back from the member that would finish last, and granted to an idle one that holds its
-// data. So each is in the sum once, whichever rank is late. The rules are in tests/sharing/model.py.
+// Every block is granted to one member at a time: first to its owner, which need not ask. Later the parent may
+// take a block back from the member that would finish last. It grants the block to an idle member that holds
+// its data. So each block is in the sum once, whichever rank is late. The rules are in tests/sharing/model.py.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@ struct Order {
 
   std::size_t member;
   Kind kind;
-  std::vector<Block> blocks = {};  // to grant or recall
-  std::uint32_t generation = 0;    // that begins with a drop
+  std::vector<Block> blocks = {};  // the blocks to grant or recall
+  std::uint32_t generation = 0;    // the generation that begins with a drop
 };
 
 // Which blocks each member computes, in this order.
@@ -39,38 +39,39 @@ struct Dealt {
 
 class Ledger {
  public:
-  // `holders`: of each block, its owner first; members are numbered from 0. `patience_seconds`: a
-  // member that has not answered a recall for so long is given up, the first time. `waits`: late
-  // members keep their blocks.
+  // `holders`: the members that hold each block, its owner first. Members are numbered from 0.
+  // `patience_seconds`: how long the parent waits for the answer to a recall before it first gives a member up.
+  // `waits`: late members keep their blocks.
   Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
          double patience_seconds, bool waits = false);
   // Each member computes its blocks of this division, in this order, and no others.
   Ledger(const Division& division, double patience_seconds);
 
-  // A round begins. Members are expected to begin with their own blocks, except those that were told to
-  // hold and were granted nothing since: they ask first. `costs`: of each block, in blocks of usual cost, > 0;
-  // empty: all are usual.
+  // A round begins. Members are expected to begin with their own blocks. Members that were told to hold, and
+  // were granted nothing since, ask first. `costs`: the cost of each block, > 0, in units of a usual block;
+  // empty: all blocks have the usual cost.
   void begin(double now, std::vector<double> costs = {});
-  // The member calls. `claims`: it has begun with its own blocks.
+  // The member calls. `claims`: the member has begun with its own blocks.
   void arrived(std::size_t member, bool claims, double now);
-  // The member will ask first, as it was told to.
+  // The member will ask before it begins, as it was told to.
   void will_ask(std::size_t member);
   void heard(std::size_t member, const Progress& progress, double now);
-  // The member's vector is not available. If the member is there after all, it begins again.
+  // The member's vector is not available. If the member answers after all, it begins again.
   void give_up(std::size_t member, double now);
   // The member takes no part any more.
   void lost(std::size_t member);
-  // The time for the round is over: no member begins another block. A block in progress gets the time
-  // that one usually takes; after that the vector of its member is not used.
+  // The time for the round is over: no member begins another block. A block in progress gets the time that a
+  // block usually takes. After that, the vector of its member is not used.
   void close(double now);
   bool closed() const { return closed_at_.has_value(); }
 
   // What to tell the members now.
   std::vector<Order> orders(double now);
-  // When there may be orders without a new report.
+  // When there may be new orders even if no report comes.
   double wakes_at(double now) const;
 
-  // Whether the members' vectors hold every block, or all that they will once the round is closed.
+  // Whether the members' vectors hold every block or, once the round is closed, every block that they will
+  // hold.
   bool settled() const;
   // Blocks that are granted to no member.
   std::size_t missing() const { return free_.size(); }
@@ -81,17 +82,19 @@ class Ledger {
   Division division() const;
   // How many blocks each member has computed.
   std::vector<Computed> computed() const;
-  // Whether others can compute its blocks, and those that are free for it; or need not, at the end.
+  // Whether other members can compute the member's blocks, and the free blocks that it holds. Once the round is
+  // closed, no member need do so.
   bool replaceable(std::size_t member) const;
-  // Whether it holds blocks that are granted to no member, and has not come, or not come back.
+  // Whether the member holds blocks that are granted to no member, and has not come or not come back.
   bool awaited(std::size_t member) const;
-  // Blocks that no participant holds, present or future. `silent` members never are; empty: all may be.
+  // Blocks for which no holder takes part now, or may do so later. `silent` members will not; empty: all
+  // members may.
   std::vector<Block> orphans(const std::vector<bool>& silent = {}) const;
 
  private:
   struct Recall {
     Block block;
-    std::optional<std::size_t> beneficiary;  // the member that gets it
+    std::optional<std::size_t> beneficiary;  // the member that gets the block
     double since;
   };
   struct Member {
@@ -100,20 +103,20 @@ class Ledger {
     std::uint32_t generation = 0;
     std::uint32_t added = 0, answered = 0;  // see `Progress`
     std::vector<Block> blocks = {};  // granted and not returned, in order
-    std::deque<Recall> recalls = {};  // that are not answered
+    std::deque<Recall> recalls = {};  // recalls that are not answered yet
     std::set<Block> kept = {};        // blocks that were recalled and not returned
-    std::uint32_t promised = 0;      // blocks that are recalled for it
+    std::uint32_t promised = 0;      // blocks that are recalled for this member
     std::uint32_t times_given_up = 0;
     std::optional<double> held = {};  // since when it was told to hold, without an answer
-    double since = 0;     // since when it computes what it has not reported
-    double seconds = 0;   // for a block of usual cost; 0: not known
-    bool measured = false;  // in this round
+    double since = 0;     // when it began the work that it has not reported
+    double seconds = 0;   // its time for a block of usual cost; 0: not known
+    bool measured = false;  // `seconds` was measured in this round
 
     bool expected() const { return state == State::expected; }
     bool here() const { return state == State::here; }
     bool takes_part() const { return here() || state == State::given_up; }
     std::size_t left() const { return blocks.size() - added; }
-    // Blocks until it reports how many are left, as far as the parent knows.
+    // How many blocks it computes before it next reports how many are left, as far as the parent knows.
     std::size_t until_told() const {
       std::size_t out = 1;
       while (out < left() && !tells_with(left() - out)) ++out;
@@ -126,7 +129,7 @@ class Ledger {
   double seconds(const Member& member) const;
   double cost(Block block) const { return costs_.empty() ? 1 : costs_[block]; }
   double cost(const Member& member, std::size_t first, std::size_t last) const;
-  // When it finishes, with blocks of so much cost more.
+  // In how many seconds the member finishes, with additional blocks of cost `more`.
   double done_in(const Member& member, double now, double more = 0) const;
   std::size_t begun(const Member& member, double now) const;
   double anew_in(std::size_t from, double now) const;
@@ -147,19 +150,19 @@ class Ledger {
 
   std::vector<std::vector<std::size_t>> holders_;
   Division own_;                     // blocks of each member
-  std::vector<std::size_t> places_;  // of each block among its owner's
+  std::vector<std::size_t> places_;  // of each block among the blocks of its owner
   std::vector<double> costs_ = {};   // of each block in this round; empty: all are usual
   double patience_seconds_;
   std::vector<Member> members_;
-  std::vector<bool> asks_;  // each member, before it begins with its own blocks
+  std::vector<bool> asks_;  // for each member, whether it asks before it begins with its own blocks
   bool divided_ = false;    // the division is fixed: no member computes another one's blocks
   bool waits_ = false;
   std::optional<double> closed_at_ = {};
   std::set<Block> free_;
-  std::vector<std::uint32_t> unused_;       // blocks that each member has computed, outside of the sum
+  std::vector<std::uint32_t> unused_;  // number of blocks that each member has computed and that are not in the sum
   std::vector<std::uint32_t> times_taken_;  // how often each block was taken back while it was computed
   std::vector<Order> orders_;
-  mutable std::optional<double> usual_ = {};  // until a member's pace changes
+  mutable std::optional<double> usual_ = {};  // kept until a member's pace changes
 };
 
 }  // namespace jaxcoded

@@ -1,4 +1,4 @@
-// A rank below: which results it wants, and what it has been told.
+// A rank below: which results it wants, and what this rank has told it.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 namespace jaxcoded {
 
 struct Listener {
-  Round first = 1, last = 0;  // the results that it wants and does not know of
-  std::uint32_t told = 0;     // pieces of `first` that it knows of
-  Round called = 0;           // a round that it waits for in a call
+  Round first = 1, last = 0;  // the results that it wants and does not know of yet
+  std::uint32_t told = 0;     // pieces of the result of `first` that it knows of
+  Round called = 0;           // the round that it waits for in a call
   bool wants_state = false;
   Signatures::Known introduced = {};
 
@@ -21,20 +21,20 @@ struct Listener {
     told = 0;
   }
   void want_nothing() { last = 0; }
-  // The result of a round has become another one.
+  // The result of a round has changed: the rank knows no piece of the new one.
   void changed(Round round) {
     if (first == round) told = 0;
   }
-  // It knows all of `first`.
+  // The rank knows all of the result of `first`.
   void next() {
     ++first;
     told = 0;
   }
 
-  // It has sent something.
+  // The rank has sent something.
   void heard() { noted_ = false; }
-  // Whether to tell it that this round is decided, although it has not asked. It hears this once for each round,
-  // and about no other round until it has sent something.
+  // Whether to tell the rank that this round is decided, although it has not asked. The rank hears this once
+  // for each round. Until it sends something, it hears about no other round.
   bool note(Round newest) {
     if (noted_ || last >= newest || noted_round_ >= newest) return false;
     noted_ = true;

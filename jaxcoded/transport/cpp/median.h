@@ -34,7 +34,7 @@ class Latest {
   static constexpr std::size_t most = 31;
 
   std::array<double, most> values_ = {};
-  std::size_t size_ = 0, next_ = 0;  // to be replaced
+  std::size_t size_ = 0, next_ = 0;  // `next_`: which value is replaced next
 };
 
 }  // namespace jaxcoded

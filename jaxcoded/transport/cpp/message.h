@@ -13,17 +13,17 @@ namespace jaxcoded {
 
 using Rank = int;
 using Round = std::uint64_t;  // the first round is 1
-// At one microsecond each, these rounds take nine years: a message about a later one is damaged.
+// At one microsecond each, this many rounds take nine years. A message about a later round is damaged.
 constexpr Round most_rounds = Round{1} << 48;
 
 enum class Kind : std::uint8_t {
   // Up the tree.
   offer,       // `ready` pieces of my message of `round` are available; tell me its result
-  want,        // tell me the results of rounds `round` … `last`; also of the rounds from `fingerprint` on, which
-               // failed at me alone, or 0
+  want,        // tell me the results of rounds `round` … `last`. If `fingerprint` is not 0: also of the rounds
+               // from `fingerprint` on, which failed only at me
   want_state,  // tell me your newest snapshot
-  alert,       // what is wrong, in words: the calls of some ranks do not fit
-  bye,         // I have left, and all below me; the body: ranks that were given up
+  alert,       // a fault, in words: the calls of some ranks do not match
+  bye,         // I and all ranks below me have left; the body: ranks that were given up
   // Down the tree.
   result,  // `ready` pieces of the result of `round` are available
   note,    // `last` is decided
@@ -39,7 +39,7 @@ enum class Kind : std::uint8_t {
   will_ask,  // up: from `round` on I ask before I begin with my own blocks
   // For a sum that is formed in sections.
   delegate,  // down: which rank forms which section of `round`, a `SectionPlan`
-  formed,    // to all: pieces before `ready` of section `last` are available; failed: a message is not
+  formed,    // to all: pieces before `ready` of section `last` are available; failed: a message for it is not
 };
 
 enum Flag : std::uint8_t {
@@ -49,8 +49,8 @@ enum Flag : std::uint8_t {
   calls = 16,   // in want: the sender waits for the round in a call; in here: it waits in a call, not in its program
   shares = 16,  // in an offer: the body begins with the sender's `Progress`
   closed = 8,   // in an alert: it only counts if the root has closed the group
-  approximate = 32,  // in an offer: the pieces that were not offered before are not exact
-  not_finite = 16,  // in an alert: it names ranks whose messages have NaN or infinities, which are summed
+  approximate = 32,  // in an offer: the pieces that earlier offers did not contain are not exact
+  not_finite = 16,  // in an alert: it names ranks whose messages have NaN or infinities and are summed nevertheless
   overdue = 64,      // in an alert: it names ranks that the sender waits for after its deadline
   continued = 128,   // the body continues in the sender's next message (wires only)
   ended = 16,         // in bye: my offers are no longer available
@@ -123,7 +123,7 @@ struct Object {
     own,  // the parent's own vector in a sum that others form
   } what;
   static constexpr std::size_t kinds = 5;
-  Round round;  // of a state: its number, counted by the rank that has it
+  Round round;  // of a state: its number instead, counted by the rank that has the state
   std::uint64_t version = 0;  // of a message or vector whose work is shared, and of a section
 
   bool operator==(const Object&) const = default;

@@ -115,7 +115,7 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
   });
 }
 
-// The next block of a round whose vectors follow in a later round; none at its end.
+// The next block of a round whose vectors follow in a later round; none at the end of the round.
 std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::string signature,
                           bool first, std::vector<double> costs) {
   const Taken taken = counted(index, first, [&] {
@@ -130,7 +130,7 @@ std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::s
   return taken.work->block;
 }
 
-// The end of such a round.
+// The end of a round that `take` began.
 std::tuple<int, std::string> end_of_blocks(std::uint64_t index) {
   const Result result = counted(index, false, [&] { return Engine::instance().run(index, {.continues = true}); });
   return {static_cast<int>(result.outcome), result.error};
@@ -198,14 +198,14 @@ nb::dict telemetry(std::uint64_t index) {
   return out;
 }
 
-// Records of a group from now on, until it is closed or another reader asks. `subscribe`: gives a node
-// the function to call with them. In a capsule: a thread may keep it until the end of the process,
-// which nanobind would report as a leak.
+// Records of a group from now on, until the group is closed or another reader subscribes. `subscribe` gives a
+// node the function to call with each record. Returned in a capsule: a thread may keep the capsule until the
+// process ends, and nanobind would report any other object as a leak.
 template <class Record>
 nb::capsule reports_of(std::uint64_t index,
                        void (Node::*subscribe)(std::function<void(const Record&)>)) {
   auto out = std::make_shared<Reports<Record>>();
-  // closed with the hook: at the end of the node, or when another hook takes its place
+  // closed together with the hook: when the node ends, or another hook takes its place
   const std::shared_ptr<Reports<Record>> open(out.get(), [out](Reports<Record>* it) { it->close(); });
   {
     const WithoutGil released;
@@ -219,7 +219,7 @@ nb::capsule reports_of(std::uint64_t index,
   });
 }
 
-// The next record, or nothing after the last.
+// The next record; none after the last one.
 template <class Record>
 std::optional<Record> next_of(nb::capsule reports) {
   const auto from = *static_cast<std::shared_ptr<Reports<Record>>*>(reports.data());
@@ -227,7 +227,7 @@ std::optional<Record> next_of(nb::capsule reports) {
   return from->next();
 }
 
-// How many records were lost since the last question, as the reader is slower than the rounds.
+// How many records were lost since the last call, because the reader is slower than the rounds.
 template <class Record>
 std::uint64_t lost_of(nb::capsule reports) {
   return (*static_cast<std::shared_ptr<Reports<Record>>*>(reports.data()))->take_lost();
@@ -269,7 +269,7 @@ void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& ch
   Engine::instance().replan(index, next, children, std::move(decoder), std::move(erasures));
 }
 
-// A call whose vectors lie on a GPU, as the handlers for XLA make it.
+// A call whose vectors lie on a GPU, like the calls of XLA's handlers.
 DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
                        std::string signature, bool continues, std::uint64_t skipped,
                        const std::vector<Vector>& own) {
@@ -326,7 +326,7 @@ NB_MODULE(_engine, module) {
   module.doc() = "The engine of jaxcoded.";
   module.attr("sources") = JAXCODED_SOURCES;
 
-  // The MPI that this was built with and loads; mpi4py may have brought another one.
+  // The MPI that this module was built with and has loaded; mpi4py may have loaded another one.
   module.def("mpi_library", [] {
     char words[MPI_MAX_LIBRARY_VERSION_STRING];
     int length = 0;
@@ -436,8 +436,8 @@ NB_MODULE(_engine, module) {
       .def_rw("least_piece_bytes", &Limits::least_piece_bytes)
       .def("piece_for", &Limits::piece_for);
 
-  // Choices as dicts of the length of each port's message. Returns shares as tuples of a maker, a choice and a
-  // number of pieces, and how busy the busiest port is.
+  // `choices`: dicts from a port to the length of its message. Returns the shares as tuples of a maker, a
+  // choice and a number of pieces; and how busy the busiest port is.
   module.def("section_shares", [](const std::vector<std::size_t>& makers,
                                   const std::vector<std::map<std::size_t, double>>& choices,
                                   std::size_t ports, std::uint32_t pieces,
@@ -542,8 +542,8 @@ NB_MODULE(_engine, module) {
   module.def("record", &record);
   module.def("next_dealt", &next_dealt);
   module.def("replay", &replay);
-  // Blocks until a group's call waits after its deadline. Returns the group and the ranks that it waits for;
-  // None at the end of the engine.
+  // Blocks until a group's call waits after its deadline. Returns the group and the ranks that the call waits
+  // for; None at the end of the engine.
   module.def("next_warning", [] {
     auto& warnings = Engine::instance().warnings();
     auto out = warnings.next();
@@ -556,14 +556,14 @@ NB_MODULE(_engine, module) {
   module.def("computes_with", [](std::uint64_t index, double eps) {
     Engine::instance().with(index, [&](Member& its) { its.node->computes_with(eps); });
   }, Release());
-  // Other threads have their turns while it is copied, and while the previous one is freed.
+  // Other threads have their turns while the new snapshot is copied, and while the previous one is freed.
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     State state = state_of({reinterpret_cast<const std::byte*>(address), bytes});
     state = Engine::instance().with(index, [&](Member& its) {
       return its.node->keep_state(its.next(), std::move(state));
     });
   }, Release());
-  // The newest snapshot of the nearest ancestor that has one, in `seconds`; its round, or 0.
+  // Fetch the newest snapshot of the nearest ancestor that has one, within `seconds`. Returns its round, or 0.
   module.def("fetch_state", [](std::uint64_t index, double seconds) {
     Engine& engine = Engine::instance();
     engine.with(index, [](Member& its) { its.node->ask_state(); return 0; });

@@ -1,4 +1,4 @@
-// What the parts of the module share.
+// Definitions that the parts of the module share.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -38,7 +38,7 @@ std::vector<T*> pointers_of(const std::vector<Vector>& vectors) {
   return out;
 }
 
-// Elements to compare separately: vector, first element, elements, kind.
+// Elements to compare separately: vector, first element, number of elements, kind.
 using ApartTuple = std::tuple<std::size_t, std::uint64_t, std::uint64_t, int>;
 
 inline std::vector<Apart> apart_of(const std::vector<ApartTuple>& runs) {

@@ -12,15 +12,16 @@
 namespace jaxcoded {
 namespace {
 
-// On one host a copy out of the other's memory is faster than a message, except for short vectors.
+// On one host a copy from the other process's memory is faster than a message, except for short vectors.
 constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
-// For bodies that one rank after another adds to, such as texts. No honest body comes near.
+// For bodies to which one rank after another adds something, such as texts. No honest body comes near this
+// length.
 constexpr std::size_t longest_body = 64 << 20;
 
-// Whether MPI reports with this class of errors that the other rank is dead. It does if it is fault-tolerant.
+// Whether this class of errors means that the other rank is dead. Only a fault-tolerant MPI reports that.
 bool reports_death([[maybe_unused]] int error) {
 #ifdef MPIX_ERR_PROC_FAILED
   return error == MPIX_ERR_PROC_FAILED;
@@ -37,14 +38,14 @@ bool is_final([[maybe_unused]] int error) {
   return reports_death(error);
 }
 
-// Whether MPI has not done something, but may do it the next time.
+// Whether MPI has failed to do something, but may succeed the next time.
 bool may_try_again(int outcome) {
   int error = MPI_SUCCESS;
   if (outcome != MPI_SUCCESS) MPI_Error_class(outcome, &error);
   return error != MPI_SUCCESS && !is_final(error);
 }
 
-// What a piece in a message begins with.
+// The beginning of a message that contains a piece.
 struct Stamp {
   std::uint64_t session, round, version, piece, what;
 };
@@ -83,7 +84,7 @@ MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& 
     peer.inbox = std::make_unique<std::byte[]>(inbox_bytes);
     silent_peers_ |= !peer.page;
   }
-  // MPI writes to what is posted here, so nothing may be thrown any more.
+  // MPI writes to the memory posted here, so from now on nothing may be thrown.
   for (std::size_t i = 0; i < ranks_.size(); ++i) receive(i);
 }
 
@@ -97,11 +98,12 @@ MpiWire::~MpiWire() {
     MPI_Cancel(&request);
     int over = 0;
     if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over) continue;
-    // A message that has come in part may never be complete, if its sender is stopped.
+    // If its sender is stopped, a message that has come in part may never be complete.
     MPI_Request_free(&request);
     static_cast<void>(peers_[ranks_[i]].inbox.release());
   }
-  // No rank will send these any more, or take those. Their memory must outlive them.
+  // No rank will send these pieces or take these messages any more. MPI may still use their memory, so it is
+  // never freed.
   for (Transfer& it : fetches_) {
     if (it.request == MPI_REQUEST_NULL) continue;
     MPI_Cancel(&it.request);
@@ -127,8 +129,8 @@ void MpiWire::receive(Transfer& it) noexcept {
   it.state = may_try_again(outcome) ? Transfer::refused : Transfer::pending;
 }
 
-// MPI may lack the resources to take a message. A dead rank gets none, and no rank gets one once the
-// communicator is unusable.
+// Send a message. Returns whether MPI lacked the resources to take it. A dead rank gets none, and no rank gets
+// one once the communicator is unusable.
 bool MpiWire::refused(Transfer& it) noexcept {
   return may_try_again(MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
                                  comm_, &it.request));
@@ -151,14 +153,14 @@ void MpiWire::post(Transfers ready) noexcept {
   }
 }
 
-// Report that MPI has something for that rank.
+// Wake the rank, as MPI has something for it.
 void MpiWire::tell(Rank to) const noexcept {
   const auto peer = peers_.find(to);
   if (peer != peers_.end() && peer->second.page) peer->second.page->tell();
 }
 
-// A message that an inbox cannot hold is sent as several, which arrive one after the other: all, or none if there is
-// too little memory.
+// If an inbox cannot hold the message, it is sent as several messages, which arrive one after the other. If
+// there is too little memory, none of them is sent.
 void MpiWire::send(Rank to, const Message& message) {
   Header header = message.header;
   header.session = session_;
@@ -186,13 +188,13 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (!page->valid(static_cast<std::size_t>(object.what), object.round)) return Fetch::gone;
     if (read) return Fetch::done;
-    // The object is there, but cannot be read from here: ask its rank to send it.
+    // The object is available, but this process cannot read it: ask its rank to send it.
   }
   next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
   Transfers coming;
   coming.push_back({from, next_tag_, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece});
   Transfers asking = asking_for(coming.front());
-  // From here on nothing takes memory.
+  // Nothing from here on takes memory.
   if (peer.fetches++ == 0) peer.since = now();
   receive(coming.front());
   fetches_.splice(fetches_.end(), coming);
@@ -213,7 +215,7 @@ MpiWire::Transfers MpiWire::asking_for(const Transfer& it) const {
   return out;
 }
 
-// Vectors are copied: their memory may be used for something else before they have left.
+// Vectors are copied, since their memory may be reused before they have left.
 void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
   if (pull.last < tag::first_vector || pull.last > tag::last_vector) throw Damaged();
   const auto what = static_cast<Object::What>(pull.flags);
@@ -262,17 +264,17 @@ double MpiWire::now() const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Look at the inboxes. Returns whether anything has come.
+// Look at the inboxes. Returns whether any message has come.
 bool MpiWire::open_inboxes(Node& node) {
   int count = 0, outcome = MPI_SUCCESS;
   if (inboxes_.empty()) return false;
-  // Open MPI looks at its requests first and makes progress afterwards: what has just come is
-  // seen by the second look.
+  // Open MPI checks its requests first and makes progress afterwards. So only the second check sees what has
+  // just come.
   for (int look = 0; look < 2 && count <= 0; ++look) {
     outcome = MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count,
                            indices_.data(), statuses_.data());
   }
-  // Note all messages before the node gets any, since it may have too little memory for one.
+  // Note all messages before the node gets any of them, since the node may have too little memory for one.
   for (int i = 0; i < count; ++i) {
     const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
     Peer& its = peers_[ranks_[static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)])]];
@@ -302,7 +304,7 @@ bool MpiWire::open_inboxes(Node& node) {
   return news;
 }
 
-// Hand what is in an inbox to the node, and wait for the next message. Returns whether there was one.
+// Hand the message in an inbox to the node, and wait for the next one. Returns whether there was a message.
 bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   const Rank from = ranks_[peer];
   Peer& its = peers_[from];
@@ -319,7 +321,7 @@ bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   const Unread had = std::exchange(its.unread, Unread::nothing);
   unread_ -= had != Unread::nothing;
   const bool news = had == Unread::message || had == Unread::too_long;
-  if (news) receive(peer);  // otherwise nothing has come; the next look tries it again
+  if (news) receive(peer);  // otherwise nothing has come; the next poll tries again
   return news;
 }
 
@@ -347,15 +349,15 @@ void MpiWire::understand(Rank from, Peer& its, Node& node) {
   its.begun = {};
 }
 
-// Note the outcome of everything that is on its way. One look at the network serves all of it: a look for each
-// takes more time than the messages.
+// Note the outcome of everything that is on its way. One check of the network serves all transfers: a check for
+// each one takes more time than the messages.
 void MpiWire::complete_some() {
   auto& [requests, transfers, indices, statuses] = look_;
   requests.clear();
   transfers.clear();
   for (Transfers* list : {&outgoing_, &fetches_}) {
     for (Transfer& it : *list) {
-      if (it.state != Transfer::pending) continue;  // there was no memory for it
+      if (it.state != Transfer::pending) continue;  // MPI had no memory for it
       requests.push_back(it.request);
       transfers.push_back(&it);
     }
@@ -364,7 +366,7 @@ void MpiWire::complete_some() {
   indices.resize(requests.size());
   statuses.resize(requests.size());
   int count = 0, outcome = MPI_SUCCESS;
-  for (int look = 0; look < 2 && count <= 0; ++look) {  // as with inboxes
+  for (int look = 0; look < 2 && count <= 0; ++look) {  // twice, as with inboxes
     outcome = MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,
                            indices.data(), statuses.data());
   }
@@ -380,13 +382,13 @@ void MpiWire::complete_some() {
   for (std::size_t i = 0; i < requests.size(); ++i) {
     Transfer& it = *transfers[i];
     it.request = requests[i];
-    // If one request has failed, Open MPI frees all those whose rank is dead, and reports only those that it had
-    // already seen to have failed.
+    // If one request has failed, Open MPI frees all requests whose rank is dead. But it reports only those
+    // whose failure it had already seen.
     if (it.state == Transfer::pending && it.request == MPI_REQUEST_NULL) it.state = Transfer::unreported;
   }
 }
 
-// Hand a piece that has come, or will not, to the node. Returns whether it is one.
+// Hand a piece to the node, or the news that it will not come. Returns whether the node got either.
 bool MpiWire::end_fetch(Transfer& it, Node& node) {
   if (it.state == Transfer::lost) post(asking_for(it));
   if (it.state == Transfer::lost || it.state == Transfer::refused) {
@@ -396,10 +398,10 @@ bool MpiWire::end_fetch(Transfer& it, Node& node) {
   const Stamp expected{session_, it.object.round, it.object.version, it.piece,
                        static_cast<std::uint64_t>(it.object.what)};
   if (it.received >= sizeof(Stamp) && std::memcmp(it.bytes.data(), &expected, sizeof expected) != 0) {
-    receive(it);  // an answer to somebody else, who has left
+    receive(it);  // an answer to a rank that asked earlier and has left
     return false;
   }
-  std::span<const std::byte> data;  // none, or all that was asked for
+  std::span<const std::byte> data;  // nothing, or all that was requested
   if (it.received == it.bytes.size()) data = std::span(it.bytes).subspan(sizeof(Stamp));
   node.arrived(it.other, it.object, it.piece, data);
   Peer& peer = peers_[it.other];
@@ -408,7 +410,7 @@ bool MpiWire::end_fetch(Transfer& it, Node& node) {
   return true;
 }
 
-// MPI may still be at work on a request that it has not reported.
+// Remove a transfer. MPI may still be at work on a request whose end it has not reported.
 void MpiWire::remove(Transfers& from, Transfers::iterator it) {
   if (it->state == Transfer::unreported) {
     left_to_mpi_->splice(left_to_mpi_->end(), from, it);
@@ -417,7 +419,8 @@ void MpiWire::remove(Transfers& from, Transfers::iterator it) {
   }
 }
 
-// Whether it is a piece, or a request for one. These may come twice, and in any order: the receiver checks the stamp.
+// Whether a transfer is a piece, or a request for one. Both may come twice, and in any order: the receiver
+// checks the stamp.
 bool MpiWire::is_of_fetch(const Transfer& it) {
   if (it.tag != tag::control) return true;
   Header header;
@@ -433,10 +436,10 @@ bool MpiWire::poll(Node& node, bool anyway) {
   for (std::size_t i = 0; i < inboxes_.size(); ++i) {
     if (inboxes_[i] != MPI_REQUEST_NULL) continue;
     const bool unread = peers_[ranks_[i]].unread != Unread::nothing;
-    if (!unread) receive(i);  // it had an error
+    if (!unread) receive(i);  // the inbox had an error
     if (unread) news |= attempts.make([&] { return open_inbox(i, node); });
   }
-  // An inbox holds one message. All that was sent before the last wake-up must be seen now.
+  // An inbox holds one message. All messages that were sent before the last wake-up must be seen now.
   for (int i = 0; i < most_at_once && attempts.make([&] { return open_inboxes(node); }); ++i) news = true;
   attempts.make([&] {
     complete_some();
@@ -447,7 +450,7 @@ bool MpiWire::poll(Node& node, bool anyway) {
   for (auto it = outgoing_.begin(); it != outgoing_.end();) {
     const auto at = it++;
     if (at->state == Transfer::pending) {
-      tell(at->other);  // MPI sends a long one in parts
+      tell(at->other);  // MPI sends a long message in parts
       continue;
     }
     if (at->state == Transfer::lost && is_of_fetch(*at)) {
@@ -459,7 +462,7 @@ bool MpiWire::poll(Node& node, bool anyway) {
     if (attempts.make(note)) remove(outgoing_, at);
   }
   post(std::move(again));
-  // A piece that has come may make the node ask for more, at the end of the list.
+  // A piece that has come may make the node request more pieces, which go to the end of the list.
   for (auto it = fetches_.begin(); it != fetches_.end();) {
     const auto at = it++;
     if (at->state == Transfer::pending) continue;

@@ -20,14 +20,14 @@ namespace jaxcoded {
 // The tags of a group's own communicator.
 namespace tag {
 constexpr int end = 0, question = 2, answer = 3, go_on = 4;  // see `EndOfJob`
-constexpr int control = 1;                                   // of messages
-constexpr int first_vector = 5, last_vector = 32767;         // every MPI allows as much
+constexpr int control = 1;                                   // for messages
+constexpr int first_vector = 5, last_vector = 32767;         // every MPI allows tags up to this one
 }  // namespace tag
 
 // Whether MPI continues when a rank dies, and reports the death (ULFM).
 bool fault_tolerant();
 
-// The traffic from a rank.
+// The traffic from one other rank to this rank.
 struct Link {
   std::uint64_t bytes = 0;  // of all kinds
   double seconds = 0;       // in which vectors were on their way
@@ -35,9 +35,9 @@ struct Link {
 
 class MpiWire : public Wire {
  public:
-  // `comm` is the wire's own, and is not freed: messages to a rank that has left may still be on
-  // their way, and would be mistaken for those of the next communicator. `cards` are those of all its
-  // ranks; `peers` the ranks that this one ever speaks with.
+  // `comm` belongs to the wire and is not freed. Messages to a rank that has left may still be on their way,
+  // and MPI would deliver them in the next communicator. `cards` are those of all ranks of `comm`. `peers` are
+  // the ranks that this rank ever exchanges messages with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity,
           const std::atomic<std::uint32_t>& messages, Source& shared_memory, Source& memory);
@@ -52,34 +52,35 @@ class MpiWire : public Wire {
   bool direct(Rank from) const override;
   double now() const override;
 
-  // Hand new messages to the node. Returns whether there were any. If MPI finds nothing it may yield the
-  // core, so it is asked only if more has been sent than the node has, or `anyway`. A message that the node
-  // has no memory for stays here until the next call, and this one ends with `std::bad_alloc`.
+  // Hand new messages to the node. Returns whether there were any. An MPI that finds nothing may yield the
+  // core, so MPI is asked only if more has been sent than the node has, or `anyway`. If the node has no memory
+  // for a message, the message stays here until the next call. This call then ends with `std::bad_alloc`.
   bool poll(Node& node, bool anyway);
-  // The node has all that was sent before: the latest looks of all groups have found nothing.
+  // The node has all messages that were sent before: the latest polls of all groups have found nothing.
   void has_all() { had_ = sent_; }
-  // Whether something may happen without a wake-up;
+  // Whether something may happen without a wake-up.
   bool hears_nothing() const { return awaits() || !outgoing_.empty(); }
-  // and whether that is more than other ranks taking what was sent, which a stopped one does not.
+  // Whether something may happen without a wake-up, apart from the end of sends. A send to a stopped rank does
+  // not end.
   bool awaits() const { return silent_peers_ || unread_ > 0 || !fetches_.empty() || !refused_.empty(); }
   // Whether all messages have left.
   bool sent() const { return outgoing_.empty() && refused_.empty(); }
   std::map<Rank, Link> links() const;
 
  private:
-  // What came to an inbox, until the node has it.
+  // What is in an inbox and has not reached the node.
   enum class Unread : std::uint8_t { nothing, message, too_long, lost, death };
   struct Peer {
     std::unique_ptr<PeerPage> page;
     std::unique_ptr<std::byte[]> inbox;
     Unread unread = Unread::nothing;
     std::size_t bytes = 0;  // of the message in the inbox
-    std::vector<std::byte> begun = {};  // of a body whose rest follows
+    std::vector<std::byte> begun = {};  // the beginning of a body whose rest follows
     Link link = {};
-    std::size_t fetches = 0;  // in progress,
-    double since = 0;         // since then without a break
+    std::size_t fetches = 0;  // fetches in progress
+    double since = 0;         // since when fetches have been in progress without a break
   };
-  // A message or a piece on its way, until its outcome is known and the node has it.
+  // A message or a piece on its way. It is kept until its outcome is known and the node has it.
   struct Transfer {
     Rank other;
     int tag;
@@ -87,14 +88,15 @@ class MpiWire : public Wire {
     Object object = {};  // of a piece
     std::uint32_t piece = 0;
     MPI_Request request = MPI_REQUEST_NULL;
-    // refused: nothing is on its way; lost: what was on its way is of no use. The other rank lives, so a refused
-    // message is tried again, and so is a lost fetch. The node is told of a lost message, as others may follow it.
+    // refused: nothing is on its way. lost: what was on its way cannot be used. The other rank lives, so a
+    // refused message or a lost fetch is tried again. A lost message is reported to the node instead, as later
+    // messages may have arrived after it.
     enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };
   // Moving an element from another list to a list takes no memory.
   using Transfers = std::list<Transfer>;
-  // Buffers for a look at transfers; kept, since every turn looks.
+  // Buffers for checking transfers. They are kept, since every turn checks.
   struct Look {
     std::vector<MPI_Request> requests = {};
     std::vector<Transfer*> transfers = {};
@@ -122,18 +124,18 @@ class MpiWire : public Wire {
   Validity& validity_;
   Source& shared_memory_;
   Source& memory_;
-  const std::atomic<std::uint32_t>& messages_;  // how many messages peers with pages have sent;
-  std::uint32_t sent_ = 0;                       // their number when MPI was last asked,
-  std::optional<std::uint32_t> had_ = {};        // and when it had no more
+  const std::atomic<std::uint32_t>& messages_;  // how many messages peers with pages have sent
+  std::uint32_t sent_ = 0;                       // this number when MPI was last asked
+  std::optional<std::uint32_t> had_ = {};        // this number when MPI last had nothing more
   std::map<Rank, Peer> peers_;
-  std::vector<Rank> ranks_;               // of the inboxes
+  std::vector<Rank> ranks_;               // whose inboxes these are
   std::vector<MPI_Request> inboxes_;
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;
-  std::size_t unread_ = 0;  // inboxes
+  std::size_t unread_ = 0;  // inboxes with something unread
   Transfers outgoing_, fetches_;
-  Transfers refused_;  // messages that MPI did not take, and those after them to the same ranks
-  // MPI may still read from these, or write to them.
+  Transfers refused_;  // messages that MPI did not take, and later messages to the same ranks
+  // MPI may still read from these transfers, or write to them.
   std::unique_ptr<Transfers> left_to_mpi_ = std::make_unique<Transfers>();
   Look look_;
   int next_tag_;

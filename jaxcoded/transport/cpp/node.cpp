@@ -10,7 +10,7 @@
 namespace jaxcoded {
 namespace {
 
-// A stopped rank must be found out even after a long wait, and after long rounds.
+// A stopped rank must be noticed even after a long wait, and after long rounds.
 constexpr double longest_patience = 10;
 
 }  // namespace
@@ -43,8 +43,8 @@ Header Node::header(Kind kind, Round round) const {
   return {.kind = kind, .round = round, .last = newest_, .done = done()};
 }
 
-// The first round whose result this rank or a rank below still lacks, or must hear about from the root. A rank
-// that has left needs no result, once its parent knows that it has left.
+// The first round whose result this rank or a rank below still lacks, or about which it must hear from the
+// root. A rank that has left needs no result once its parent knows that it has left.
 Round Node::done() const {
   const Round unsure = unsure_of();
   return lacked_below(departures_.retired() && has_left() ? frontier_ : unsure ? std::min(unsure, next_) : next_);
@@ -82,8 +82,8 @@ void Node::submit(Call call) {
   }
 }
 
-// The round fails on all ranks. If others have its result, which this rank cannot keep, it fails at this rank
-// alone. Until the program calls the round, the others do not need this rank.
+// The round fails on all ranks. If other ranks have a result that this rank cannot keep, the round fails only
+// at this rank. Until the program calls the round, the others do not need this rank.
 void Node::lack_memory(bool for_call) {
   if (!calling()) return;
   up_.call.lacks_memory |= for_call && !up_.call.complete;  // a complete call loses nothing
@@ -91,10 +91,10 @@ void Node::lack_memory(bool for_call) {
   const Entry* entry = history_.find(next_);
   const bool here = entry && entry->complete();
   if (here && (entry->failed || !up_.call.lacks_memory)) {
-    if (!root()) stop_contributing();  // memory for its sum may be missing
+    if (!root()) stop_contributing();  // there may be no memory for its sum
     return hand_over(*entry);
   }
-  if (root() && here) {  // others may have the result: they hear of this in the next round
+  if (root() && here) {  // others may have the result: they hear of this failure in the next round
     alerts_.add(next_ + 1, "CodedError: " + text + ", round " + std::to_string(next_) +
                                ", whose result others have: go on from a checkpoint, on all ranks");
     return finish(Outcome::failed, "CodedError: " + text);
@@ -119,8 +119,8 @@ void Node::stop_contributing() {
 }
 
 // Once the root has the whole sum, the result may overwrite this rank's vectors. A rank that compares messages,
-// here or further up, must not take the remains for this rank's message. If messages are compared, the root
-// announces no part of a sum before it has the whole.
+// here or further up, must not take a partly overwritten vector for this rank's message. If messages are
+// compared, the root announces no part of a sum before it has the whole.
 void Node::stop_contributing_to_what_is_decided() {
   if (!root() && calling() && decoder_.checked() && newest_ >= next_) stop_contributing();
 }
@@ -152,7 +152,7 @@ void Node::begin(Call call) {
   up_.lay_out(decoder_, piece_bytes(up_.call.total));
   if (up_.call.lacks_memory) return lack_memory();
   if (root()) {
-    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // a term of the sum's sections
+    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // its length, for a term of the sum's sections
     const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
     if (lacks_state()) return decide_error(what_it_lacks());
@@ -191,13 +191,13 @@ void Node::begin(Call call) {
   if (up_.call.shared) deals() ? begin_sharing() : tell_share();
 }
 
-// Keep the program's vectors out of the sum. `why` tells the others the reason.
+// Keep the program's vectors out of the sum. `why` tells the other ranks the reason.
 void Node::skip(const std::string& why) {
   up_.call.skipped = true;
   up_.call.lacks = me() + " (" + why + ")";
 }
 
-// Copy this rank's vectors, which lie where the sum will be, if that may be formed more than once.
+// Copy this rank's vectors if the sum overwrites them and may be formed more than once.
 void Node::keep_own() {
   if (!root() || !up_.call.up || up_.call.down || up_.own_copy) return;
   up_.own_copy = pool_.take(up_.outgoing.bytes());
@@ -222,19 +222,19 @@ void Node::complete(std::vector<std::byte*> out) {
   if (!calling()) return;
   up_.call.out = std::move(out);
   up_.call.complete = true;
-  // without a place for the result, the call only waits for it
+  // without memory for the result, the call only waits for it
   if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
 void Node::break_off(Call call) {
   if (calling()) {
     if (up_.offering) withdraw(Object::What::message, next_ + 1);
-    call.skipped = true;  // a rank that has fetched a part of the first call must not mix the two
+    call.skipped = true;  // a rank that has fetched a part of the first call must not mix both calls
     try {
       call.lacks = me() + " (another call took the place of this one)";
       abandon_sections();
     } catch (const std::bad_alloc&) {
-      end_sections();  // the others are not told, and still get the result
+      end_sections();  // the other ranks are not told, and still get the result
     }
   }
   submit(std::move(call));
@@ -249,7 +249,7 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
   family_.children = children;
 }
 
-// The sum of others must not get into this rank's state either.
+// Why a sum fails. A sum of the other ranks must not get into this rank's state either.
 std::string Node::what_it_lacks() const {
   return "CodedError: rank " + std::to_string(family_.rank) +
          " has not got what the root has, as ranks have joined, or the root died and ranks had had the sums of "
@@ -262,7 +262,8 @@ void Node::finish(Outcome outcome, std::string error) {
     outcome = Outcome::failed;
     error = what_it_lacks();
   }
-  if (up_.offering) withdraw(Object::What::message, next_ + 1);  // otherwise it may still be offered after a resync
+  // otherwise the message may still be offered after a resync
+  if (up_.offering) withdraw(Object::What::message, next_ + 1);
   if (!children_.empty()) withdraw(Object::What::own, next_ + 1);
   if (outcome == Outcome::done && !up_.call.down && !root()) {
     for (std::size_t s = 0; s < up_.call.out.size(); ++s) {
@@ -280,7 +281,7 @@ void Node::finish(Outcome outcome, std::string error) {
     work_.computed = up_.share.blocks();
     work_.computed_round = round;
   }
-  if (!root() && up_.delegated) end_sections();  // their sum has no place any more
+  if (!root() && up_.delegated) end_sections();  // their sum has no memory any more
   up_.sum = {};
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();
@@ -297,7 +298,8 @@ void Node::finish(Outcome outcome, std::string error) {
   forget();
 }
 
-// `first_valid` never goes back, even if this rank does: objects announced before must not become valid again.
+// `first_valid` never decreases, even if this rank goes back: objects that were announced before must not
+// become valid again.
 void Node::withdraw(Object::What what, Round first_valid) {
   Round& valid = first_valid_[static_cast<std::size_t>(what)];
   if (first_valid <= valid) return;
@@ -305,8 +307,9 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-// For how many seconds a rank that this one relies on may be silent. This grows while nothing comes, as cables
-// may be slow, and a long wait must cost little. An answer that takes no longer than earlier ones is not late.
+// How many seconds a rank that this rank relies on may be silent. The limit grows while nothing comes: networks
+// may be slow, and a long wait should cost few questions. An answer is not late if it takes no longer than
+// earlier answers.
 double Node::patience(double stuck_since) const {
   const double usual = std::min(2 * durations_.median(), longest_patience);
   return std::max({limits_.orphan_seconds, usual, 2 * upstream_.answer_seconds(wire_.now()), share_of_wait(stuck_since)});
@@ -324,8 +327,8 @@ Round Node::decided() const {
   return is_over(latest) ? latest : latest - 1;
 }
 
-// Whether some rank has the whole result of a round, or its error. While pieces are still formed, others may have
-// to contribute in place of a child that dies or breaks off.
+// Whether some rank has the whole result of a round, or its error. Until then other ranks may have to
+// contribute in place of a child that dies or leaves.
 bool Node::is_over(Round round) const {
   if (round < frontier_ || round < newest_) return true;
   const auto found = announced_.find(round);
@@ -452,7 +455,7 @@ void Node::understand(Rank from, const Message& message) {
       child->behind.in_program = !(head.flags & calls);
       child->behind.next = head.last;
       if (head.last) child->told = std::max(child->told, head.last - !(head.flags & calls));
-      child->behind.called = child->called();  // the answer is not a new call
+      child->behind.called = child->called();  // an answer is not a new call
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);
@@ -486,7 +489,7 @@ void Node::root_has_ended() {
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
-  // the child's messages may wait behind the piece
+  // the child's messages may have to wait behind the piece
   if (Child* child = child_of(from)) {
     child->asked = 0;
     child->heard = wire_.now();
@@ -499,7 +502,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     if (!child || !calling() || object.round != next_ || child->offer.round != next_) return;
     const auto slot = child->offer.slots.find(piece);
     if (slot == child->offer.slots.end() || slot->second.here) return;
-    if (object.version != version_of(child->offer)) return;  // it was requested for an earlier version
+    if (object.version != version_of(child->offer)) return;  // the piece was requested for an earlier version
     if (data.empty()) {
       child->offer.withdraw();
       return check_offers();
@@ -513,7 +516,7 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     Entry* entry = history_.find(frontier_);
     if (source == announced_.end() || !entry || entry->complete()) return;
     if (data.empty()) {
-      if (source->second.from == from) {  // a piece may overtake the announcement of an error
+      if (source->second.from == from) {  // a piece may arrive before the announcement of an error
         announced_.erase(source);
         asked_pieces_.clear();
         want(from);
@@ -568,7 +571,8 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
     if (first_valid_[static_cast<std::size_t>(object.what)] > object.round) return std::nullopt;
     const bool delegates = root() || up_.delegated;
-    const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);  // of a child's message
+    // a piece of a child's message
+    const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);
     const bool offered = of_own ? delegates && adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;

@@ -1,10 +1,10 @@
 // The state machine of one rank: what it does with messages, in whatever order they arrive.
 //
 // A round goes up and down the tree. On the way up a child *offers* its message. Its parent fetches messages
-// piece by piece, from as many children as decode, adds its own vector and offers the sum. The root's sum is the
-// *result*: ranks announce it down the tree, and every rank fetches it from above. Receivers fetch and no rank
-// pushes. So only a few headers wait in the mailbox of a rank that is late, stuck or gone, and surplus messages
-// are never moved.
+// piece by piece, from as many children as the code needs, adds its own vector and offers the sum. The root's
+// sum is the *result*: ranks announce it down the tree, and every rank fetches it from above. Receivers fetch,
+// and no rank pushes. So only a few headers wait in the mailbox of a rank that is late, stuck or gone, and
+// surplus messages are never moved.
 //
 // A node has no MPI, no threads and no clock: see `Wire`. docs/engine.md describes the protocol.
 #pragma once
@@ -45,8 +45,8 @@
 
 namespace jaxcoded {
 
-// A block to compute. `fresh`: the vector must not contain earlier blocks. `audit`: whether to report its norm
-// and sum (`told`), and not add the block (`only_told`).
+// A block to compute. `fresh`: the vector must not contain earlier blocks. `audit`: whether to report the
+// block's norm and sum (`told`), or only to report them and not to add the block (`only_told`).
 enum class Audit : std::uint8_t { none, told, only_told };
 struct Work {
   Block block;
@@ -63,10 +63,10 @@ struct Family {
   Rank rank = 0;
   std::vector<Rank> ancestors = {};    // the parent first, the root last; empty at the root
   std::vector<Rank> children = {};     // in the order of the code's rows
-  std::vector<Rank> descendants = {};  // children and all below them
+  std::vector<Rank> descendants = {};  // children, and all ranks below them
   std::vector<Rank> leaves = {};       // children without children
   std::vector<Rank> siblings = {};     // ranks with which this rank exchanges sections
-  bool delegates = false;              // children form sections of sums, which their parent can move
+  bool delegates = false;              // children may form sections of this rank's sums
 };
 
 // What a parent does if it still waits for its children at the deadline.
@@ -91,13 +91,13 @@ enum class OnContradiction {
 };
 
 struct Limits {
-  std::uint64_t piece_bytes = 256 << 10;     // decoded at a time
-  std::uint64_t announced_bytes = 1 << 20;   // announced at a time
+  std::uint64_t piece_bytes = 256 << 10;     // bytes that are decoded at a time
+  std::uint64_t announced_bytes = 1 << 20;   // bytes that are announced at a time
   std::uint64_t history_bytes = 256 << 20;   // results kept for late ranks,
-  std::uint64_t history_rounds = 64;         // but at least this many rounds
-  std::uint64_t history_most = 1ull << 30;   // up to this many bytes
+  std::uint64_t history_rounds = 64;         // but at least this many rounds,
+  std::uint64_t history_most = 1ull << 30;   // as long as they take at most this many bytes
   std::uint64_t ahead_bytes = 32 << 20;      // results that a late leaf keeps for its own calls
-  double orphan_seconds = 0.05;              // least time before a silent rank is asked, or given up
+  double orphan_seconds = 0.05;              // least silence before a rank is asked whether it is there, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
   double stuck_seconds = std::numeric_limits<double>::infinity();  // before a child is asked why it does not call
   double silent_seconds = 1;                 // least time before a rank that does not answer is given up
@@ -106,16 +106,16 @@ struct Limits {
   bool waits_for_all = false;  // with shared work: no rank computes blocks of late ranks
   OnContradiction on_contradiction = OnContradiction::raise;
   double deadline_seconds = 0;               // from the start of a round; 0: none
-  double deadline_rounds = 0;                // or this multiple of the median of such rounds; 0: none
-  double deadline_share = 1;                 // this rank's share of it: ranks below it have less
+  double deadline_rounds = 0;                // or this multiple of the median of rounds of the same call; 0: none
+  double deadline_share = 1;                 // this rank's share of the deadline: ranks below it have less
   std::uint64_t telemetry_rounds = 1024;     // remembered rounds
   double step_times_seconds = 1;             // between messages about the speed of ranks
   std::uint64_t sections_from = 0;           // least bytes of a sum in sections; 0: no sections
   std::uint64_t section_pieces = 0;          // the wanted number of pieces of such a sum
-  std::uint32_t slices = 1;                  // a piece of a message then makes this many of the sum,
+  std::uint32_t slices = 1;                  // one piece of a message makes this many of the sum,
   std::uint32_t parts = 1;                   // and a message has this many parts
-  std::uint64_t least_piece_bytes = 16 << 10;  // pieces are not shorter,
-  std::uint64_t most_piece_bytes = 32 << 10;   // and not longer: MPI sends these at once
+  std::uint64_t least_piece_bytes = 16 << 10;  // pieces have at least this length,
+  std::uint64_t most_piece_bytes = 32 << 10;   // and at most this one: MPI sends such pieces at once
 
   // The length of the pieces of a vector of this many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
@@ -132,32 +132,35 @@ class Node {
 
   // Begin a call. There is at most one at a time; `outcome` stays until the next `submit`.
   void submit(Call call);
-  // Memory was too short for this rank's work or, if `for_call`, for the call itself, which cannot be carried out.
+  // This rank has too little memory for its work or, if `for_call`, for the call itself, which cannot be
+  // carried out.
   void lack_memory(bool for_call = false);
   // Add this rank's next vectors to a call that is not complete. Does nothing if the call is over.
   void extend(const std::vector<const std::byte*>& own);
-  // No more vectors follow; the result goes to `out`.
+  // The call has all its vectors. The result goes to `out`.
   void complete(std::vector<std::byte*> out);
 
   // For shared work: which ranks hold each block, its owner first.
   void share_blocks(const std::vector<std::vector<Rank>>& holders);
-  // Which blocks each rank computed in the latest such round, by the root's ledger.
+  // Which blocks each rank computed in the latest round with shared work, by the root's ledger.
   Division division() const { return work_.ledger ? work_.ledger->division() : Division(); }
-  // The root calls `hook` with each such round, once its work is done.
+  // The root calls `hook` with the division of each such round, once the round's work is done.
   void on_dealt(std::function<void(const Dealt&)> hook) { work_.hook = std::move(hook); }
-  // From now on divide the work as in these rounds, which only the root needs. Call it on every rank.
+  // From now on divide the work as in these recorded rounds. Call it on every rank; only the root needs the
+  // records.
   void replay(const std::vector<Dealt>& rounds);
-  // The program has computed its block, if it had one, and waits for the next. Its vectors `own` stay valid until then.
+  // The program has computed its block, if it had one, and waits for the next one. Its vectors `own` stay valid
+  // while it waits.
   void come_for_block(const std::vector<const std::byte*>& own);
   // The next block, if there is one.
   std::optional<Work> take_block();
-  // Whether `take_block` will certainly have a block, or say that no more come. Then no rank uses the program's
+  // Whether `take_block` will certainly return a block, or no more blocks come. Then no rank uses the program's
   // vectors before the program continues.
   bool goes_on_at_once() const { return up_.share.has_blocks() || no_more_blocks(); }
   // Whether this call gets no more blocks.
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
-  // The program takes no more blocks, or brings no more parts of its call. Others compute the blocks that it has, and
-  // the round ends without it.
+  // The program takes no more blocks, or brings no more parts of its call. Other ranks compute this rank's
+  // blocks, and the round ends without this rank.
   void leave_call();
   // The blocks that this rank computed in the previous round, if the next round sums them.
   std::optional<std::vector<Block>> computed() const {
@@ -165,7 +168,7 @@ class Node {
     return follows ? std::optional(work_.computed) : std::nullopt;
   }
 
-  // Discard a call that was not complete. Another call takes its place, in the same round.
+  // Discard an incomplete call. Another call takes its place in the same round.
   void break_off(Call call);
   Outcome outcome() const { return outcome_; }
   const std::string& error() const { return error_; }
@@ -173,7 +176,7 @@ class Node {
   void deliver(Rank from, const Message& message);
   // A message from this rank cannot be understood; `which` describes the message.
   void garbled(Rank from, const std::string& which);
-  // `rank` is known to be dead: it sends nothing any more.
+  // `rank` is dead: it sends nothing any more.
   void lost(Rank rank);
   // The end of a pending fetch; `data` is empty if `from` no longer had the piece.
   void arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
@@ -183,24 +186,25 @@ class Node {
   // A piece of an object of this rank, if this rank has it.
   std::optional<std::span<const std::byte>> read(Object object, std::uint32_t piece) const;
 
-  // Use another code from the next round on, the same on all ranks. `children` are in the order of its rows.
+  // From the next round on use another code, which must be the same on all ranks. `children` are in the order
+  // of its rows.
   void replan(const std::vector<Rank>& children, Decoder decoder);
 
-  // Programs compute the vectors to sum in numbers of this eps.
+  // The program computes the vectors to sum in numbers of this eps.
   void computes_with(double eps) { program_eps_ = std::max(program_eps_, eps); }
 
-  // How many rounds are decided, down to the last piece, and not yet called by this rank.
+  // How many rounds are completely decided and not yet called by this rank.
   std::uint64_t lag() const;
   Round decided() const;  // the latest round that is over, as far as this rank knows
   // Whether a rank below waits, in a call, for a result that this rank lacks.
   bool awaited_below() const;
-  // Whether to ask the ranks above also while this rank makes no call, as when ranks change.
+  // Whether to ask the ranks above even while this rank makes no call, for example while ranks change.
   void watch(bool whether) { watches_ = whether; }
   Round next() const { return next_; }       // the round that this rank will call next
   Round frontier() const { return frontier_; }  // the first whose result this rank lacks
 
-  // Keep a snapshot of the user's state, as the rounds before `round` have made it. Returns the previous one,
-  // whose memory may take a while to free.
+  // Keep a snapshot of the user's state, which the rounds before `round` have made. Returns the previous
+  // snapshot, whose memory may take a while to free.
   State keep_state(Round round, State state);
   void ask_state();
   void ask_no_more() { recovery_.reset(); }
@@ -213,12 +217,12 @@ class Node {
   void resume();
   bool desynchronized() const { return desynchronized_; }
 
-  // This rank makes no more calls: after `failure` or, if that is empty, as planned. `left`: no rank below needs
-  // it any more.
+  // This rank makes no more calls: after `failure` or, if `failure` is empty, as planned. Once no rank below
+  // needs this rank, `left` is true.
   void leave(const std::string& failure = {});
-  // This rank's calls are of no use, for the reason `why`: a round fails on every rank.
+  // This rank's calls are invalid, for the reason `why`. A round fails with this reason on every rank.
   void alarm(const std::string& why);
-  // MPI has lost a message to or from a living rank. Only a question is sent again.
+  // MPI has lost a message to or from a living rank. Of all messages, only a question is sent again.
   void lost_message(Rank other);
   // The program of the root is at its end: it has left without this rank, and answers nothing any more.
   void root_has_ended();
@@ -230,21 +234,22 @@ class Node {
   std::vector<Rank> end();
   // Ranks below that make no more calls, and the error that ended their program, if one did.
   std::vector<std::pair<Rank, std::string>> departed() const;
-  // Ranks below that were given up, here or below.
+  // Ranks below that were given up, by this rank or by one below.
   const std::vector<Rank>& absent() const { return departures_.absent(); }
 
   // Which ranks the call in progress waits for, in words; empty if it lacks no message.
   std::string waiting_for() const;
   // Which children are in a round that this rank has not called, in words; empty if none is.
   std::string waited_for() const;
-  // Whether the call has waited longer than the deadline: 1, for ranks below; 2, and no rank above answers.
+  // Whether the call waits after its deadline. 0: it does not. 1: it waits for ranks below. 2: it waits, and no
+  // rank above answers.
   int overdue() const { return up_.forsaken ? 2 : up_.overdue; }
-  // At the root: a reported fault with which no round has failed yet; or empty.
+  // At the root: a reported fault with which no round has failed yet; empty if there is none.
   const std::string& untold() const { return alerts_.pending(); }
-  // When the node must act although nothing has come, by the clock of the wire.
+  // The time, by the clock of the wire, at which the node must act even if nothing has come.
   double wakes_at() const;
-  // Where this rank stands, in words for its user: in which round, since when, for which ranks it waits, and when
-  // its neighbours last sent something.
+  // Where this rank stands, in words for its user: in which round, since when, for which ranks it waits, and
+  // when its neighbours last sent something.
   std::string standing() const;
   // News of children that are stuck or dead, in words; each item is returned once.
   std::vector<std::string> take_news();
@@ -269,7 +274,7 @@ class Node {
   std::uint64_t compared_rounds() const { return compared_rounds_; }
   // The first round that failed at this rank alone, unknown to the root; 0: none.
   Round failed_alone() const { return failed_alone_.first(); }
-  // Ranks have different states: a sum is an error until this rank has received the root's state.
+  // Ranks have different states. Until this rank has received the root's state, a sum is an error.
   void expect_state() { alike_ = false; }
   bool alike() const { return alike_; }
 
@@ -279,12 +284,12 @@ class Node {
     Rank rank;
     std::size_t column;  // in the telemetry
     double heard;  // when it last sent something
-    double asked = 0;  // when it was asked whether it is there, if it is silent since; or 0
+    double asked = 0;  // when it was asked whether it is there; 0 if it has sent something since
     Round asked_round = 0;
     Round there = 0;  // the round that it has confirmed to be in
-    Offer offer = {};         // the latest
+    Offer offer = {};         // its latest offer
     Round overdue_round = 0;  // a round in which it waits past its deadline,
-    std::string overdue = {};  // and for which ranks
+    std::string overdue = {};  // and the ranks that it waits for
     Round not_finite_round = 0;  // a round for which NaN or infinities below it were reported
     Round done = 1;
     Round told = 0;  // the latest round that it says it has called
@@ -293,12 +298,12 @@ class Node {
     bool left = false;     // and no rank below it needs anything
     struct Behind {
       Round called = 0;   // its latest call
-      double since = 0;   // since when rounds are decided without a call of it,
-      double asked = 0;   // when it was asked where it is,
+      double since = 0;   // since when rounds have been decided without a call by it
+      double asked = 0;   // when it was asked where it is
       double answered = 0;  // when it answered, and its answer:
       bool in_program = false;
       Round next = 0;
-      bool said = false;  // the user has been told
+      bool said = false;  // whether the user has been told
     };
     Behind behind = {};
     // The `done` of a child that makes no more offers says nothing about its calls.
@@ -606,8 +611,9 @@ class Node {
   static void append_addresses(Message& message, const std::vector<std::byte*>& segments);
   static std::string listed(const std::vector<Rank>& ranks);
 
-  // Pieces requested from one rank at a time, if a fetch takes time. With more, one child's pieces crowd out its
-  // siblings' in the port of their parent, and layers take turns.
+  // How many pieces to request from one rank at a time, if a fetch takes time. With more, one child's pieces
+  // would crowd out its siblings' pieces in their parent's port, and layers would take turns instead of working
+  // at once.
   static constexpr std::uint32_t pieces_ahead = 2;
 
   Family family_;
@@ -623,8 +629,8 @@ class Node {
   bool alike_ = true;
   bool watches_ = false;
   std::string error_;
-  Latest durations_;  // of rounds, from this rank's call on
-  std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint
+  Latest durations_;  // of rounds, each from this rank's call on
+  std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint of the call
   Telemetry telemetry_;
   std::function<void(const RoundRecord&)> hook_;
   std::vector<Rank> columns_;
@@ -638,7 +644,7 @@ class Node {
   std::vector<Child> children_;
   std::uint64_t offers_seen_ = 0;
   std::vector<std::size_t> rows_;  // see `rows_in_order`
-  std::uint64_t rows_sorted_ = 0;  // the `offers_seen_` when they were sorted
+  std::uint64_t rows_sorted_ = 0;  // the value of `offers_seen_` when `rows_` was sorted
   SharedWork work_;
 
   // The way down.
@@ -650,14 +656,15 @@ class Node {
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
-  std::vector<std::byte> zeros_ = {};  // a piece of a root's vector of zeros
+  std::vector<std::byte> zeros_ = {};  // a piece of zeros, as the vector of a root without data
   Sections sections_;  // of the round at the frontier, if it has sections
   std::vector<std::pair<Rank, Message>> early_ = {};  // messages about sections that overtook the plan
-  SectionVersions section_versions_;  // used so far, in all rounds, as a round may come again
-  double section_seconds_ = 0;  // for a byte of a sum in sections, from the plan on
-  // If a fetch takes time, how many pieces to request: to form a section, and of sections.
+  SectionVersions section_versions_;  // used so far, in all rounds, as a round may be repeated
+  double section_seconds_ = 0;  // per byte of a sum in sections, from the plan on
+  // How many pieces to request at a time, if a fetch takes time: pieces to form a section from, and pieces of
+  // formed sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};
-  Formed formed_;  // by this rank, in the latest such round
+  Formed formed_;  // sections that this rank has formed, in the latest round with sections
   struct {
     Round round = 0;
     std::size_t index = 0;
@@ -666,9 +673,9 @@ class Node {
   } copied_ = {};  // this rank's section of the latest copy, and the ranks that may fetch it
   FailedAlone failed_alone_;
   bool desynchronized_ = false;
-  bool root_ended_ = false;  // so it counts as dead
+  bool root_ended_ = false;  // the root's program has ended, so the root counts as dead
 
-  std::array<Round, Object::kinds> first_valid_{};  // objects that others may fetch
+  std::array<Round, Object::kinds> first_valid_{};  // by kind: the first round whose object other ranks may fetch
 
   Snapshot snapshot_;
   std::optional<Recovery> recovery_;

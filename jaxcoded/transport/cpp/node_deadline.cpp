@@ -11,12 +11,13 @@
 namespace jaxcoded {
 namespace {
 
-// A median of fewer rounds says nothing.
+// With fewer rounds a median says nothing.
 constexpr std::size_t fewest_rounds = 5;
 
 }  // namespace
 
-// The deadline, in seconds from the beginning of such a round, of a parent with this share of the root's.
+// The deadline in seconds from the beginning of a round of this call, for a parent with this share of the
+// root's deadline.
 double Node::deadline(double share, std::uint64_t fingerprint) const {
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
   const auto such = waits_.find(fingerprint);
@@ -27,7 +28,7 @@ double Node::deadline(double share, std::uint64_t fingerprint) const {
   return std::numeric_limits<double>::infinity();
 }
 
-// When the round began: with its first message, even if this rank itself is late.
+// When the round began: when its first message came, even if this rank itself is late.
 double Node::began() const {
   double first = up_.started;
   for (const Child& child : children_) {
@@ -40,8 +41,8 @@ bool Node::waits_for_children() const {
   return up_.call.sums() && !children_.empty();
 }
 
-// The round took this many seconds. A deadline is a multiple of the usual time of the same call: a program may
-// sum a gradient, which waits for its computation, and then a single number.
+// The round took this many seconds. A deadline is a multiple of the usual time of the same call. A program may
+// sum a gradient, which takes long to compute, and then a single number.
 void Node::waited(double seconds) {
   if (limits_.deadline_rounds <= 0 || !up_.in_time || !up_.call.sums()) return;
   if (waits_.size() >= Signatures::most && !waits_.contains(up_.call.fingerprint)) waits_.clear();
@@ -59,7 +60,7 @@ double Node::overdue_at() const {
 }
 
 // When the ranks below have waited long enough for the root's program to call their round. The root's engine
-// answers them meanwhile, so they have no reason to give it up.
+// still answers them, so they have no reason to give the root up.
 double Node::uncalled_at() const {
   double out = std::numeric_limits<double>::infinity();
   const bool called = calling() && next_ == frontier_;
@@ -71,7 +72,7 @@ double Node::uncalled_at() const {
   return out;
 }
 
-// At that time the round fails. The program learns of it when it calls, like any late rank.
+// At `uncalled_at` the round fails. The program learns of it when it calls, like any late rank.
 void Node::fail_uncalled() {
   const double at = uncalled_at();
   if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
@@ -85,7 +86,7 @@ void Node::fail_uncalled() {
   fail_round(frontier_, fingerprint, text);
 }
 
-// The missing children, or the root's own program, have had their time.
+// The deadline has passed for the missing children, or for the root's own program.
 void Node::miss_the_deadline() {
   if (!up_.call.shared && !own_ready(up_.decoded.pieces)) {
     if (root() && limits_.on_deadline == OnDeadline::raise) {
@@ -114,7 +115,7 @@ std::string Node::too_late(Round round, double seconds) {
 
 // --- Children that do not answer ---
 
-// Whether a message of this child is missing, or its end.
+// Whether a message of this child is missing, in whole or in part.
 bool Node::lacks(std::size_t child) const {
   if (up_.call.leaves_out(child)) return false;
   const std::uint32_t last = up_.incoming.size() - 1;
@@ -124,7 +125,7 @@ bool Node::lacks(std::size_t child) const {
   return stalled(children_[child]);
 }
 
-// Whether a child is dead or frozen: it was asked before the deadline of an earlier round, and has been silent since.
+// Whether a child is dead or frozen: it was asked before this round began, and has been silent since.
 bool Node::silent(const Child& child) const {
   if (child.dead) return true;
   return child.asked != 0 && child.asked < began() &&
@@ -150,14 +151,14 @@ void Node::ask_whether_it_is_there(Child& child) {
   child.asked_round = next_;
 }
 
-// Whether the child offers its whole message, without some rank below it: no better message comes.
+// Whether the child offers its whole message without some rank below it. No better message will come.
 bool Node::offers_approximation(const Child& child) const {
   const Offer& offer = child.offer;
   return offer.round == next_ && !offer.withdrawn && offer.fingerprint == up_.call.fingerprint &&
          offer.exact < offer.ready && offer.ready == up_.of_child().size();
 }
 
-// Whether no missing child would come before the deadline.
+// Whether no missing child can be expected before the deadline.
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
   if (deals()) return only_silent_hold();
@@ -174,8 +175,8 @@ bool Node::only_silent_lack() {
 
 // --- No answer from above ---
 
-// Without the root no round is decided. Each rank that gets no answer from any rank above notices this by itself.
-// It tells the ranks below, which may wait for a rank whose program makes no call.
+// Without the root no round is decided. Each rank that gets no answer from any rank above notices this by
+// itself. It then tells the ranks below. These may wait even while its own program makes no call.
 void Node::watch_above() {
   const double now = wire_.now();
   const bool waits = calling() ? next_ == frontier_ : awaited_below();
@@ -204,8 +205,8 @@ std::string Node::without_a_root(Round round) const {
                       : ", is dead: go on with group.recovered()");
 }
 
-// The round at the frontier fails here without the root. If the root still decides it, or has decided it, others
-// know more than this rank and the ranks below; see `on_result`.
+// The round at the frontier fails here without the root. If the root decides the round nevertheless, other
+// ranks know more than this rank and the ranks below; see `on_result`.
 void Node::decide_alone(const std::string& text) {
   failed_alone_.add(frontier_);
   fail_round(frontier_, up_.call.fingerprint, text, true);
@@ -224,7 +225,7 @@ void Node::begin_approximating() {
 }
 
 // The best sum of the messages that have arrived. All pieces that are not summed yet use the same messages, so
-// the residual holds for every number in them.
+// the residual holds for every number in these pieces.
 std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   if (!up_.approximating) begin_approximating();
   std::vector<bool> answered(decoder_.rows());
@@ -264,7 +265,7 @@ std::string Node::lacking() const {
       if (child.overdue_round == next_) theirs += "; " + child.overdue;
     }
   }
-  if (missing.empty()) return {};  // it waits for its own vectors
+  if (missing.empty()) return {};  // this rank waits for its own vectors
   std::string skipped;
   if (!silent.empty()) {
     skipped = "; " + listed(silent) + (silent.size() == 1 ? " has" : " have") + " nothing to contribute";

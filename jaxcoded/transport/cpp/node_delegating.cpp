@@ -1,8 +1,8 @@
-// A parent whose children form a long sum in sections. It chooses the messages, as for any sum, and tells each
-// child which section to form from which messages.
+// A parent whose children form a long sum in sections. The parent chooses the messages, as for any sum. It
+// tells each child which section to form from which messages.
 //
-// The root's sum is the result, which all ranks take. Another parent's sum is its message, which it takes alone.
-// Once a parent has its whole sum, the round continues like any other.
+// The root's sum is the result, which all ranks fetch. Another parent's sum is its message, which only the
+// parent fetches. Once a parent has its whole sum, the round continues like any other.
 #include "node.h"
 
 #include <algorithm>
@@ -15,9 +15,9 @@
 namespace jaxcoded {
 namespace {
 
-constexpr std::size_t most_choices = 16;  // of messages
-constexpr std::size_t most_attempts = 3;  // by others than the parent
-constexpr double unformed = 4;  // times the usual patience, until some of a sum is formed
+constexpr std::size_t most_choices = 16;  // sets of messages that the sections of one sum may use
+constexpr std::size_t most_attempts = 3;  // of other ranks than the parent to form a section
+constexpr double unformed = 4;  // times the usual patience: how long to wait for the first piece
 
 }  // namespace
 
@@ -28,8 +28,8 @@ bool Node::may_delegate() const {
          up_.outgoing.size() == up_.incoming.size() * limits_.slices;
 }
 
-// A parent below the root delegates its message only if that is as long as the result, and the result is not
-// known yet: a known result may overwrite this rank's own vector.
+// Whether this parent may delegate its message. Below the root, the message must be as long as the result, and
+// the result not known yet: a known result may overwrite this rank's own vector.
 bool Node::may_delegate_message() const {
   if (root()) return true;
   const bool known = announced_.contains(next_) || history_.find(next_);
@@ -52,7 +52,7 @@ std::optional<bool> Node::delegate() {
     if (up_.overdue && !root()) miss_the_deadline();
     return false;
   }
-  // A child that comes a little later is of use, too.
+  // A child that comes a little later can still help.
   const double now = wire_.now();
   up_.sufficient_at = sufficient_at ? sufficient_at : now;
   if (now < latecomers_until()) return false;
@@ -65,11 +65,11 @@ std::optional<bool> Node::delegate() {
 }
 
 // Until when to wait for latecomers: no longer than it would save if they also send and form a part. Between
-// hosts at least `stall_seconds`, as no child comes sooner. A parent that alone takes the sum needs as long
-// without them.
+// hosts the wait is at least `stall_seconds`, as no child arrives sooner. A parent that alone fetches the sum
+// needs as long without latecomers.
 double Node::latecomers_until() const {
   if (!root()) return up_.sufficient_at;
-  // some are already reported as stuck
+  // some children are already reported as stuck
   const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.said; };
   const auto here = [&](const Child& child) { return takes_part(child); };
   const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
@@ -121,8 +121,8 @@ bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
   return true;
 }
 
-// Whether this rank's vectors are zeros, as those of a root without data. Makers still add them, so that the bits
-// do not depend on where the sum is formed.
+// Whether this rank's vectors are zeros, like the vectors of a root without data. Makers still add the zeros,
+// so that the bits do not depend on where the sum is formed.
 bool Node::own_is_zero() const {
   for (std::size_t s = 0; s < up_.call.own.size(); ++s) {
     const std::byte* begin = up_.call.own[s];
@@ -132,14 +132,14 @@ bool Node::own_is_zero() const {
   return true;
 }
 
-// Whether others can fetch these messages: short ones come within offers, without addresses.
+// Whether others can fetch these messages. Short messages come within offers, without addresses.
 bool Node::fetchable(const Decoding& choice) {
   return std::ranges::all_of(choice.rows, [&](std::size_t row) {
     return child_of_row(row).offer.addresses.size() == up_.of_child().segments().size();
   });
 }
 
-// How much each member, and this rank as the last one, forms, and from which messages.
+// How much each member forms, and from which messages; this rank counts as the last member.
 SectionShares Node::shares_of(const Delegated& it,
                               const std::vector<std::shared_ptr<const Decoding>>& choices) const {
   const std::size_t own = children_.size();
@@ -185,10 +185,10 @@ bool Node::gives_up() const {
   return up_.overdue && limits_.on_deadline != OnDeadline::wait;
 }
 
-// Whether the whole sum uses one choice of messages, which is made elsewhere.
+// Whether the whole sum must use one choice of messages, which other code makes.
 bool Node::chosen_by_all() const { return pinned() || up_.call.shared || sums_blocks(); }
 
-// Messages that suffice for the whole sum, the first ones in this order.
+// Messages that suffice for the whole sum: the first ones in this order.
 std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_t>& order, bool in_time) {
   const std::uint32_t last = up_.incoming.size() - 1;
   std::vector<std::size_t> here;
@@ -199,14 +199,14 @@ std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_
   return decoder_.decode(here, may_offer(last));
 }
 
-// The same, with rows from `first` on before others.
+// The same, in the order of the rows from `first` on, and then the rows before `first`.
 std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
   std::vector<std::size_t> order(decoder_.rows());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = (first + i) % order.size();
   return decoding_from(order, in_time);
 }
 
-// Tell the members which rank forms which section, if that has changed.
+// Tell the members which rank forms which section, if this has changed.
 void Node::assign(std::vector<Section> sections) {
   Delegated& it = *up_.delegated;
   const auto is_new = [&](std::size_t i) {
@@ -277,7 +277,7 @@ void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const 
   wire_.send(to, message);
 }
 
-// A child comes while others form the sum: it can fetch what they have formed.
+// A child comes while other ranks form the sum. It can fetch what they have formed.
 void Node::join_sections(const Child& child) {
   if (!root() || !up_.delegated || !takes_part(child)) return;
   Delegated& it = *up_.delegated;
@@ -301,7 +301,7 @@ bool Node::oversee() {
       return true;
     }
   }
-  // there are no sections if memory was too short to begin them
+  // there are no sections if memory was too short to assign them
   if (sections_.all.empty() || !mend_sections()) {
     abandon_sections();
     return true;
@@ -321,12 +321,12 @@ bool Node::oversee() {
   return false;
 }
 
-// Below the root: the message that the children form is whole, or no longer needed.
+// Below the root: the message that the children form is complete, or no longer needed.
 void Node::end_delegation() {
   withdraw(Object::What::own, next_ + 1);
   up_.delegated.reset();
   sections_ = {};
-  formed_.parts.clear();  // those that this rank formed itself, for want of others
+  formed_.parts.clear();  // parts that this rank formed itself, because others did not
 }
 
 // Make sure that some rank forms each section. False if none can.
@@ -334,7 +334,7 @@ bool Node::mend_sections() {
   Delegated& it = *up_.delegated;
   const double now = wire_.now();
   believe_answers();
-  // On slow cables all sections are slow. Until the first piece is formed, its absence says little.
+  // On slow cables all sections are slow. Until the first piece is formed, the absence of pieces says little.
   double longest = 0;
   for (const Flow& flow : it.flows) longest = std::max(longest, flow.longest);
   const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
@@ -345,15 +345,15 @@ bool Node::mend_sections() {
     const Sections::Known& known = sections_.all[i];
     Section& section = sections.emplace_back(known.section);
     if (known.taken == section.last) continue;
-    bool lost = false, late = false;  // messages
+    bool lost = false, late = false;  // whether messages are lost or late
     for (const std::size_t row : it.decodings[i]->rows) {
       Child& child = child_of_row(row);
       lost |= !usable(row, up_.incoming.size() - 1) || child.dead;
       late |= !is_responsive(child);
     }
     if (lost && chosen_by_all()) return false;
-    // If the whole sum uses one choice of messages, the ordinary path makes another one. With shared work the
-    // ledger does so (`watch_members`), and has not chosen another one.
+    // If the whole sum must use one choice of messages, the ordinary path makes another choice. With shared
+    // work the ledger does that (`watch_members`), and it has not made another one.
     if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
@@ -364,13 +364,13 @@ bool Node::mend_sections() {
       if (!other && (lost || gives_up())) return false;
     }
     if (late && !other) it.flows[i].wait(now);
-    // A section that begins again loses all fetched pieces. So patience doubles with each attempt, and this rank,
-    // the last to try, never loses it: even on slow networks there is an end.
+    // A section that begins again loses all fetched pieces. So patience doubles with each attempt. This rank is
+    // the last to try, and never loses its pieces: even on slow networks the sum is formed at last.
     const bool stuck = now - it.flows[i].moved >= std::ldexp(patience, static_cast<int>(it.attempts[i]));
     if (!other && (!maker || !(left || stuck))) continue;
     other_messages |= late && other;
     if (other) it.decodings[i] = std::move(other);
-    // a child may have offered a part of its message first, and then the whole within the offer
+    // a child may have offered a part of its message first, and then the whole message within the offer
     if (!fetchable(*it.decodings[i])) return false;
     if (left || stuck) section.maker = stand_in(i);
     section.version = section_versions_.next();
@@ -382,7 +382,7 @@ bool Node::mend_sections() {
 }
 
 // Whether a child that this rank relies on answers. A child that has been silent for a while is asked. Between
-// hosts a message may have to wait behind much earlier data. How long rounds take says nothing about that wait:
+// hosts a message may have to wait behind much earlier data. How long rounds take says nothing about this wait:
 // programs compute for most of a round.
 bool Node::is_responsive(Child& child) {
   if (child.dead || stalled(child)) return false;
@@ -399,7 +399,7 @@ bool Node::is_responsive(Child& child) {
   return true;
 }
 
-// The rank that forms a section in place of its maker.
+// Choose a rank to form a section in place of its maker.
 Rank Node::stand_in(std::size_t index) {
   Delegated& it = *up_.delegated;
   if (++it.attempts[index] > most_attempts) return family_.rank;
@@ -411,7 +411,7 @@ Rank Node::stand_in(std::size_t index) {
   return family_.rank;
 }
 
-// The sum is formed in another way, or again. All ranks forget what they know of the sections.
+// The sum is formed in another way, or again. All ranks forget what they know of its sections.
 void Node::abandon_sections() {
   up_.sufficient_at = 0;
   if (!up_.delegated) return;
@@ -434,7 +434,7 @@ bool Node::spreads(const Entry& entry) const {
          entry.layout.size() > 1 && entry.layout.bytes() >= limits_.sections_from;
 }
 
-// Children that wait for this result and know nothing of it yet; empty if there is only one.
+// Children that wait for this result and do not know any of it yet; empty if there is only one.
 std::vector<Rank> Node::those_waiting(const Entry& entry) const {
   std::vector<Rank> out;
   for (const Child& child : children_) {
@@ -449,13 +449,14 @@ std::vector<Rank> Node::those_waiting(const Entry& entry) const {
   return out;
 }
 
-// Whether `rank` will get the result in sections once it is whole.
+// Whether `rank` will get the result in sections once this rank has the whole result.
 bool Node::will_spread_to(Rank rank, const Entry& entry) const {
   return spreads(entry) && std::ranges::count(those_waiting(entry), rank);
 }
 
-// Let waiting children fetch a section each, and the rest from each other, before they hear that this rank has
-// the whole result. A child that still lacks something after a while fetches it from here.
+// Let waiting children fetch one section each from here, and the other sections from each other. Only then do
+// they hear that this rank has the whole result. A child that still lacks something after a while fetches it
+// from here.
 void Node::spread(const Entry& entry) {
   if (!spreads(entry)) return;
   SectionPlan plan{.purpose = Purpose::copy, .members = those_waiting(entry), .of_parent = OfParent::term};

@@ -9,7 +9,7 @@
 namespace jaxcoded {
 namespace {
 
-constexpr Round rounds_ahead = 8;  // that a late rank asks for at a time
+constexpr Round rounds_ahead = 8;  // how many results a late rank requests at a time
 constexpr std::size_t most_announced = 64;
 
 }  // namespace
@@ -33,7 +33,7 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
     upstream_.advanced();
     asked_pieces_.clear();
-    end_sections();  // for which memory may be too short
+    end_sections();  // memory may be too short for this
     if (formed_.round < entry.round) drop_formed();
   }
   upstream_.moved(wire_.now());
@@ -45,12 +45,12 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
   const bool theirs = !(head.flags & alone);
-  // a result that is known only in part may still fail
+  // a result of which only a part is known may still fail
   const bool settled = (head.flags & (failed | inlined)) || head.round != failed_alone_.first() ||
                        head.ready == laid_out(segments_of(message)).size();
   if (theirs && settled && !desynchronized_) {
     const auto heard = failed_alone_.heard(head.round, (head.flags & failed) != 0);
-    if (heard == FailedAlone::Heard::confirmed) {  // the round failed for all
+    if (heard == FailedAlone::Heard::confirmed) {  // the round failed for all ranks
       if (Entry* entry = history_.find(head.round)) entry->alone = false;
       for (const Child& child : children_) wire_.send(child.rank, message);
     } else if (heard == FailedAlone::Heard::contradicted) {
@@ -58,13 +58,13 @@ void Node::on_result(Rank from, const Message& message) {
     }
   }
   if (head.round < frontier_) return;
-  // A rank further up was asked for this while a nearer rank was silent. The nearer rank has spoken since, and
-  // all ranks below would crowd out each other further up.
+  // A rank further up was asked for this result while a nearer rank was silent. The nearer rank has sent
+  // something since. If all ranks below fetched from further up, they would crowd each other out.
   if (!(head.flags & failed) && !upstream_.may_use(height(from))) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {
-    if (known->second.failed) return;  // other ranks may know of pieces, but it stays an error
+    if (known->second.failed) return;  // the round stays an error, even if other ranks know of pieces
     // Fetch from the nearest rank that has the result.
     const bool better = from == known->second.from ? head.ready > known->second.ready
                                                    : height(from) < height(known->second.from);
@@ -100,7 +100,7 @@ std::vector<Segment> Node::segments_of(const Message& message) {
   return out;
 }
 
-// Read where the result of a rank above lies, or the result itself.
+// Read where a result lies in the memory of a rank above, or the result itself.
 void Node::read_announcement(Announcement& news, const Message& message) const {
   const Header& head = message.header;
   news.segments = segments_of(message);
@@ -120,7 +120,8 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
   if (news.ready > layout.size()) throw Damaged();
 }
 
-// The entry of the round at the frontier, made if necessary; null if there is no room for it yet.
+// The entry of the round at the frontier, which is made if necessary. Null if there is no room for the entry
+// yet.
 Entry* Node::entry_at_frontier(const Announcement& news) {
   const std::string error =
       news.failed ? readable({reinterpret_cast<const char*>(news.body.data()), news.body.size()})
@@ -136,13 +137,13 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .alone = news.alone,
               .layout = laid_out(news.segments)};
   const bool mine = calling() && next_ == frontier_;
-  // the program comes for the result at once
+  // the program will fetch the result at once
   const bool comes = mine && up_.call.shared && !up_.call.complete && !up_.call.lacks_memory;
   if (comes && listeners_.empty()) return nullptr;
   const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
-  // A leaf keeps results for itself alone: the first that it needs, not the last. Ranks above keep the rest.
+  // A leaf keeps results only for itself: the first ones that it needs. The ranks above keep the later ones.
   if (!mine && listeners_.empty() && !history_.empty() &&
       history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;
@@ -155,8 +156,8 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   return &history_.add(std::move(entry));
 }
 
-// Turn the newest result, of which pieces may be known, into an error. The known pieces stay in place, as others
-// may be reading them.
+// Turn the newest result into an error, although some of its pieces may be known. These pieces stay in place,
+// as other ranks may be reading them.
 Entry& Node::fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone) {
   Entry& entry = history_.newest();
   entry.fingerprint = fingerprint;
@@ -176,7 +177,7 @@ bool Node::follow() {
   const auto found = announced_.find(frontier_);
   const bool known = found != announced_.end();
   if (known && !found->second.alone && failed_alone_.first() && !desynchronized_) {
-    take_back();  // the root had announced it before
+    take_back();  // the root had announced the result before
     return true;
   }
   if (const auto more = follow_sections()) return *more;
@@ -200,7 +201,7 @@ bool Node::follow() {
     return true;
   }
   entry->here.resize(entry->layout.size());
-  // others fetch the result from here, or it goes to the program
+  // others fetch the result from here, or else it goes to the program
   const Copy how = entry->buffer ? Copy::cached : for_program(entry->layout.bytes());
   const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
   std::uint64_t bytes = 0;
@@ -246,7 +247,7 @@ void Node::lost_source() {
   on_gone(from, frontier_, 0);
 }
 
-// Copy the pieces that are here of the result of the call in progress to the caller.
+// Copy the result of the call in progress to the caller, as far as its pieces have arrived.
 void Node::hand_over(const Entry& entry) {
   if (!calling() || entry.round != next_) return;
   if (entry.failed) {
@@ -256,7 +257,7 @@ void Node::hand_over(const Entry& entry) {
   if (up_.call.lacks_memory) return lack_memory();
   if (!up_.call.complete) return;
   if (entry.fingerprint != up_.call.fingerprint) {
-    if (!entry.complete()) return;  // this rank still has to fetch the rest of it
+    if (!entry.complete()) return;  // this rank still has to fetch the rest of the result
     const std::string text = clash(family_.rank, up_.call.fingerprint, entry.round,
                                    family_.ancestors.back(), entry.fingerprint);
     alert(entry.round, text);
@@ -283,8 +284,8 @@ void Node::hand_over(const Entry& entry) {
   if (entry.complete()) finish(Outcome::done);
 }
 
-// Tell the feed which bytes are in place. With slices, which take turns, it learns of a whole vector at once, as
-// it expects bytes in order.
+// Tell the feed which bytes are in place. The feed expects bytes in order. With slices, whose pieces alternate,
+// it learns of a vector only once the whole vector is in place.
 void Node::give(const Layout& layout, std::uint32_t piece) {
   const Piece it = layout[piece];
   if (limits_.slices == 1) return up_.call.feed->given(it.segment, it.offset, it.bytes);
@@ -298,7 +299,7 @@ std::size_t Node::height(Rank ancestor) const {
                                   family_.ancestors.begin());
 }
 
-// Siblings, with which this rank exchanges sections, know no results for it.
+// Whether a rank is above this rank. Siblings exchange sections with this rank, but know no results for it.
 bool Node::is_above(Rank rank) const { return height(rank) < family_.ancestors.size(); }
 
 bool Node::awaited_below() const {
@@ -306,22 +307,22 @@ bool Node::awaited_below() const {
                              [&](const auto& it) { return it.second.called >= frontier_; });
 }
 
-// Ask above for decided results, and ask another rank for a result that does not come.
+// Ask above for decided results. If a result does not come, ask another rank for it.
 void Node::ask() {
   if (root() || left()) return;
-  // an announced result of shared work waits for its program
+  // a result of shared work that is announced waits for this rank's program
   const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
   const bool mine = calling() && next_ == frontier_ && !there;
   const bool decided = newest_ >= frontier_;
-  // an offer that is held back until the root is heard does not ask for it either
+  // an offer that is held back until the root sends something does not ask for the result either
   const bool unsure = mine && unsure_of() && upstream_.may_ask(upstream_.source());
   if (((decided || unsure) && upstream_.wanted() < frontier_) ||
       (mine && upstream_.stand_in_unasked(frontier_))) {
     want(upstream_.source());
   }
   if (!mine && !watches_ && !awaited_below()) return;
-  // The rank that has the result, or will have it, may only be slow. It is given up if it stays silent when it is
-  // asked. A rank that has not answered is not asked again.
+  // The rank that has the result, or will have it, may only be slow. It is asked whether it is there, and given
+  // up if it stays silent. A rank that has not answered is not asked again.
   const auto source = announced_.find(frontier_);
   const bool announced = source != announced_.end();
   const Rank silent = announced ? source->second.from : upstream_.source();
@@ -334,7 +335,8 @@ void Node::ask() {
     asked_pieces_.clear();
   }
   if (const auto next = upstream_.next()) return want(*next);
-  // All have been asked. If a rank has answered that the result is gone, the silent ranks give no hope.
+  // All ranks have been asked. If a rank has answered that the result is gone, the silent ranks will hardly
+  // have it.
   if (upstream_.gone_somewhere()) lose_frontier();
 }
 
@@ -366,8 +368,8 @@ void Node::lose_frontier() {
 // Forget all results, and continue with this round.
 void Node::skip_to(Round round) {
   end_sections();
-  // If the frontier goes back, results of the same rounds will lie elsewhere. Ranks below must get them from
-  // another rank, for the addresses that they know are no longer valid.
+  // If the frontier goes back, results of the same rounds will lie at other addresses. So the addresses that
+  // ranks below know are no longer valid. These ranks must get the results from another rank.
   withdraw(Object::What::result, history_.empty() ? round : std::max(round, history_.last() + 1));
   history_.clear();
   frontier_ = round;
@@ -376,16 +378,16 @@ void Node::skip_to(Round round) {
   asked_pieces_.clear();
 }
 
-// Others may have the result of a round that failed here alone. Ranks below must not take that failure from here:
-// they get this result and later ones from above.
+// Other ranks may have the result of a round that failed here alone. Ranks below must not take this failure
+// from here. They get the result, and later ones, from above.
 void Node::take_back() {
   skip_to(failed_alone_.first());
   for (const Child& child : children_) tell_gone(child.rank, frontier_, frontier_);
   desynchronize();
 }
 
-// This rank's calls fail from now on, until it has fetched a snapshot. A dead root has none to give: then the
-// calls fail like those of the others.
+// This rank's calls fail from now on, until it has fetched a snapshot. If the root is dead, no snapshot helps:
+// then the calls fail like those of the other ranks.
 void Node::desynchronize(const std::string& why) {
   desynchronized_ = true;
   if (!calling()) return;
@@ -469,7 +471,7 @@ void Node::note(Rank rank, Round newest) {
 
 void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   Round first = head.fingerprint ? std::min(head.fingerprint, head.round) : head.round;
-  const auto alone = [&](const Entry* entry) { return entry && entry->alone; };  // is not the root's word
+  const auto alone = [&](const Entry* entry) { return entry && entry->alone; };  // the root did not decide this
   while (first < head.round && alone(history_.find(first))) ++first;
   listener.want(first, head.last);
   if (head.flags & calls) {
@@ -488,8 +490,8 @@ bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
          (rounds > limits_.history_rounds || bytes > limits_.history_most);
 }
 
-// Drop the results that no rank lacks any more, and the oldest ones if memory is short. The root keeps the
-// results of its own calls, which it can get nowhere else.
+// Drop the results that no rank lacks any more, and the oldest ones if they take too much memory. The root
+// keeps the results of its own calls, which it can get from no other rank.
 void Node::forget() {
   const Round needed = lacked_below(desynchronized_ || has_left() ? frontier_ : next_);
   const auto drop = [&] {
@@ -502,7 +504,7 @@ void Node::forget() {
          over_budget(history_.bytes(), history_.rounds())) {
     drop();
   }
-  // a call whose last parts have not come yet
+  // the call in progress, some of whose parts have not come yet, has lost its result
   if (calling() && next_ < frontier_ && !history_.find(next_)) desynchronize();
 }
 

@@ -13,7 +13,7 @@ namespace jaxcoded {
 void Node::leave(const std::string& failure) {
   if (!departures_.leave(family_.rank, failure)) return;
   leave_call();
-  // others must not wait for what this rank no longer gives
+  // other ranks must not wait for sections that this rank no longer forms
   if (copied_.round) tell_unformed(copied_.round, copied_.index, copied_.version, copied_.members);
   if (!may_leave()) retire();
   for (Child& child : children_) check_offer(child);
@@ -45,7 +45,7 @@ void Node::on_bye(Child& child, const Message& message) {
   say_bye();
 }
 
-// `last`: this rank has made all calls before the next one. The parent may not have heard of calls that had a
+// `last`: this rank has made all calls up to this round. The parent may not have heard of calls that had a
 // result already.
 Message Node::bye(Round round) const {
   Message message{header(Kind::bye, round)};
@@ -74,7 +74,7 @@ std::vector<std::pair<Rank, std::string>> Node::departed() const {
   return out;
 }
 
-// Append these ranks, and a line for each rank that failed.
+// Append these ranks, and a line of text for each rank that failed.
 void Node::append_departed(Message& message, const std::vector<Rank>& ranks) const {
   message.header.ready = static_cast<std::uint32_t>(ranks.size());
   message.append(ranks.data(), ranks.size() * sizeof(Rank));
@@ -97,7 +97,7 @@ void Node::learn_failures(std::string_view lines) {
   }
 }
 
-// Dead ranks need nothing; ranks below them may.
+// Dead ranks need nothing, but ranks below them may.
 bool Node::needs_nothing(const Child& child) const {
   const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
   return child.left || (child.dead && alone);
@@ -110,7 +110,7 @@ void Node::give_up(Child& child) {
 
 bool Node::all_left() const { return std::ranges::all_of(children_, &Child::left); }
 
-// A rank whose call is not over, of a started round, hears of its result first.
+// Whether this rank may leave. If its latest started round is not over, it first waits for that round's result.
 bool Node::may_leave() const {
   const bool waits = !root() && calling() && up_.call.complete;
   return !waits && all_left();
@@ -130,7 +130,7 @@ void Node::say_bye(bool at_once) {
   departures_.said_bye();
 }
 
-// Called in each turn, as memory may have been too short for it before.
+// Called in each turn, as memory may have been too short in an earlier turn.
 void Node::go_on_leaving() {
   if (!departures_.leaving() || left()) return;
   if (!may_leave()) retire();
@@ -154,7 +154,7 @@ std::vector<Rank> Node::end() {
   if (root()) end_round();
   if (root() || !calling() || !up_.offering) return out;
   Message message = bye(next_);
-  // Ranks below may still be on their way, served from above: the remaining ranks wait for them.
+  // Ranks below may still be ending their rounds, served by ranks above: the remaining ranks wait for them.
   message.header.flags = left() ? ended : ended | relays;
   wire_.send(family_.ancestors.front(), message);
   return out;
@@ -169,7 +169,7 @@ void Node::end_round() {
 
 // --- Calls after the end ---
 
-// Ranks from which nothing comes any more, with the errors of those that failed, in words.
+// In words: the ranks that send nothing any more, and the errors of those that failed.
 std::string Node::who_left() const {
   std::vector<Rank> others = departures_.closed();
   std::erase_if(others, [&](Rank rank) { return departures_.failures().contains(rank); });
@@ -180,16 +180,17 @@ std::string Node::who_left() const {
   return out;
 }
 
-// Refuse a call that can never be answered if the root has left the group. Only the root knows whether and why it has.
+// Refuse a call that can never be answered if the root has left the group. Only the root knows whether it has
+// left, and why.
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
-    // If the parent is silent, a rank that waits asks further up, and the root finds out.
+    // If the parent is silent, a rank that waits asks further up. So the root finds out.
     return tell_alert(round, closed, text);
   }
-  if (!departures_.leaving()) {  // not yet
+  if (!departures_.leaving()) {  // the root has not left yet
     alerts_.if_left(round, text);
   } else if (round >= frontier_ && !calling()) {
-    next_ = frontier_;  // the rounds that its program never called have failed
+    next_ = frontier_;  // the rounds that the root's program never called have failed
     up_.call = {};
     outcome_ = Outcome::pending;
     decide_error(departures_.kind({family_.rank}) + text + ", but " +

@@ -54,12 +54,13 @@ void Node::check_offer(Child& child) {
 
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
-  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // it waits for no child
-  if (up_.call.shared) return;  // others compute the blocks of children gone for good
-  // A child may leave between the parts of its message. What it has offered suffices at most for the first pieces.
+  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // this rank waits for no child
+  if (up_.call.shared) return;  // others compute the blocks of children that have left
+  // A child may leave between the parts of its message. What it has offered suffices at most for the first
+  // pieces.
   const std::uint32_t last = up_.incoming.size() - 1;
   if (sums_blocks()) {
-    if (approximates()) return;  // it continues without them
+    if (approximates()) return;  // this rank continues without them
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
       if (up_.call.leaves_out(i) || usable(i, last)) continue;
@@ -69,7 +70,7 @@ void Node::check_offers() {
     }
     return;
   }
-  // With too many children gone for good, waiting would never end.
+  // If too many children have left, waiting would never end.
   if (departures_.closed().empty() || (awaits_all() && all_may_come())) return;
   const std::vector<bool> possible = may_offer(last);
   std::vector<std::size_t> rows;
@@ -83,12 +84,12 @@ void Node::check_offers() {
                            ", but " + who_left();
   if (root()) {
     decide_error(text);
-  } else {  // in other rounds this rank may offer
+  } else {  // in other rounds this rank may offer its message
     alert(next_, text);
   }
 }
 
-// The messages that this rank has, or may get in this round.
+// The messages that this rank has, or may still get in this round.
 std::vector<bool> Node::may_offer(std::uint32_t piece) const {
   std::vector<bool> out(decoder_.rows());
   for (std::size_t row = 0; row < out.size(); ++row) {
@@ -99,17 +100,17 @@ std::vector<bool> Node::may_offer(std::uint32_t piece) const {
   return out;
 }
 
-// Let the root fail this round, or its next one, on every rank.
+// Make the root fail this round, or its next one, on every rank.
 void Node::alert(Round round, const std::string& text) {
   if (!root()) return tell_alert(round, 0, text);
   if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
-  if (entry && entry->complete()) return;  // others may have its result, although this rank still calls it
-  // that rank may be missing from pieces of this very round for ever
+  if (entry && entry->complete()) return;  // other ranks may have its result, although this rank still calls it
+  // without the reporting rank, pieces of this very round may never come
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
-// Alerts must not pile up before a parent that has stopped.
+// Send an alert to the parent, in such a way that alerts do not pile up if the parent is stopped.
 void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) {
   Message message{header(Kind::alert, round)};
   message.header.flags = flags;
@@ -118,15 +119,16 @@ void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) 
   tell_alerts();
 }
 
-// If this rank has failed rounds without the root, the root is in an earlier round, which the alert must not end.
-// A desynchronized rank speaks for the ranks below.
+// If this rank has failed rounds without the root, the root is in an earlier round, which the alert must not
+// end. A desynchronized rank relays the alerts of ranks below.
 void Node::tell_alerts() {
   if (unsure_of() && !desynchronized_) return;
   upstream_.send_alerts([&](const Message& message) { wire_.send(upstream_.parent(), message); });
 }
 
 void Node::alarm(const std::string& why) {
-  // A rank that is behind must name a round that can still fail: the root drops what it took for an earlier fault.
+  // A rank that is behind must name a round that can still fail. The root drops an alert about an earlier
+  // round.
   alert(std::max(next_, decided() + 1), "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
 }
 
@@ -138,10 +140,12 @@ void Node::lost_message(Rank other) {
   alarm("MPI has lost a message to or from rank " + std::to_string(other) +
         ": look for errors of the network with jaxcoded doctor");
   upstream_.lost_message(other);
-  // If it said that sections are given up, pieces of them must not be mixed with those of the result.
+  // The lost message may have said that sections are given up. Then pieces of these sections must not be mixed
+  // with pieces of the result.
   const bool in_sections = calling() && sections_.round == next_;
   if (in_sections && !root() && other == family_.ancestors.front()) learn_sections({.purpose = sections_.purpose});
-  // If it was a question, that rank asks again when it hears that this one is there.
+  // The lost message may have been a question. Then the other rank asks again when it hears that this rank is
+  // there.
   if (listeners_.contains(other)) note(other, newest_);
 }
 

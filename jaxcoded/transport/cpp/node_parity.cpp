@@ -1,5 +1,5 @@
-// A node that compares its children's messages before it passes on their sum, and what it does if they do not
-// fit. Also a root that knows the number of examples in the sum.
+// A node that compares its children's messages before it passes on their sum, and what it does if the messages
+// do not fit. Also a root that knows the number of examples in the sum.
 #include "node.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ constexpr const char* without =
 
 }  // namespace
 
-// Whether this rank waits for no child that has closed the group.
+// Whether every message that this rank waits for may come: none is from a child that has closed the group.
 bool Node::all_may_come() const {
   const std::vector<bool> possible = may_offer(up_.incoming.size() - 1);
   for (std::size_t row = 0; row < possible.size(); ++row) {
@@ -43,7 +43,7 @@ bool Node::all_may_come() const {
   return true;
 }
 
-// Whether to wait for more messages than these before they are compared.
+// Whether to wait for more messages than these before messages are compared.
 bool Node::awaits_more(const std::vector<bool>& heard) const {
   if (limits_.compares == Compares::what_has_come) return false;
   if (limits_.compares == Compares::until_deadline && up_.overdue) return false;
@@ -57,8 +57,8 @@ bool Node::awaits_more(const std::vector<bool>& heard) const {
   return false;
 }
 
-// The messages to decode from, once all messages to compare are offered. They must be whole, as pieces that have
-// gone up cannot be taken back.
+// The messages to decode from, once all messages to compare are offered. The messages must be complete, as
+// pieces that were passed on cannot be taken back.
 std::shared_ptr<const Decoding> Node::choose_checked() {
   if (up_.decoding) return up_.decoding;
   const std::uint32_t last = up_.incoming.size() - 1;
@@ -94,7 +94,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
   return nullptr;
 }
 
-// Check one piece of the messages that were brought. Returns the pieces to decode.
+// Check one piece of the messages that were fetched. Returns the pieces to decode.
 std::vector<const std::byte*> Node::checked(const Decoding& decoding,
                                             std::span<const std::byte* const> messages) {
   std::vector<const std::byte*> of_rows(decoder_.rows());
@@ -115,7 +115,8 @@ std::vector<const std::byte*> Node::checked(const Decoding& decoding,
   return out;
 }
 
-// Whether the counted number of examples is the stated one. If the count is NaN, so is whatever is divided by it.
+// Whether the counted number of examples is the stated number. If the count is NaN, so is whatever is divided
+// by it.
 bool Node::counted() {
   const auto [number, allowed] = up_.call.examples;
   const Layout& incoming = up_.incoming;
@@ -184,14 +185,14 @@ bool Node::accepted(const Contradiction& wrong) {
   return false;
 }
 
-// The same if these children's messages, or this rank's own vectors, have NaN or infinities. No rank passes them
-// on, unless it only warns of them.
+// Like `accepted`, if these children's messages, or this rank's own vectors, have NaN or infinities. No rank
+// passes them on, unless it only warns of them.
 bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   const bool warns = limits_.on_contradiction == OnContradiction::warn;
   std::vector<Rank> ranks;
   for (const std::size_t number : children) {
     const Child& child = children_[number];
-    if (child.not_finite_round != next_) ranks.push_back(child.rank);  // ranks below it have not reported it
+    if (child.not_finite_round != next_) ranks.push_back(child.rank);  // no rank below it has reported them
   }
   const std::string mine = me();
   std::string text;
@@ -205,7 +206,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
     return true;
   }
   if (limits_.on_contradiction == OnContradiction::drop) {
-    if (children.empty() && !root()) return true;  // its parent leaves it out
+    if (children.empty() && !root()) return true;  // this rank's parent leaves it out
     if (!children.empty() && can_do_without(children)) {
       if (decoder_.parity()->newly_wrong(children)) news_.push_back(text + without);
       leave_out(children);

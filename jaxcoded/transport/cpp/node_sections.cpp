@@ -1,9 +1,9 @@
 // A long sum that is formed in sections, each by one rank of a family: what these ranks do.
 //
-// A maker that has formed some of its section tells the ranks that take it. No rank ends its call before the root
-// has all sections of the result. Until then messages stay in place, so that a section can be formed again;
-// pieces of its old version are not used. Then the round is decided like any other, and a rank gets what it lacks
-// from the maker, or else from its parent.
+// A maker that has formed a part of its section tells the ranks that fetch the section. No rank ends its call
+// before the root has all sections of the result. Until then messages stay in place, so that a section can be
+// formed again; pieces of its old version are not used. Then the round is decided like any other. A rank gets
+// missing pieces from the maker, or else from its parent.
 #include "node.h"
 
 #include <algorithm>
@@ -17,11 +17,11 @@ namespace {
 
 // At least this many of the requested pieces may come from one rank.
 constexpr std::size_t results_from_one = 4;
-constexpr std::size_t early_of_each = 32;  // messages of a rank that overtook the plan
+constexpr std::size_t early_of_each = 32;  // messages of each rank that may arrive before the plan and are kept
 
 }  // namespace
 
-// The length of pieces in all messages of a round with this result.
+// The length of pieces, in all messages of a round whose result has these segments.
 std::uint64_t Node::piece_bytes(const std::vector<Segment>& total) const {
   return limits_.piece_for(bytes_of(total));
 }
@@ -30,7 +30,7 @@ Layout Node::laid_out(const std::vector<Segment>& total) const {
   return Layout(total, piece_bytes(total), limits_.slices);
 }
 
-// The shape of a sum of vectors like these, and of its messages.
+// The shape of a sum with these segments, and of its messages.
 SumShape Node::sum_shape(const std::vector<Segment>& total) const {
   return {laid_out(total).size(), total.size(), limits_.slices, limits_.parts};
 }
@@ -45,7 +45,7 @@ void Node::on_delegate(Rank from, const Message& message) {
   const Header& head = message.header;
   if (root() || from != upstream_.parent()) return;
   const Entry* entry = history_.find(next_);
-  // if memory is short, the messages behind this one must not wait
+  // if memory is short, later messages must not wait behind this one
   const bool waits = calling() && !up_.told_little_memory && head.round == next_ && frontier_ == next_ &&
                      head.fingerprint == up_.call.fingerprint;  // a mismatch is reported in other ways
   const bool has_some = entry && (entry->failed || !entry->buffer || entry->ready);
@@ -56,21 +56,21 @@ void Node::on_delegate(Rank from, const Message& message) {
     return rank == family_.rank || rank == from || is_sibling(rank);
   });
   const auto known = announced_.find(next_);
-  if (plan.purpose == Purpose::message && (entry || known != announced_.end())) return;  // of no use any more
+  if (plan.purpose == Purpose::message && (entry || known != announced_.end())) return;  // no longer needed
   if (entry && entry->layout.segments() != total) throw Damaged();
   if (known != announced_.end() && !known->second.failed && known->second.segments != total) {
     throw Damaged();
   }
   const bool mine = !plan.terms.empty();
   if (mine) {
-    // no messages of the family's code can make such a sum, for example if its slices do not divide its length
+    // the family's code has no messages for such a sum, for example if its slices do not divide its length
     if (shape.pieces != messages_of(total).incoming.size() * limits_.slices) throw Damaged();
     if (head.ready >= plan.sections.size()) throw Damaged();
     if (plan.sections[head.ready].maker != family_.rank) throw Damaged();
     if (plan.of_parent == OfParent::term && plan.terms.front().rank != from) throw Damaged();
   }
   if (plan.purpose != Purpose::result && limits_.slices != 1) throw Damaged();
-  if (up_.delegated) abandon_sections();  // its message is of no use any more
+  if (up_.delegated) abandon_sections();  // this rank's message is not needed any more
   learn_sections(plan);
   if (mine && plan.purpose == Purpose::copy) {
     copied_ = {next_, head.ready, plan.sections[head.ready].version, plan.members};
@@ -81,7 +81,8 @@ void Node::on_delegate(Rank from, const Message& message) {
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }
 
-// A rank that needs no part of a copy says so, as no rank oversees the sections of a copy.
+// Refuse to form a section. A rank that needs no part of a copy says so, as no rank oversees the sections of a
+// copy.
 void Node::decline(const Message& message) {
   const auto anybody = [](Rank) { return true; };
   const SectionPlan plan = SectionPlan::from(message, nullptr, anybody);
@@ -108,7 +109,7 @@ void Node::tell_unformed(Round round, std::size_t index, std::uint32_t version,
   }
 }
 
-// Learn a plan. Unchanged sections stay, and the rest must be fetched again.
+// Learn a plan. Unchanged sections stay, and pieces of all others must be fetched again.
 void Node::learn_sections(SectionPlan plan) {
   if (sections_.round != next_) {
     if (formed_.round != next_) drop_formed();
@@ -119,7 +120,7 @@ void Node::learn_sections(SectionPlan plan) {
                  .slices = limits_.slices};
   }
   Sections& it = sections_;
-  // if memory is too short for this, nothing has changed
+  // if memory is too short for these, nothing has changed
   std::vector<Sections::Known> all;
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
@@ -153,8 +154,8 @@ void Node::learn_sections(SectionPlan plan) {
   if (it.all.empty()) it = {};
 }
 
-// Whether some sections come from another host. On one host copies before the round is decided gain nothing. From
-// then on sections can be copied directly to where the program wants them.
+// Whether some sections come from another host. On one host it gains nothing to copy sections before the round
+// is decided. After that they can be copied directly to where the program wants them.
 bool Node::from_afar() const {
   return std::ranges::any_of(sections_.all, [&](const Sections::Known& it) {
     return it.section.maker != family_.rank && !wire_.direct(it.section.maker);
@@ -173,7 +174,7 @@ Entry* Node::begin_entry() {
   return entry;
 }
 
-// Where the sections go.
+// Where the pieces of sections are written.
 Node::Destination Node::destination() {
   if (sections_.purpose == Purpose::message) {
     return {sections_.layout, up_.sum_at, sections_.here, Copy::cached};
@@ -223,7 +224,7 @@ void Node::drop_formed() {
 
 // --- Forming a section ---
 
-// A turn of the section that this rank forms. Returns whether there is more to do at once.
+// Take a turn of forming a section of this rank. Returns whether there is more to do at once.
 bool Node::form() {
   if (sections_.forming.empty()) return false;
   Forming& it = sections_.forming.front();
@@ -270,14 +271,14 @@ bool Node::form() {
   return over ? !sections_.forming.empty() : bytes >= limits_.announced_bytes;
 }
 
-// Request the messages of a section, and find those that are here for its next piece. False if one of them is no
-// longer available.
+// Request the messages of a section, and find those whose piece for the section's next piece is here. Returns
+// false if a message is no longer available.
 bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   static const std::byte nothing[1] = {};
   const std::size_t count = it.terms.size(), ahead = terms_ahead_.pieces();
   for (std::uint32_t p = it.next; p < it.section.last; ++p) {
     for (std::size_t turn = 0; turn < count; ++turn) {
-      const std::size_t i = (turn + it.index) % count;  // each rank begins with another one
+      const std::size_t i = (turn + it.index) % count;  // each rank begins with another term
       const Term& term = it.terms[i];
       const std::uint32_t number = sections_.number(it, i, p);
       const Piece piece = sections_.of_term(it, i, number);
@@ -327,8 +328,8 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   return true;
 }
 
-// A message is no longer available: tell the parent. For a copy tell the members, which can get the result from
-// the parent in another way.
+// A message is no longer available, so tell the parent. For a copy tell the members, which can get the result
+// from the parent in another way.
 void Node::cannot_form(std::size_t index, Rank term) {
   const Section section = sections_.all[index].section;
   std::erase_if(sections_.forming, [&](const Forming& it) { return it.section == section; });
@@ -343,7 +344,8 @@ void Node::cannot_form(std::size_t index, Rank term) {
   wire_.send(family_.ancestors.front(), message);
 }
 
-// A decided round must not fail because memory is too short to pass it on.
+// Act, but give a copy up if memory is too short. A decided round must not fail because memory is too short to
+// pass it on.
 void Node::unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act) {
   try {
     act();
@@ -362,7 +364,8 @@ void Node::lose_term(Rank rank) {
   }
 }
 
-// A piece from which a section is formed. False if no section waits for it.
+// A piece of a message has come, from which a section is formed. Returns false if no section waits for the
+// piece.
 bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
                           std::span<const std::byte> data) {
   if (!sections_.round || object.round != sections_.round) return false;
@@ -398,7 +401,7 @@ const std::byte* Node::piece_of_section(std::size_t index, std::uint32_t piece) 
   return entry && piece < entry->here.size() && entry->here[piece] ? entry->data(piece) : nullptr;
 }
 
-// Tell a rank how much of a section is available, and where; or send all of it, if it is short.
+// Tell a rank how much of a section is available, and where. If the section is short, send all of it.
 void Node::tell_formed(Rank to, std::size_t index) {
   const Sections::Known& known = sections_.all[index];
   Message message = about_section(sections_.round, index, known.section.version);
@@ -415,7 +418,7 @@ void Node::tell_formed(Rank to, std::size_t index) {
       message.append(piece_of_section(index, p), sections_.layout[p].bytes);
     }
   } else if (known.addresses.empty()) {
-    message.header.flags = failed;  // this rank got it in a message, and sends it on with the result
+    message.header.flags = failed;  // this rank got the section in a message, and sends it on with the result
   } else {
     message.header.segments = static_cast<std::uint32_t>(known.addresses.size());
     message.append(known.addresses.data(), known.addresses.size() * sizeof(std::uint64_t));
@@ -427,13 +430,13 @@ void Node::on_formed(Rank from, const Message& message) {
   const Header& head = message.header;
   if (!calling() || up_.told_little_memory || head.round != next_ || frontier_ != next_) return;
   const bool relayed = !root() && from == family_.ancestors.front();
-  const bool of_mine = !relayed && !is_sibling(from);  // about the message that is, or was, formed for this rank
+  const bool of_mine = !relayed && !is_sibling(from);  // about this rank's message, which its children form or formed
   if (of_mine && !up_.delegated) return;
   const bool known = sections_.round == next_ && head.last < sections_.all.size() &&
                      of_mine == up_.delegated.has_value();
   if (!known || head.fingerprint > sections_.all[head.last].section.version) {
     if (of_mine) return;
-    std::erase_if(early_, [&](const auto& it) {  // the new message says more
+    std::erase_if(early_, [&](const auto& it) {  // the new message says more than this one
       return it.first == from && it.second.header.last == head.last;
     });
     if (early_.size() < early_of_each * (family_.siblings.size() + 1)) early_.emplace_back(from, message);
@@ -482,7 +485,7 @@ void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint6
   for (const Rank rank : up_.delegated->joined) tell_formed(rank, index);
 }
 
-// The sections have made progress.
+// Sections have made progress.
 void Node::sections_came_on() {
   const double now = wire_.now();
   sections_.flow.move(now);
@@ -496,7 +499,7 @@ bool Node::take_sections(Destination to) {
   const std::size_t ahead = results_ahead_.pieces();
   const std::size_t from_one = std::max(results_from_one, ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
-    // each rank begins with another one
+    // each rank begins with another section
     Sections::Known& it = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
     const Rank maker = it.section.maker;
     std::size_t on_their_way = 0;
@@ -540,13 +543,13 @@ bool Node::take_sections(Destination to) {
   return false;
 }
 
-// Whether the whole sum is here or, with `or_gone`, all that is still available.
+// Whether the whole sum is here. With `or_gone`: whether everything that is still available is here.
 bool Node::all_taken(bool or_gone) const {
   const auto is_taken = [&](const Sections::Known& it) { return it.taken == it.section.last || (or_gone && it.gone); };
   return std::ranges::all_of(sections_.all, is_taken);
 }
 
-// A piece of a section, or the news that it is no longer available.
+// A piece of a section has come, or the news that it is no longer available.
 void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
                            std::span<const std::byte> data) {
   const auto asked = sections_.asked.find(piece);
@@ -568,8 +571,8 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
   if (up_.delegated) up_.delegated->flows[sections_.of_piece(piece)].move(wire_.now());
 }
 
-// Continue with the sections of the round at the frontier. Returns whether there is more to do at once, or
-// nothing if there are no sections or the rest must come from above.
+// Continue with the sections of the round at the frontier. Returns whether there is more to do at once. Returns
+// nothing if there are no sections, or if the rest must come from above.
 std::optional<bool> Node::follow_sections() {
   if (!sections_.round || sections_.round != frontier_ || sections_.purpose == Purpose::message) return {};
   const auto found = announced_.find(frontier_);
@@ -585,7 +588,7 @@ std::optional<bool> Node::follow_sections() {
     if (!all_taken()) {
       if (!sections_.decided_at) sections_.decided_at = wire_.now();
       const double since = std::max(sections_.flow.moved, sections_.decided_at);
-      // of a copy nothing may be here yet
+      // no piece of a copy may be here yet
       const bool copies = sections_.purpose == Purpose::copy;
       const double least = copies ? limits_.silent_seconds : limits_.orphan_seconds;
       const double patience = std::max(least, 2 * sections_.flow.longest);
@@ -596,7 +599,7 @@ std::optional<bool> Node::follow_sections() {
   return {};
 }
 
-// When to ask, or to give up, a rank that is silent about the sections.
+// When to ask, or give up, a rank that is silent about the sections.
 double Node::sections_at() const {
   if (calling() && up_.sufficient_at) return latecomers_until();
   return sections_.round ? wire_.now() + limits_.orphan_seconds

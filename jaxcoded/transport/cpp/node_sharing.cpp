@@ -1,8 +1,8 @@
 // A round of shared work: blocks of the batch go to the ranks that have time for them.
 //
-// The root's ledger says which rank computes which block. A rank's vector belongs to its program, which lends it
-// while it waits for its next block. The root takes all vectors once they hold every block exactly once. Only
-// then are programs told that the round is over.
+// The root's ledger says which rank computes which block. A rank's vector belongs to its program, which lends
+// it to other ranks while it waits for its next block. Once the vectors hold every block exactly once, the root
+// sums all vectors. Only then do programs hear that the round is over.
 #include "node.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
 }
 
 void Node::replay(const std::vector<Dealt>& rounds) {
-  work_.own.clear();  // the root says which rank computes a block
+  work_.own.clear();  // the root says which rank computes which block
   work_.replayed.emplace();
   for (const Dealt& dealt : rounds) work_.replayed->emplace(dealt.round, dealt);
 }
@@ -69,7 +69,7 @@ void Node::come_for_block(const std::vector<const std::byte*>& own) {
 
 std::optional<Work> Node::take_block() {
   if (no_more_blocks()) {
-    // a late rank may still form a section from its vectors; if the call is over, they are withdrawn
+    // a late rank may still form a section from these vectors; if the call is over, they are withdrawn
     if (calling()) withdraw(Object::What::message, next_ + 1);
     stop_lending();
     return std::nullopt;
@@ -100,11 +100,11 @@ void Node::leave_call() {
     stop_contributing();
     return complete({});
   }
-  // its vectors may be fetched this very moment
+  // other ranks may be fetching its vectors right now
   for (const auto what : {Object::What::message, Object::What::own}) withdraw(what, next_ + 1);
   stop_lending();
   up_.share.leave();
-  up_.call.complete = true;  // first, as memory may be too short to tell others
+  up_.call.complete = true;  // set first, as memory may be too short to tell others
   tell_share();
   complete({});
 }
@@ -113,7 +113,7 @@ void Node::leave_call() {
 
 Progress Node::progress() { return up_.share.progress(wire_.now() - up_.added_at); }
 
-// Report this rank's progress, and its vectors if they hold all blocks that it will have.
+// Report this rank's progress. If its vectors hold all blocks that they will have, offer them.
 void Node::tell_share() {
   if (newest_ >= next_) return;
   if (root()) {
@@ -139,11 +139,11 @@ void Node::on_order(const Message& message) {
     wire_.send(family_.ancestors.front(), Message{header(Kind::will_ask, next_ + calling())});
     return;
   }
-  // An order for another call is old: the root gives orders only after it has heard of a call.
+  // An order for another call is old. The root gives orders only after it has heard of a call.
   if (!calling() || !up_.call.shared || head.round != next_ || head.last <= up_.orders) return;
   up_.orders = head.last;
   auto blocks = message.values<Block>(0, head.segments);
-  // no program can compute a block that is not in its data
+  // no program can compute a block whose data it does not hold
   for (const Block block : blocks) {
     if (!work_.holds(family_.rank, block)) throw Damaged();
   }
@@ -173,7 +173,7 @@ void Node::follow_order(const Order& order) {
 
 // --- The root ---
 
-// A child reports its progress, or comes at last.
+// A child reports its progress, or calls at last.
 void Node::hear_share(std::size_t child) {
   const Offer& offer = children_[child].offer;
   if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
@@ -185,7 +185,7 @@ void Node::hear_share(std::size_t child) {
   }
 }
 
-// Why a replay cannot divide the work of this call as recorded; empty if it can, or without a replay.
+// Why a replay cannot divide the work of this call as recorded. Empty if it can, or if there is no replay.
 std::string Node::why_not_as_before() const {
   const Call& call = up_.call;
   if (!work_.replayed || !call.shared) return {};
@@ -218,7 +218,7 @@ void Node::begin_sharing() {
   for (std::size_t i = 0; i < children_.size(); ++i) hear_share(i);
 }
 
-// Whether this rank says which rank computes which block in its call.
+// Whether this rank decides which rank computes which block of its call.
 bool Node::deals() const {
   return root() && work_.ledger && calling() && up_.call.shared && !up_.all_decoded();
 }
@@ -233,7 +233,7 @@ bool Node::deal() {
     if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
       work_.ledger->lost(i + 1);
     } else if ((mine && child.offer.withdrawn) || does_not_answer(child)) {
-      work_.ledger->will_ask(i + 1);  // if it is expected and has not come yet
+      work_.ledger->will_ask(i + 1);  // if the child is expected and has not come yet
       work_.ledger->give_up(i + 1, now);
     }
   }
@@ -275,16 +275,16 @@ bool Node::deal() {
   return work_.ledger->settled();
 }
 
-// Whether a child was present when all blocks were computed. If its vector follows later, no rank can stand in
-// for it then.
+// Whether a child was present when all blocks were computed. If its vector is summed in a later round, no other
+// rank can stand in for it then.
 bool Node::is_there(Child& child) {
   if (child.there == next_) return true;
   if (child.asked_round != next_) ask_whether_it_is_there(child);
   return false;
 }
 
-// A child has continued meanwhile if the round failed there alone. If the round then has a result, the child does
-// not have its vector any more.
+// A child may have continued meanwhile, because the round failed there alone. If the round then has a result,
+// the child no longer has its vector.
 void Node::hear_where_it_is(Child& child, const Header& head) {
   if (head.last == head.round) {
     child.there = head.round;
@@ -294,7 +294,7 @@ void Node::hear_where_it_is(Child& child, const Header& head) {
   }
 }
 
-// The vectors that hold the blocks, once all are available.
+// The vectors that hold the blocks, once all these vectors are available.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!work_.ledger->settled()) return nullptr;
   bool there = true;
@@ -309,7 +309,7 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
     out->rows.push_back(i);
   }
   if (!there) return nullptr;
-  // The whole sum uses one division of the work, so that a record of it gives the same bits.
+  // The whole sum uses one division of the work, so that a record of this division gives the same bits.
   if (versions != up_.versions) up_.decoded = up_.exact;
   up_.versions = std::move(versions);
   out->coefficients.assign(decoder_.slices(), std::vector<double>(out->rows.size(), 1.0));
@@ -338,14 +338,14 @@ std::string Node::why_not_after_blocks() const {
   return "GroupMismatch: " + why + "; ranks called " + call.signature;
 }
 
-// Whether this call sums the blocks of the previous round, and this rank has none of them. The root may count on
-// blocks that it had before, in a round that failed here alone and came again after a snapshot.
+// Whether this call sums the blocks of the previous round, and this rank has none of them. The root may count
+// on blocks that this rank had before: the round failed here alone, and came again after a snapshot.
 bool Node::lacks_what_it_computed() const {
   const auto blocks = computed();
   return !root() && up_.call.up && !up_.call.shared && blocks && blocks->empty();
 }
 
-// Leave out the children whose vectors hold nothing, or only what others have computed too.
+// Leave out the children whose vectors hold nothing, or only blocks that others have computed too.
 void Node::leave_out_the_others() {
   up_.call.erased.resize(children_.size());
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -353,13 +353,13 @@ void Node::leave_out_the_others() {
   }
 }
 
-// The vectors of the children not left out, once all are available. After the deadline, the whole sum uses those
-// that are.
+// The vectors of the children that are not left out, once all are available. After the deadline, the whole sum
+// uses those that are available.
 std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
   const bool some = up_.overdue && approximates();
   if (some && !up_.approximating) {
     up_.decoding.reset();
-    up_.decoded = up_.exact;  // nothing
+    up_.decoded = up_.exact;  // nothing is summed
     begin_approximating();
   }
   const auto here = [&](std::size_t i) { return usable(i, piece); };
@@ -387,8 +387,8 @@ bool Node::lacks_blocks() const {
 
 // --- Ranks that do not answer ---
 
-// Whether to accept a part of the batch without a child's blocks, if others cannot compute them: the child has
-// not answered a question of this round or an earlier one.
+// Whether to accept a part of the batch without a child's blocks, if other ranks cannot compute them. The child
+// must not have answered a question of this round or an earlier one.
 bool Node::does_not_answer(const Child& child) const {
   if (!approximates() || !child.asked) return false;
   return silent(child) || wire_.now() - child.asked >= deadline(limits_.deadline_share / 4);
@@ -407,7 +407,7 @@ bool Node::only_silent_hold() const {
   return lacks && work_.ledger->orphans(silent).size() == work_.ledger->missing();
 }
 
-// Watch for ranks whose vectors do not come, although they are asked whether they are there.
+// Watch for ranks whose vectors do not come. They are asked whether they are there.
 void Node::watch_members() {
   if (!deals() || !work_.ledger->settled()) return;
   believe_answers();
@@ -447,7 +447,7 @@ std::string Node::lacking_blocks() const {
     if (left || (work_.ledger->version(i + 1).blocks && !comes)) busy.push_back(children_[i].rank);
     blocks += left;
   }
-  if (busy.empty()) {  // the remaining blocks are for ranks that have not come, or have not come back
+  if (busy.empty()) {  // the remaining blocks are for ranks that have not come, or not come back
     for (std::size_t i = 0; i < children_.size(); ++i) {
       if (work_.ledger->awaited(i + 1)) busy.push_back(children_[i].rank);
     }

@@ -58,14 +58,14 @@ std::string Node::standing() const {
   return out;
 }
 
-// Whether the program computes, or does something else, while the engine waits for it.
+// Whether the program computes or does something else, while the engine waits for the program.
 bool Node::in_program() const {
   return !calling() || (!up_.call.complete && !up_.lent);
 }
 
-// Report once what is known of a child that makes no calls while rounds are decided without it. Its engine
-// answers even if its program is stuck, and tells in which round. Report also a child that has left while this
-// rank makes more calls: usually its program has made fewer steps.
+// Report once what is known of a child that makes no calls while rounds are decided without it. The child's
+// engine answers even if its program is stuck, and says in which round it is. Report also a child that has left
+// while this rank makes more calls: usually the child's program has made fewer steps.
 void Node::watch_children() {
   for (Child& child : children_) {
     Child::Behind& it = child.behind;

@@ -1,4 +1,5 @@
-// A node and snapshots of the user's state: which ranks hear of the one kept here, and which ranks are asked.
+// A node and snapshots of the user's state: which ranks hear of this rank's snapshot, and which ranks this rank
+// asks for one.
 #include "node.h"
 
 #include <new>
@@ -7,13 +8,14 @@
 namespace jaxcoded {
 
 State Node::keep_state(Round round, State state) {
-  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // if memory is short, nothing changes
+  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // if memory is too short, nothing has changed
   withdraw(Object::What::state, snapshot_.number() + 1);
   return snapshot_.keep(round, std::move(state), std::move(layout));
 }
 
 void Node::tell_state(Rank rank, Listener& listener) {
-  // A snapshot is of use while the rounds after it are available, and if others had the same rounds before it.
+  // A snapshot is useful while the rounds after it are available, and if other ranks had the same rounds before
+  // it.
   const bool alike = !failed_alone_.first() || snapshot_.round() <= failed_alone_.first();
   const bool useful = alike && (snapshot_.round() >= frontier_ || history_.find(snapshot_.round()));
   Message message{header(Kind::state, useful ? snapshot_.round() : 0)};
@@ -38,8 +40,8 @@ void Node::ask_next_state() {
 
 void Node::on_state(Rank from, const Message& message) {
   if (!recovery_ || recovery_->round()) return;
-  // A snapshot of a round whose result is gone leads back to where this rank is stuck. Others keep results for
-  // this rank from the first round that failed here alone.
+  // A snapshot of a round whose result is gone leads back to where this rank is stuck. For this rank, the
+  // others keep results from the first round on that failed here alone.
   const Round lost = failed_alone_.first() ? failed_alone_.first() - 1 : next_;
   if (message.header.round <= (desynchronized_ ? lost : 0)) {
     recovery_->without(from);
@@ -47,7 +49,7 @@ void Node::on_state(Rank from, const Message& message) {
   }
   try {
     recovery_->begin(from, message, limits_.piece_bytes);
-  } catch (const std::bad_alloc&) {  // the messages behind it must not wait for memory
+  } catch (const std::bad_alloc&) {  // later messages must not wait for memory
     news_.push_back(me() + " has too little memory for the snapshot of rank " +
                     std::to_string(from) + ", " + std::to_string(message.values<std::uint64_t>(0, 1)[0]) +
                     " bytes: free some, and call group.resync again");
@@ -72,7 +74,7 @@ void Node::resume() {
   const Round round = state_round();
   recovery_.reset();
   desynchronized_ = false;
-  alike_ = true;  // a rank that is alike kept the snapshot
+  alike_ = true;  // only a rank with the root's state has kept a snapshot
   const Round failed = failed_alone_.first();
   if (failed && snapshot_.round() > failed) keep_state(0, {});
   failed_alone_.clear();

@@ -7,7 +7,7 @@
 namespace jaxcoded {
 namespace {
 
-constexpr Round latest = 31;  // rounds that a step time covers
+constexpr Round latest = 31;  // how many rounds a step time covers
 
 }  // namespace
 
@@ -26,15 +26,15 @@ void Node::remember_division() {
   telemetry_.divided(next_, out);
 }
 
-// Median seconds between calls that this rank took part in; `never` if there were none. With shared work, its own
-// blocks count at the pace of those that it computed, as if it had computed just its own.
+// Median seconds between calls that this rank took part in; `unknown` if there were none. With shared work, the
+// result is as if this rank had computed just its own blocks, at the pace of the blocks that it computed.
 double Node::own_work() const {
   std::vector<double> works;
   const Round first = next_ > latest ? next_ - latest : 1;
   for (Round round = first; round < next_; ++round) {
     const RoundRecord* record = telemetry_.find(round);
     const RoundRecord* before = telemetry_.find(round - 1);
-    if (before && before->loop) continue;  // the same step
+    if (before && before->loop) continue;  // the loop and its sum are one step
     if (!record || record->skipped || !(record->work >= 0)) continue;
     double work = record->work;
     if (record->shared) {
@@ -72,7 +72,7 @@ void Node::tell_step_times() {
   if (!telemetry_.on() || root() || upstream_.unanswered()) return;
   told_step_times_ = wire_.now();
   const std::vector<StepTime> all = step_times();
-  constexpr std::size_t most = 1024;  // in a message
+  constexpr std::size_t most = 1024;  // step times in a message
   for (std::size_t first = 0; first < all.size(); first += most) {
     Message message{header(Kind::step_times, 0)};
     message.append(all.data() + first, std::min(most, all.size() - first) * sizeof(StepTime));

@@ -11,7 +11,7 @@ namespace jaxcoded {
 
 void Node::on_offer(Child& child, const Message& message) {
   const Header& head = message.header;
-  // A child that goes back offers a round again, and offers no other before it gets an answer.
+  // A child that goes back offers an earlier round again. It offers no other round before it gets an answer.
   if (head.round < child.offer.round) return note(child.rank, newest_);
   if (head.round == child.offer.round) {
     if (head.ready <= child.offer.ready && !(head.flags & shares)) note(child.rank, newest_);
@@ -40,7 +40,8 @@ bool Node::usable(std::size_t row, std::uint32_t piece) const {
          offer.fingerprint == up_.call.fingerprint && !up_.call.leaves_out(number);
 }
 
-// First parts before others, and for each part the children in the order in which they came.
+// The rows in the order in which to use them: first parts before later parts, and for each part the children in
+// the order in which they came.
 const std::vector<std::size_t>& Node::rows_in_order() {
   if (rows_.size() == decoder_.rows() && rows_sorted_ == offers_seen_) return rows_;
   rows_.resize(decoder_.rows());
@@ -52,8 +53,8 @@ const std::vector<std::size_t>& Node::rows_in_order() {
   return rows_;
 }
 
-// The messages to decode a piece from: those in use as long as they come, otherwise the first that
-// sufficed.
+// The messages from which to decode a piece: those in use as long as their pieces come, otherwise the first
+// messages that sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (up_.call.shared) return choose_sealed(piece);
   if (sums_blocks()) return choose_dealt(piece);
@@ -87,7 +88,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   return up_.decoding;
 }
 
-// The messages that this rank has of a piece, or may get from children that live and contribute.
+// The messages of which this rank has a piece, or may get it from children that live and contribute.
 std::vector<bool> Node::may_come(std::uint32_t piece) const {
   std::vector<bool> out = may_offer(piece);
   for (std::size_t row = 0; row < out.size(); ++row) {
@@ -97,13 +98,13 @@ std::vector<bool> Node::may_come(std::uint32_t piece) const {
   return out;
 }
 
-// The first piece without which there is no sum. Messages that are compared must be whole.
+// The piece that must be decoded next. Messages that are compared must be complete, so it is their last piece.
 std::uint32_t Node::needed() const {
   return decoder_.checked() ? up_.incoming.size() - 1 : up_.decoded.pieces;
 }
 
-// Whether this piece can no longer be decoded, whichever children still come, since others are dead or have
-// nothing to contribute.
+// Whether this piece can no longer be decoded, whichever children still come, since other children are dead or
+// have nothing to contribute.
 bool Node::too_few_left(std::uint32_t piece) {
   if (up_.call.shared) return false;
   const auto lacks = [&](const Child& child) { return child.dead || skips(child); };
@@ -117,7 +118,7 @@ bool Node::too_few_left(std::uint32_t piece) {
   return !sums_blocks() && !decoder_.decode(rows, possible);
 }
 
-// Too few children are left for a sum here: this rank's message is left out like theirs.
+// Too few children are left for a sum here. This rank's message is left out like theirs.
 void Node::go_without_sum() {
   std::string lacks;
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -132,7 +133,7 @@ void Node::go_without_sum() {
   if (root()) {
     const auto& tensor = decoder_.tensor();
     const bool dead = lacks.find(is_dead) != std::string::npos;
-    // their messages are for their parent: no other rank can add them
+    // the messages of ranks below go only to the dead rank: no other rank can add them
     if (dead && family_.descendants.size() > children_.size()) lacks += ", and what any below them have";
     return decide_error(
         "TooManyErasures: round " + std::to_string(next_) + ": " + me() + " cannot rebuild its sum, as " +
@@ -150,8 +151,8 @@ void Node::go_without_sum() {
   offer();
 }
 
-// The child's pieces do not come. The others' pieces are used if they suffice. Otherwise this child is asked
-// last, so that all are tried in turn.
+// The child's pieces do not come. The pieces of other children are used if they suffice. Otherwise this child
+// is tried last, so that all children are tried in turn.
 void Node::stall(Child& child) {
   up_.stalled.insert(child.rank);
   child.offer.order = ++offers_seen_;
@@ -164,8 +165,8 @@ void Node::believe_answers() {
   }
 }
 
-// Forget what is summed, as it uses messages that no longer come. No rank has been told about it yet. Pieces on
-// their way from the children are still wanted.
+// Forget the sum so far, as it uses messages that no longer come. No rank has been told about this sum yet.
+// Pieces on their way from the children are still wanted.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
   for (std::size_t row : rows) {
     if (!usable(row, up_.decoded.pieces)) stall(child_of_row(row));
@@ -174,8 +175,8 @@ void Node::start_again_without(const std::vector<std::size_t>& rows) {
   up_.decoded = up_.exact;
 }
 
-// A piece of a child's message, if it is here. Otherwise it is on its way, or the child has
-// withdrawn its offer.
+// A piece of a child's message, if it is here. Null if the piece is on its way, or the child has withdrawn its
+// offer.
 const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   static const std::byte nothing[1] = {};
   const Rank child = child_of_row(row).rank;
@@ -188,7 +189,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   const std::uint32_t ahead = wire_.direct(child) ? 1 : pieces_ahead;
   for (std::uint32_t p = first; p < std::min(offer.ready, first + ahead); ++p) {
     const Piece wanted = layout[p];
-    // a part that may not be needed
+    // a part that the sum may not need
     if (p != first && decoder_.parts() > 1 && wanted.segment != it.segment) break;
     if (offer.slots.contains(p)) continue;
     Buffer memory = pool_.take(wanted.bytes);
@@ -258,7 +259,7 @@ bool Node::gather() {
   if (!calling()) return false;
   std::uint64_t bytes = 0;
   while (up_.decoded.pieces < up_.incoming.size()) {
-    // Decided pieces are no longer needed, and may lie where this rank's own vector was.
+    // Pieces that are decided are no longer needed, and may have overwritten this rank's own vector.
     if (const Entry* entry = root() ? nullptr : history_.find(next_);
         entry && entry->ready > up_.decoded.pieces &&
         entry->layout.segments() == up_.incoming.segments()) {
@@ -291,7 +292,7 @@ bool Node::gather() {
         if (!calling()) return false;
         continue;
       }
-      // Ranks above continue with what is summed while the rest is on its way.
+      // Ranks above continue with the pieces summed so far, while the rest is on its way.
       if (bytes && !as_a_whole()) announce_sum();
       return false;
     }
@@ -312,7 +313,7 @@ bool Node::gather() {
   return false;
 }
 
-// Whether this rank's own vectors are a part of the sum.
+// Whether this rank's own vectors are part of the sum.
 bool Node::adds_own() const {
   if (up_.call.shared || sums_blocks()) return work_.ledger->version(0).blocks > 0;
   return !up_.call.skipped;
@@ -363,7 +364,7 @@ void Node::offer() {
   const bool empty = !up_.call.sums();
   std::uint32_t ready = empty ? 0 : up_.summed(up_.outgoing, up_.offered);
   const bool complete = empty || ready == up_.outgoing.size();
-  // A small message goes as a whole, or with the parts that are ready.
+  // Send a small message as a whole, or with the parts that are ready.
   bool small = !empty && up_.outgoing.bytes() <= wire_.inline_bytes(parent);
   if (small && !complete) {
     small = false;
@@ -382,8 +383,8 @@ void Node::offer() {
   send_offer(message);
 }
 
-// Whether to hold back an offer. A parent that has not answered an earlier round's offer gets no second one. No
-// sum may use a message from a state that others may not have.
+// Whether to hold back an offer. A parent that has not answered an earlier round's offer gets no second offer.
+// No sum may use a message from a state that other ranks may not have.
 bool Node::holds_back() const { return upstream_.unanswered() || unsure_of(); }
 
 void Node::offer_what_is_held_back() {
@@ -391,7 +392,7 @@ void Node::offer_what_is_held_back() {
   up_.call.shared ? tell_share() : offer();
 }
 
-// Tell the parent what is called, if it may hear that now.
+// Tell the parent which call this is, if the parent may hear that now. Returns whether the parent knows.
 bool Node::begin_offer() {
   if (up_.offering) return true;
   up_.held_back = holds_back();
@@ -408,7 +409,7 @@ void Node::send_offer(const Message& message) {
   up_.offering = true;
 }
 
-// Append this rank's message itself, or where it is.
+// Append this rank's message itself, or the addresses where it is.
 void Node::append_vectors(Message& message, bool inline_them) const {
   if (!inline_them) return append_addresses(message, up_.sum_at);
   message.header.flags |= inlined;
@@ -421,12 +422,12 @@ void Node::append_vectors(Message& message, bool inline_them) const {
   }
 }
 
-// Find children whose pieces do not come while others' could be used instead.
+// Find children whose pieces do not come while pieces of other children could be used instead.
 void Node::watch_for_stalls() {
   if (up_.call.shared) return watch_members();
   if (up_.delegated) return;  // see `mend_sections`
   if (!calling() || !up_.decoding || up_.all_decoded()) return;
-  // Until the deadline, wait for children whose messages no others can replace.
+  // Until the deadline, wait for children whose messages cannot be replaced.
   const bool others_only = !up_.overdue;
   if (others_only && awaits_all()) return;
   const double now = wire_.now();
@@ -450,7 +451,8 @@ void Node::watch_for_stalls() {
     }
     if (late.empty()) return;
     const bool known = std::ranges::all_of(late, [&](std::size_t row) { return stalled(child_of_row(row)); });
-    if ((others_only || known) && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;  // no others
+    // without other messages, keep waiting
+    if ((others_only || known) && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;
     for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});
   }

@@ -11,8 +11,8 @@
 #include <xmmintrin.h>
 #endif
 
-// One build for all processors: if the linker can choose at load time, it takes the wider vectors and
-// the half-precision conversions of a newer processor.
+// One build for all processors. If the linker can choose at load time, it takes the code for a newer processor,
+// with wider vectors and half-precision conversions.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define JAXCODED_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))
@@ -31,7 +31,7 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-// Without a branch: GCC does not vectorize `first ? a : b` if one of them comes from a float.
+// Without a branch: GCC does not vectorize `first ? a : b` if `a` or `b` comes from a float.
 inline std::uint32_t choose(bool first, std::uint32_t a, std::uint32_t b) {
   const std::uint32_t mask = -static_cast<std::uint32_t>(first);
   return (a & mask) | (b & ~mask);
@@ -59,7 +59,7 @@ inline float wide(Float16 x) {
 template <class T>
 T narrow(float x);
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <>
 inline BFloat16 narrow<BFloat16>(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
@@ -95,8 +95,8 @@ inline void put(T* out, float x) {
   *out = narrow<T>(x);
 }
 
-// The arithmetic of IEEE 754 during its lifetime, whatever mode its thread has otherwise: XLA's threads
-// flush subnormal numbers to zero, and a sum must have the same bits on every thread.
+// Standard IEEE 754 arithmetic during this object's lifetime, whatever mode its thread has otherwise. XLA's
+// threads flush subnormal numbers to zero, but a sum must have the same bits on every thread.
 class Arithmetic {
  public:
   Arithmetic() : before_(get()) { set(standard()); }
@@ -105,7 +105,7 @@ class Arithmetic {
   Arithmetic& operator=(const Arithmetic&) = delete;
 
  private:
-#if defined(__SSE2__)  // takes a tenth of the time of the functions for all processors
+#if defined(__SSE2__)  // this takes a tenth of the time of the functions for all processors
   using State = unsigned int;
   static State get() { return _mm_getcsr(); }
   static void set(State state) { _mm_setcsr(state); }
@@ -123,7 +123,7 @@ class Arithmetic {
   State before_;
 };
 
-// Block by block, so that the running sum stays in the first cache.
+// The length of a block of the sum, so that the running sum stays in the first cache.
 constexpr std::size_t block = 512;
 
 template <class T, class Sum>

@@ -25,9 +25,9 @@ constexpr std::size_t size_of(DType dtype) {
 
 // out[i] = own[i] + Σ_k coefficients[k] · inputs[k][i] for i < count, in one pass.
 //
-// float16 and bfloat16 are added in float32 and rounded once. `own` may be null, and may be
-// `out`; the sum runs in the order of `inputs`. `bytes` cannot be summed: own is copied.
-// The bits depend on nothing else: not on the processor, and not on the state of the calling thread.
+// float16 and bfloat16 are added in float32 and rounded once. `own` may be null, and may be `out`. The sum runs
+// in the order of `inputs`. `bytes` cannot be summed: `own` is copied. The bits depend on nothing else: not on
+// the processor, and not on the state of the calling thread.
 void combine(DType dtype, std::byte* out, const std::byte* own,
              std::span<const std::byte* const> inputs, std::span<const double> coefficients,
              std::size_t count);

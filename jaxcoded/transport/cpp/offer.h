@@ -1,4 +1,4 @@
-// What a child offers of its message in a round. Each round has a new one.
+// What a child offers of its message in a round. Each round has a new `Offer`.
 #pragma once
 
 #include <cstdint>
@@ -14,15 +14,15 @@
 namespace jaxcoded {
 
 struct Offer {
-  Round round = 0;  // 0: it has offered nothing yet
+  Round round = 0;  // 0: the child has offered nothing yet
   std::uint64_t fingerprint = 0;
-  std::uint64_t order = 0;  // among all offers
-  double seen = 0;          // when its first message came
+  std::uint64_t order = 0;  // its number among all offers
+  double seen = 0;          // when the child's first message of the round came
 
   std::uint32_t ready = 0;  // pieces
-  std::uint32_t exact = 0;  // exact ones of these
+  std::uint32_t exact = 0;  // how many of these pieces are exact
   bool skips = false;       // the child has nothing to contribute,
-  std::string why = {};     // and the reason
+  std::string why = {};     // and this is the reason
   bool withdrawn = false;
   Progress progress = {};  // with shared work
   std::vector<std::uint64_t> addresses = {};
@@ -31,14 +31,14 @@ struct Offer {
     Buffer buffer;
     bool here = false;
   };
-  std::map<std::uint32_t, Slot> slots = {};  // pieces asked for
+  std::map<std::uint32_t, Slot> slots = {};  // pieces that were requested
 
-  // The child says how much is available now. False if it has already offered more.
+  // The child says how much is available now. Returns false if the child has already offered more.
   bool grow(const Message& message) {
     const Header& head = message.header;
     std::size_t start = 0;
     Progress its = head.flags & shares ? Progress::from(message, start) : Progress();
-    // if memory is too short for this, nothing changes
+    // if memory is too short for these copies, nothing has changed yet
     std::vector<std::uint64_t> places;
     std::vector<std::byte> whole;
     if (head.flags & inlined) {
@@ -49,7 +49,7 @@ struct Offer {
     if (head.flags & shares) {
       if (its.before(progress)) return false;
       if (its.version() != progress.version()) slots.clear();
-      if (progress.before(its)) {  // less may be available than before, or more again
+      if (progress.before(its)) {  // fewer pieces may be available than before, or withdrawn ones again
         ready = 0;
         withdrawn = false;
       }
@@ -65,7 +65,7 @@ struct Offer {
     ready = head.ready;
     return true;
   }
-  // Whether a piece is here.
+  // Whether a piece has arrived here.
   bool has(std::uint32_t piece) const {
     const auto slot = slots.find(piece);
     return !body.empty() || (slot != slots.end() && slot->second.here);

@@ -21,7 +21,7 @@
 namespace jaxcoded {
 namespace {
 
-// A word of this process's own memory that others try to read.
+// A word of this process's own memory. Other processes try to read it.
 std::uint64_t magic_word;
 
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
@@ -64,14 +64,14 @@ void WakeUp::sleep(Sleeper who, std::uint32_t seen, double seconds) {
   until.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000);
   until.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000);
   state_.fetch_or(who);
-  // Does not sleep if a wake-up was sent; later senders see the sleeper.
+  // Does not sleep if a wake-up was sent meanwhile. Later senders see the sleeper.
   futex(sent_, FUTEX_WAIT_BITSET, seen, &until, who);
   state_.fetch_and(~static_cast<std::uint32_t>(who));
 }
 
 void WakeUp::end_driving(std::uint32_t seen, bool wake_it) {
   state_.fetch_and(~driving);
-  if (wake_it) sent_.fetch_add(1);  // otherwise it might fall asleep just now
+  if (wake_it) sent_.fetch_add(1);  // otherwise the progress thread might fall asleep just now
   if (sent_.load() != seen) wake(progress);
 }
 
@@ -100,7 +100,7 @@ Card OwnPage::open_slot() {
 
 void OwnPage::close_slot(std::uint64_t slot) {
   page_->validity[slot].group.store(0);
-  // before the memory of its objects is used for something else
+  // before the memory of the group's objects is used for something else
   std::atomic_thread_fence(std::memory_order_seq_cst);
   used_[slot] = false;
 }
@@ -136,8 +136,8 @@ bool PeerPage::read(std::uint64_t address, std::byte* to, std::size_t bytes, Cop
 }
 
 bool PeerPage::read_by_kernel(std::uint64_t address, std::byte* to, std::size_t bytes) const {
-  // Read together with a word that identifies the process: it may have ended, and its number may be in
-  // use again.
+  // Read the data together with a word that identifies the process. The process may have ended, and another
+  // process may have its number.
   std::uint64_t magic = 0;
   const iovec here[2] = {{&magic, sizeof magic}, {to, bytes}};
   const iovec there[2] = {{reinterpret_cast<void*>(card_.magic_address), sizeof magic},

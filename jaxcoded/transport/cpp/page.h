@@ -18,18 +18,18 @@ namespace jaxcoded {
 
 // The wake-ups sent to a process.
 //
-// Either the thread that waits for its call *drives*, that is, does the engine's work itself, or
-// the progress thread does. The thread at work may sleep here; a wake-up wakes just that one.
+// Either the thread that waits for its call *drives*, that is, does the engine's work itself, or the progress
+// thread does the work. The thread at work may sleep here. A wake-up wakes only this thread.
 class WakeUp {
  public:
   enum Sleeper : std::uint32_t { driver = 1, progress = 2 };
 
   std::uint32_t sent() const { return sent_.load(); }  // their number
   void send();
-  // Sleep until there are more than `seen`, or for so many seconds.
+  // Sleep until more than `seen` wake-ups were sent, or for this many seconds.
   void sleep(Sleeper who, std::uint32_t seen, double seconds);
   void begin_driving() { state_.fetch_or(driving); }
-  // The progress thread takes over; it is woken if `wake` or if there are more than `seen`.
+  // The progress thread takes over. It is woken if `wake`, or if more than `seen` wake-ups were sent.
   void end_driving(std::uint32_t seen, bool wake);
 
  private:
@@ -40,21 +40,21 @@ class WakeUp {
   std::atomic<std::uint32_t> state_{0};  // sleepers, and whether a thread drives
 };
 
-// Which objects of a group can be read: for each kind, the first round whose objects are valid. A
-// reader checks this after it has read, and must not use what was withdrawn meanwhile.
+// Which objects of a group can be read: for each kind, the first round whose objects are valid. A reader checks
+// this after it has read. It must not use an object that was withdrawn meanwhile.
 struct Validity {
-  std::atomic<std::uint64_t> group{0};  // its ticket; another one's objects are not valid
+  std::atomic<std::uint64_t> group{0};  // the group's ticket; objects of a group with another ticket are not valid
   std::array<std::atomic<std::uint64_t>, Object::kinds> first_valid{};
 };
 
-// The memory that a process shares. Others write only to its wake-ups and counts. What they only read
+// The memory that a process shares. Other processes write only to its wake-ups and counts. What they only read
 // lies on other pages, which they map for reading.
 struct Page {
   static constexpr std::size_t most_groups = 100;
-  static constexpr std::size_t writable = 64 << 10;  // whole pages, however large they are here
+  static constexpr std::size_t writable = 64 << 10;  // a multiple of the page size, whatever it is here
 
   alignas(64) WakeUp wake_up;
-  alignas(64) std::array<std::atomic<std::uint32_t>, most_groups> messages;  // sent to each, so far
+  alignas(64) std::array<std::atomic<std::uint32_t>, most_groups> messages;  // messages sent to each group so far
   std::array<std::byte, writable - 64 - sizeof messages> unused;
   std::uint64_t magic;
   SharedPlace memory;
@@ -84,12 +84,12 @@ class OwnPage {
   Page* operator->() const { return page_; }
   // Memory for vectors that others fetch.
   SharedMemory& memory() { return *memory_; }
-  // A group's place on the page, until it is given back.
+  // Reserve a place for a group on the page, until `close_slot`.
   Card open_slot();
   void close_slot(std::uint64_t slot);
-  // If Yama restricts it, let the processes of this host read this one's memory, provided that one of
-  // these cards is another process's; not with JAXCODED_PTRACER=OFF. The permission is never withdrawn:
-  // MPI libraries ask for the same, and would lose theirs.
+  // If Yama, Linux's security module, restricts such reads, let the processes of this host read this process's
+  // memory. Does nothing if all these cards are this process's own, or with JAXCODED_PTRACER=OFF. The
+  // permission is never withdrawn: MPI libraries request the same permission, and would lose it.
   void let_read(const std::vector<Card>& cards) const;
 
  private:
@@ -108,17 +108,17 @@ class PeerPage {
   static std::unique_ptr<PeerPage> open(const Card& card);
   ~PeerPage();
 
-  // Count a message sent to the group, and wake its process.
+  // Count a message sent to the group, and wake the process of this page.
   void tell() const {
     page_->messages[card_.slot].fetch_add(1);
     page_->wake_up.send();
   }
-  // Whether its memory can be read.
+  // Whether the other process's memory can be read.
   bool readable() const { return readable_; }
-  // Copy its memory; false if it is not there (any more).
+  // Copy the other process's memory; false if the memory is not there (any more).
   bool read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) const;
-  // Whether its objects of that round can still be read. The slot may belong to another group by now,
-  // whose words start from 0, so its owner is checked last.
+  // Whether the other process's objects of that round can still be read. The slot may belong to another group
+  // by now, whose `first_valid` starts from 0. So the slot's owner is checked last.
   bool valid(std::size_t what, std::uint64_t round) const {
     const Validity& validity = page_->validity[card_.slot];
     return validity.first_valid[what].load() <= round && validity.group.load() == card_.ticket;

@@ -1,8 +1,8 @@
 // Whether the messages of a parent's children fit together.
 //
-// Messages are linear in the gradients that they are made of, so with every left null vector h of
-// the code's matrix Σ h[row] · message[row] is 0 but for rounding, whatever the gradients are: a
-// parity check. Any two decodings differ by such sums. docs/theory.md has the bound for rounding.
+// Messages are linear in the gradients that they are made of. So for every left null vector h of the code's
+// matrix, Σ h[row] · message[row] is 0 except for rounding, whatever the gradients are. This is a parity check.
+// Any two decodings differ by such sums. docs/theory.md has the bound for rounding.
 #pragma once
 
 #include <array>
@@ -16,31 +16,31 @@
 
 namespace jaxcoded {
 
-// Elements of one of a call's vectors that are compared apart from its others: next to those a mistake in
-// these would not show, or the other way round.
+// Elements of one of a call's vectors that are compared separately from its other elements. In a common
+// comparison, a mistake in the smaller ones would not show.
 struct Apart {
   std::size_t vector;
   std::uint64_t first, count;  // in the vector of the result
-  int kind;  // those of one kind are compared together: kind 0, numbers of which nothing is
-             // known, together with all the rest of the vector
+  int kind;  // elements of one kind are compared together. Kind 0: nothing is known about the
+             // numbers, so they are compared with the rest of the vector
 };
 
-// How far an honest rank's numbers may be from those that others would have computed, as a share of
-// the largest, for numbers that are computed with this eps;
+// How far an honest rank's numbers may be from those that other ranks would have computed, as a share of the
+// largest number. `eps`: of the numbers in which they are computed.
 double of_programs(double eps);
-// and as a share of all numbers of the message, since numbers that vanish are differences of others.
+// The same as a share of all numbers of the message: numbers that vanish are differences of other numbers.
 inline constexpr double of_all = 8 * 0x1p-23;
 
 // What lies below a child, and how much rounding that means.
 struct Below {
-  double amplification = 1;  // the largest product of the codes' κ down a path
+  double amplification = 1;  // the largest product of the codes' κ along a path
   double layers = 0;
   double widest = 0;  // the most children of a parent
 };
 
 // What parity checks found wrong.
 struct Contradiction {
-  std::vector<std::size_t> children;  // that are involved
+  std::vector<std::size_t> children;  // the children that are involved
   double mismatch = 0;  // of a sum that should be 0, as a share of the sizes of its terms
   double allowed = 0;   // for rounding
 };
@@ -49,32 +49,32 @@ class Parity {
  public:
   using Check = std::vector<double>;  // a number for each row
 
-  // `checks`: linearly independent, of about unit size. `sizes`: for each row of the code, the largest
-  // size that it gives to gradients of size 1. `below`: for each child.
+  // `checks`: linearly independent, of about unit size. `sizes`: for each row of the code, the largest size of
+  // its message if gradients have size 1. `below`: for each child.
   Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below);
 
-  // Messages of exactly these rows follow, each of such vectors. `call`: equal for calls whose messages
-  // are alike. `program_eps`: of the coarsest numbers in which the gradients are computed.
+  // Messages of exactly these rows follow, each of such vectors. `call`: equal for calls whose messages are
+  // alike. `program_eps`: of the coarsest numbers in which the gradients are computed.
   void begin(std::uint64_t call, const std::vector<bool>& rows, std::span<const Segment> vectors,
              const std::vector<Apart>& apart, double program_eps);
-  // Add so many elements of a vector of all messages, from `first` on, by row.
+  // Add `count` elements of one vector of all messages, from element `first` on. `messages`: by row.
   void add(std::size_t vector, std::uint64_t first, std::span<const std::byte* const> messages,
            std::size_t count);
-  // Whether there is anything to compare in these rows.
+  // Whether these rows allow any comparison.
   bool compares() const { return !active_.empty(); }
 
-  // After everything was added: the children whose messages have NaN or infinities,
+  // After everything was added: the children whose messages have NaN or infinities.
   std::vector<std::size_t> not_finite() const;
-  // and what is wrong if there are none. Call it once.
+  // What is wrong, if `not_finite` is empty. Call it once.
   std::optional<Contradiction> contradiction();
-  // The messages are right: their sizes give later rounds of the call the bound for rounding.
+  // The messages are right. In later rounds of the call their sizes determine the bound for rounding.
   void remember();
-  // These children are wrong. Returns whether one of them was right when it was last compared.
+  // These children are wrong. Returns whether one of them was right in its previous comparison.
   bool newly_wrong(const std::vector<std::size_t>& children);
 
  private:
-  // The size of numbers, in both norms in which they are compared: a mistake in many of them shows in
-  // the first, and in a single one in the second.
+  // The size of numbers, in both norms in which they are compared. A mistake in many numbers shows in the first
+  // norm, a mistake in a single number in the second.
   struct Size {
     double squares = 0, largest = 0;
 
@@ -107,18 +107,18 @@ class Parity {
   double scale(const Check& check, const std::vector<Size>& rows, Norm norm) const;
   double bound(const Check& check, const Sums& sums, Norm norm) const;
 
-  std::vector<Check> checks_;  // all of them,
+  std::vector<Check> checks_;  // all checks,
   std::vector<double> sizes_;
   std::vector<Below> below_;
-  std::vector<Check> active_;  // and those without rows that do not take part
+  std::vector<Check> active_;  // and combinations of them without the rows that take no part
   std::vector<bool> rows_;
   std::vector<bool> finite_;  // by row
-  std::vector<Sums> sums_;  // of the rest of each vector, then of what is apart
-  std::vector<std::vector<Run>> runs_;  // of what is apart, by vector, in order
-  std::vector<Size> all_;  // of each row, all of its message
-  // Sizes of gradients, as estimated from messages: the largest of any round of a call.
+  std::vector<Sums> sums_;  // of the rest of each vector, then of elements that are compared separately
+  std::vector<std::vector<Run>> runs_;  // of elements that are compared separately, by vector, in order
+  std::vector<Size> all_;  // for each row, the size of its whole message
+  // The largest size of gradients in any round of a call, as estimated from messages.
   std::map<std::uint64_t, std::array<double, 2>> remembered_;  // by norm
-  std::set<std::size_t> wrong_;  // children, when they were last compared
+  std::set<std::size_t> wrong_;  // children that were wrong in their latest comparison
   std::uint64_t call_ = 0;
   double program_eps_ = 0;
 };

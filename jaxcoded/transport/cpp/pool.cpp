@@ -14,25 +14,26 @@ namespace {
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t most_spare = std::size_t{1} << 30;
 
-// Sizes are rounded up, by an eighth at most, so that rounds of almost equal size share memory.
+// Sizes are rounded up, by at most an eighth, so that rounds of almost equal size share memory.
 std::size_t rounded(std::size_t bytes) {
   const std::size_t least = std::max<std::size_t>(bytes, 256);
   const std::size_t step = std::max<std::size_t>(std::bit_floor(least) / 8, 64);
   return (least + step - 1) / step * step;
 }
 
-// Memory of a source. If it would not suffice, others first give back what they keep unused.
+// Memory of a source. If the source has too little, others first give back what they keep unused.
 template <class GiveBack>
 std::byte* allocated(Source& source, std::size_t bytes, GiveBack give_back) {
   try {
     return source.allocate(bytes);
-  } catch (...) {  // or an error of a GPU's driver
+  } catch (...) {  // this may also be an error of a GPU's driver
     give_back();
   }
   return source.allocate(bytes);
 }
 
-// Whether there is memory to note the block. Memory is given back in destructors, which must not throw.
+// Note a free block. Returns false if there is no memory for the note: destructors give memory back, and must
+// not throw.
 bool noted(std::multimap<std::size_t, std::byte*>& free, std::byte* data, std::size_t bytes) {
   try {
     free.emplace(bytes, data);
@@ -86,7 +87,7 @@ void Spare::give_back(std::size_t most) {
 
 void Spare::trim(std::size_t most) {
   while (kept_ > most) {
-    const auto largest = std::prev(free_.end());  // costs most to keep
+    const auto largest = std::prev(free_.end());  // the largest block costs the most to keep
     kept_ -= largest->first;
     source_.release(largest->second, largest->first);
     free_.erase(largest);
@@ -125,7 +126,7 @@ void Pool::give(std::byte* data, std::size_t capacity) {
 
 void Pool::trim(std::size_t most) {
   while (kept_ > most) {
-    const auto least = free_.begin();  // serves the fewest requests
+    const auto least = free_.begin();  // the smallest block serves the fewest requests
     kept_ -= least->first;
     source_.release(least->second, least->first);
     free_.erase(least);

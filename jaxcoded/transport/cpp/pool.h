@@ -1,4 +1,4 @@
-// Memory that is used again: fresh pages cost more than the sums formed in them.
+// Memory that is reused: fresh pages cost more than the sums formed in them.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace jaxcoded {
 
 class Pool;
 
-// A block of memory, given back to its pool at the end. Empty by default.
+// A block of memory, which returns to its pool when the `Buffer` ends. Empty by default.
 class Buffer {
  public:
   Buffer() = default;
@@ -55,16 +55,17 @@ class Heap : public Source {
 };
 inline Heap heap;
 
-// Memory that one pool has given back, for any pool of the process that asks for as much.
+// Keeps memory that pools have given back, for any pool of the process that requests a block of the same
+// length.
 class Spare : public Source {
  public:
-  // Before memory runs out, `other` gives back what it keeps, too.
+  // If memory runs out, `other` gives back what it keeps, too.
   explicit Spare(Source& source, Spare* other = nullptr) : source_(source), other_(other) {}
   ~Spare() override { give_back(0); }
 
   std::byte* allocate(std::size_t bytes) override;
   void release(std::byte* data, std::size_t bytes) override;
-  // Keep no more than so many bytes.
+  // Keep at most this many bytes, and give back the rest.
   void give_back(std::size_t most);
 
  private:

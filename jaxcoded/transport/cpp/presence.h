@@ -1,12 +1,12 @@
-// Whether a process is there, for a root that would otherwise end the job without it.
+// Whether this process is there, for a root that would otherwise end the job without it.
 #pragma once
 
 #include <mpi.h>
 
 namespace jaxcoded {
 
-// Answers the questions of a group's root, whatever the program does, as long as the engine of this
-// process runs, even after it has closed the group.
+// Answers the questions of a group's root, whatever the program does. It answers as long as the engine of this
+// process runs, even after the engine has closed the group.
 class Presence {
  public:
   // `root`: its rank in `comm`, which is never freed.
@@ -16,8 +16,8 @@ class Presence {
 
   // Answer the question that has come since the last call. Returns whether there was one.
   bool answer();
-  // Whether the root is at its end, and whatever it sent before has come. It asks at its end alone, and asks
-  // again a while after the first answer.
+  // Whether the root is at its end, and everything that it sent before has arrived. The root asks only at its
+  // end. It asks again a while after the first answer.
   bool root_has_ended() const { return asked_ >= 2; }
 
  private:

@@ -21,7 +21,7 @@ inline std::string readable(std::string_view text) {
     if (first >= 0xF0 && first < 0xF5) length = 4;
     bool good = length > 0 && length <= text.size() - i;
     for (std::size_t k = 1; good && k < length; ++k) good = (byte(i + k) & 0xC0) == 0x80;
-    if (good && length > 2) {  // neither longer than necessary, nor half of a pair, nor too large
+    if (good && length > 2) {  // not an overlong encoding, not a surrogate, and not above U+10FFFF
       const unsigned char second = byte(i + 1);
       good = !(first == 0xE0 && second < 0xA0) && !(first == 0xED && second >= 0xA0) &&
              !(first == 0xF0 && second < 0x90) && !(first == 0xF4 && second >= 0x90);

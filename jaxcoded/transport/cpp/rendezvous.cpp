@@ -9,7 +9,7 @@
 namespace jaxcoded {
 namespace {
 
-// Time between looks whether the group is still open.
+// Time between checks whether the group is still open.
 constexpr auto turn = std::chrono::milliseconds(100);
 constexpr std::size_t most_failed = 1024;
 
@@ -40,20 +40,21 @@ void Rendezvous::remember(std::int64_t run, const std::string& failure) {
   while (failed_.size() > most_failed) failed_.pop_front();
 }
 
-// No thread keeps waiting, even if there is too little memory for something, such as the words.
+// End a meeting with an error. No thread keeps waiting, even if memory is too short for something, such as the
+// words.
 template <class Words>
 void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words) {
   open_.erase(group);
   end(*meeting);
   meeting->met.error = words();
   remember(meeting->run, meeting->met.error);
-  try {  // this rank was not in the round: the others learn of it with its next one
+  try {  // this rank was not in the round: the other ranks hear of it with its next round
     Engine::instance().note_failure(group, " after a call of which devices were missing");
   } catch (const Closed&) {
   }
 }
 
-// The same for a device that came to a meeting of others.
+// Like `fail`, for a device that came to a meeting of other devices.
 template <class Words>
 Met Rendezvous::refuse(const Arrival& arrival, const std::shared_ptr<Meeting>& meeting, Words words) {
   fail(arrival.group, meeting, words);
@@ -107,7 +108,7 @@ Met Rendezvous::meet(const Arrival& arrival,
     open_.erase(arrival.group);
     lock.unlock();
     try {
-      meeting->met = call(meeting->brought);  // no other thread reads it before the end
+      meeting->met = call(meeting->brought);  // no other thread reads `met` before the meeting is over
     } catch (Closed& closed) {
       meeting->met.error = std::move(closed.text);
     } catch (...) {  // too little memory, for example: the other devices wait
@@ -119,19 +120,20 @@ Met Rendezvous::meet(const Arrival& arrival,
     end(*meeting);
     return meeting->met;
   }
-  // Turns are counted, as no device calls while the process is stopped.
+  // Turns are counted instead of time, as no device calls while the process is stopped.
   std::chrono::duration<double> waited{0};
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {
     waited += turn;
     if (meeting->here == arrival.devices) continue;  // the call is on its way
-    // Nothing may be thrown before the meeting is over: the thread that makes its call uses what this device brings.
+    // Nothing may be thrown before the meeting is over: the thread that makes its call uses what this device
+    // brings.
     std::string closed;
     lock.unlock();
     try {
       Engine::instance().with(arrival.group, [](Member&) {});
     } catch (Closed& its) {
       closed = std::move(its.text);
-    } catch (const std::bad_alloc&) {  // too little memory for that text: try in the next turn
+    } catch (const std::bad_alloc&) {  // too little memory for that text: try again in the next turn
     }
     lock.lock();
     if (meeting->over || meeting->here == arrival.devices) continue;

@@ -1,5 +1,5 @@
-// The devices of one process call together: inside `shard_map` each comes with its shard, and the
-// last one makes the call for all of them.
+// The devices of one process call together. Inside `shard_map` each device comes with its shard, and the last
+// device makes the call for all of them.
 #pragma once
 
 #include <chrono>
@@ -19,13 +19,13 @@ namespace jaxcoded {
 // A device that comes, and the call that it comes for.
 struct Arrival {
   std::uint64_t group = 0;
-  std::int64_t run = 0;      // of the compiled program, the same on all its devices
-  std::string call = {};     // the call, the same on all
-  bool begins = false;       // a round
-  std::size_t device = 0;    // its place on the mesh
-  std::size_t devices = 1;   // of the program
+  std::int64_t run = 0;      // of the compiled program, equal on all its devices
+  std::string call = {};     // the call, equal on all devices
+  bool begins = false;       // whether the call begins a round
+  std::size_t device = 0;    // the device's place on the mesh
+  std::size_t devices = 1;   // how many devices the program has
   double seconds = 0;        // how long to wait for the others
-  void* brings = nullptr;    // what it brings, valid until `meet` returns
+  void* brings = nullptr;    // what the device brings, valid until `meet` returns
 };
 
 // The result of a call.
@@ -38,12 +38,13 @@ class Rendezvous {
  public:
   static Rendezvous& instance();
 
-  // Blocks until all devices of the run are here and the last of them has made the call with what they
-  // bring, in their order on the mesh. All get its result. The call fails for all devices that are or will
-  // be here if programs are mixed up, devices call different things, or one does not come. Raises
-  // `Closed` if the group is closed.
+  // Blocks until all devices of the run are here, and the last of them has made the call. `call` gets what the
+  // devices bring, in their order on the mesh, and all devices get its result. The call fails for all devices
+  // of the run, also for later ones, in three cases: programs are mixed up, devices call different things, or a
+  // device does not come. Raises `Closed` if the group is closed.
   Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
-  // A device has too little memory to come: the run fails on all, and with it the round that the call begins.
+  // A device has too little memory to come. The run fails on all devices, and with it the round that the call
+  // begins.
   void miss(const Arrival& arrival);
 
  private:

@@ -9,14 +9,14 @@
 namespace jaxcoded::reserve {
 namespace {
 
-// Address space: it has no pages before it is written to. Mapped separately, since memory that one thread gives back to
-// malloc is not available to the others.
+// Address space, which has no pages until something is written to it. It is mapped separately: memory that one
+// thread gives back to malloc is not available to other threads.
 constexpr std::size_t bytes = std::size_t{4} << 20;
 
 std::atomic<void*> aside = nullptr;
 std::new_handler before = nullptr;
-std::atomic<int> turns = 0;  // of all threads,
-thread_local int own = 0;    // and of this one
+std::atomic<int> turns = 0;  // of all threads
+thread_local int own = 0;    // of this thread
 
 void give() {
   const bool others = turns.load() > own;
@@ -33,7 +33,7 @@ void keep() {
 }
 
 Turn::Turn() {
-  fill();  // threads without a turn may have used it
+  fill();  // threads without a turn may have used the reserve
   ++own;
   ++turns;
 }

@@ -1,5 +1,5 @@
-// Memory that processes of one host share: a file without a name. It can neither grow nor shrink, which would
-// kill processes that have mapped it.
+// Memory that processes of one host share: a file without a name. Its length is fixed: processes that have
+// mapped the file would die if it shrank.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,12 @@ class Descriptor {
   int number_;
 };
 
-// `name` is shown in /proc. Throws if there can be none. A page exists once something is written to
-// it.
+// `name` is shown in /proc. Throws if no such file can be made. A page takes no memory until something is
+// written to it.
 Descriptor make_sealed(const char* name, std::size_t bytes);
-// The file of another process, under its number there. None if there is no such file of this length, as
-// the number may belong to any other by now. Throws if this process is out of descriptors.
+// Open a file of another process, under the number that the file has there. Returns none if there is no such
+// file of this length: the number may belong to any other file by now. Throws if this process is out of
+// descriptors.
 Descriptor open_sealed(std::int64_t pid, std::int64_t number, std::size_t bytes, bool to_write);
 
 [[noreturn]] void cannot_share(const std::string& what);

@@ -1,8 +1,8 @@
 // Which rank forms how much of a sum, and from which messages.
 //
-// A port's traffic depends on both: its message goes to all ranks that form sections from it, and its own
-// section goes to every rank. A round takes as long as the busiest port, so each piece, one after the
-// other, goes to the rank with which the busiest port stays the least busy.
+// Both choices determine a port's traffic: its message goes to all ranks that form sections from it, and its
+// own section goes to every rank. A round takes as long as the busiest port. So pieces are assigned one by one,
+// each to the rank that keeps the busiest port the least busy.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +21,9 @@ struct PortMessage {
   double length = 1;
 };
 
-// This maker adds up so many neighbouring pieces of the messages of this choice.
+// A number of neighbouring pieces, the maker that forms them, and the choice of messages that it adds up.
 struct SectionShare {
-  std::size_t maker = 0, choice = 0;  // by their index
+  std::size_t maker = 0, choice = 0;  // by index
   std::uint32_t pieces = 0;
 };
 
@@ -32,25 +32,25 @@ struct SectionShares {
   double busiest = 0;  // what the busiest port sends or fetches, in lengths of the sum
 };
 
-// The same if so many makers could share the sum evenly: each message goes to all, and all get all of
-// the sum. `messages`: their length, in lengths of the sum.
+// What the busiest port would move if this many makers could share the sum evenly. Each message goes to all
+// makers, and every maker gets the whole sum. `messages`: their total length, in lengths of the sum.
 inline double evenly_shared(double messages, std::size_t makers) {
   return (messages + static_cast<double>(makers) - 1) / static_cast<double>(makers);
 }
 
-// `makers`: the ranks that are present and may form some of it, as numbers of ports. `choices`: sets of messages,
-// each of which suffices, with one message for each of its ports. `taker`: the port that gets all of the
-// sum; if none is named, all makers do.
+// `makers`: the ports of the ranks that are present and may form pieces. `choices`: sets of messages, each of
+// which suffices, with one message for each port in the set. `taker`: the port that gets the whole sum; if none
+// is named, all makers get it.
 inline SectionShares section_shares(std::span<const std::size_t> makers,
                                     std::span<const std::vector<PortMessage>> choices,
                                     std::size_t ports, std::uint32_t pieces,
                                     std::optional<std::size_t> taker = {}) {
-  constexpr std::size_t units_of_each = 16;  // finer is of no use
+  constexpr std::size_t units_of_each = 16;  // finer units do not help
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
   const auto takes = [&](std::size_t port) { return !taker || port == *taker ? 1.0 : 0.0; };
   const double takers = taker ? 1 : static_cast<double>(makers.size());
-  // What each port moves in all: what it does so far, and for the rest of its message what it would move if
-  // choices took turns. Otherwise the only rank with a message would be given too much early on.
+  // What each port moves in all: its traffic so far and, for the rest of its message, its traffic if choices
+  // took turns. Without the second part, the only rank with a message would be given too much early on.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
   for (const auto& choice : choices) {
     for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());
@@ -58,7 +58,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
   for (const std::size_t port : makers) fetches[port] = static_cast<double>(units) * takes(port);
 
-  // A maker does not send its own message, if that is of a choice.
+  // A maker does not send its own message, if the choice contains one.
   std::vector<std::vector<double>> own(choices.size(), std::vector<double>(ports));
   std::vector<double> lengths(choices.size());
   for (std::size_t c = 0; c < choices.size(); ++c) {
@@ -85,7 +85,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     }
   };
   for (std::size_t c = 0; c < choices.size(); ++c) look(c);
-  // The cost of one more unit: how busy the busiest port that moves it would be, and how much would move.
+  // The cost of one more unit: how busy the busiest port involved would be, and how much would move.
   const auto cost = [&](std::size_t m, std::size_t c) {
     const std::size_t port = makers[m];
     const double terms = lengths[c] - own[c][port];

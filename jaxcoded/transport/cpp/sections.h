@@ -1,8 +1,8 @@
 // A long sum is formed in sections, each by one rank of a family (delegated decoding).
 //
-// The parent says which rank forms which section, from whose messages. Every rank fetches the sections
-// of the root's sum from their makers. Once the root has all of them, the round is decided. Any other
-// parent fetches the sections of its message alone, and its children fetch the result in sections.
+// The parent says which rank forms which section, from whose messages. Every rank fetches the sections of the
+// root's sum from their makers. Once the root has all of them, the round is decided. A parent below the root
+// fetches the sections of its message alone. Its children fetch the result in sections.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ namespace jaxcoded {
 struct Section {
   std::uint32_t first = 0, last = 0;
   Rank maker = 0;            // the rank that forms it
-  std::uint32_t version = 0;  // from 1 on: it may be formed again, from other messages
+  std::uint32_t version = 0;  // from 1 on; a section may be formed again, from other messages
 
   bool operator==(const Section&) const = default;
 };
@@ -35,32 +35,32 @@ struct Section {
 // A message that is summed up.
 struct Term {
   Rank rank = 0;
-  std::uint32_t part = 0;                     // of its message
-  std::vector<double> coefficients = {};      // in each slice of the sum
+  std::uint32_t part = 0;                     // of the rank's message
+  std::vector<double> coefficients = {};      // one for each slice of the sum
   std::uint64_t version = 0;                   // of the vector, if work is shared
   std::vector<std::uint64_t> addresses = {};  // by segment
 };
 
-// What a family's sections together make.
+// What the sections of a family make together.
 enum class Purpose : std::uint8_t {
-  result,   // the sum of the round, which every rank takes,
-  message,  // the message of their parent, which it takes alone,
-  copy,     // or the parent's copy of the round's result, which the others take
+  result,   // the sum of the round, which every rank fetches,
+  message,  // the parent's message, which only the parent fetches,
+  copy,     // or the parent's copy of the round's result, which the other ranks fetch
 };
 
 // The shape of a sum that is formed in sections.
 struct SumShape {
   std::uint32_t pieces = 0;
   std::size_t segments = 0;
-  std::uint32_t slices = 1;  // a piece of a message makes one piece of each
+  std::uint32_t slices = 1;  // one piece of a message makes one piece of each slice
   std::uint32_t parts = 1;   // of a message
 };
 
-// The parent's own vector in a section, or for a copy: the result that the parent has.
+// How a section uses the parent's own vector or, for a copy, the parent's result.
 enum class OfParent : std::uint8_t {
-  none,  // is not added,
-  term,  // is the first term,
-  zero,  // or is all zeros, which no rank has to fetch
+  none,  // it is not added,
+  term,  // it is the first term,
+  zero,  // or it is all zeros, which no rank has to fetch
 };
 
 // The version numbers of a parent's sections. 0 means none.
@@ -75,8 +75,8 @@ class SectionVersions {
 
 static_assert(SectionVersions().next() == 1 && SectionVersions(0xFFFFFFFF).next() == 1);
 
-// What the parent tells a rank about a round: all sections, which other ranks are told, and the terms
-// of the rank's own section.
+// What the parent tells a rank about a round: all sections, the ranks that makers tell (`members`), and the
+// terms of the section that this rank forms.
 struct SectionPlan {
   Purpose purpose = Purpose::result;
   std::vector<Section> sections = {};
@@ -105,7 +105,7 @@ struct SectionPlan {
     }
   }
 
-  // All ranks must be of the family. `sum`: null for a rank that takes no part, and needs no terms.
+  // All ranks must belong to the family. `sum`: null for a rank that takes no part and needs no terms.
   template <class Member>
   static SectionPlan from(const Message& message, const SumShape* sum, Member is_member) {
     const auto all = message.all<std::uint64_t>();
@@ -167,12 +167,12 @@ struct Forming {
   Section section = {};
   OfParent of_parent = OfParent::none;
   std::vector<Term> terms = {};
-  std::uint32_t next = 0;  // its piece
+  std::uint32_t next = 0;  // its next piece
 
   struct Slot {
     Buffer buffer = {};
     bool here = false;
-    double asked = 0;  // when
+    double asked = 0;  // when it was requested
   };
   std::map<std::pair<std::uint32_t, std::size_t>, Slot> slots = {};  // by piece of a message, and term
   std::size_t pending = 0;  // slots whose pieces are on their way
@@ -184,13 +184,13 @@ struct Formed {
     Section section = {};
     std::uint32_t end = 0;  // pieces before this one are formed
     Buffer buffer = {};
-    std::uint64_t base = 0;  // where the whole vector would begin
+    std::uint64_t base = 0;  // where the whole vector would begin in memory
   };
   Round round = 0;
   Layout layout = {};
   std::deque<Part> parts = {};
 
-  // Add a section of which nothing is formed yet.
+  // Add a section, none of whose pieces is formed yet.
   void begin(const Section& section, Pool& pool) {
     const std::uint64_t start = place(section.first), end = section.last < layout.size() ? place(section.last) : layout.bytes();
     constexpr std::uint64_t aligned = 64;
@@ -208,7 +208,7 @@ struct Formed {
   std::byte* at(const Part& part, std::uint32_t piece) const {
     return reinterpret_cast<std::byte*>(part.base + place(piece));
   }
-  // By segment, for other ranks.
+  // Where each segment would begin, for ranks that fetch the section.
   std::vector<std::uint64_t> addresses(const Part& part) const {
     std::vector<std::uint64_t> out;
     for (std::size_t s = 0; s < layout.segments().size(); ++s) out.push_back(part.base + layout.start(s));
@@ -224,11 +224,11 @@ struct Formed {
 // How something progresses, piece by piece.
 struct Flow {
   double moved = 0;    // when it last moved
-  double longest = 0;  // that it ever took, or this process was stopped
-  static constexpr double most = 5;  // seconds that count
+  double longest = 0;  // longest time without a move, or in which this process was stopped
+  static constexpr double most = 5;  // at most this many seconds count
 
   void begin(double now) { *this = {.moved = now}; }
-  void wait(double now) { moved = now; }  // for something that no rank can speed up
+  void wait(double now) { moved = now; }  // nothing can move now, and no rank can change that
   void move(double now) {
     longest = std::max(longest, std::min(now - moved, most));
     moved = now;
@@ -241,8 +241,8 @@ struct Sections {
   std::uint64_t fingerprint = 0;  // of the call, which may have been broken off
   Purpose purpose = Purpose::result;
   Layout layout = {};
-  Incoming messages = {};    // that the sum is formed from
-  std::uint32_t slices = 1;  // pieces of the sum that one of their pieces makes
+  Incoming messages = {};    // from which the sum is formed
+  std::uint32_t slices = 1;  // pieces of the sum that one piece of a message makes
   struct Known {
     Section section = {};
     std::uint32_t formed = 0;  // the maker has the pieces before this one,
@@ -259,7 +259,7 @@ struct Sections {
   std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: from which rank, and since when
   std::deque<Forming> forming = {};
   Flow flow = {};         // of all sections
-  double decided_at = 0;  // when this rank heard that the root has all of it
+  double decided_at = 0;  // when this rank heard that the root has the whole sum
 
   // Which piece of a term's vector goes into this piece of the sum.
   std::uint32_t number(const Forming& it, std::size_t term, std::uint32_t piece) const {
@@ -289,13 +289,13 @@ struct Sections {
 // At the parent: the sections that it has assigned.
 struct Delegated {
   OfParent of_parent = OfParent::none;
-  std::vector<std::shared_ptr<const Decoding>> decodings = {};  // by section
-  std::vector<Flow> flows = {};                                 // of each
-  std::vector<Rank> members = {};  // ranks that the makers tell,
-  std::vector<Rank> joined = {};   // and ranks that came later, which the parent tells
-  std::vector<std::size_t> attempts = {};  // of other ranks to form a section again
-  std::size_t turns = 0;                   // which rank's turn it is to do so
-  int changes = 0;                         // of messages, as some were late
+  std::vector<std::shared_ptr<const Decoding>> decodings = {};  // for each section
+  std::vector<Flow> flows = {};                                 // of each section
+  std::vector<Rank> members = {};  // ranks that the makers tell
+  std::vector<Rank> joined = {};   // ranks that came later, which the parent tells
+  std::vector<std::size_t> attempts = {};  // for each section, by other ranks to form it again
+  std::size_t turns = 0;                   // which rank's turn it is to form a section again
+  int changes = 0;                         // how often other messages were chosen, as some were late
   double since = 0;
 };
 

@@ -1,4 +1,4 @@
-// The blocks of a round with shared work that a rank computes: those that its parent has granted it.
+// The blocks of a round with shared work that a rank computes: the blocks that its parent has granted it.
 //
 // The rules, and why they are enough, are in tests/sharing/model.py; `Ledger` is the parent's side.
 #pragma once
@@ -16,9 +16,9 @@
 
 namespace jaxcoded {
 
-using Block = std::uint32_t;  // of the global batch, from 0
+using Block = std::uint32_t;  // its number in the global batch, from 0
 
-// The blocks in a rank's vector, by number.
+// Which blocks are in a rank's vector: a generation, and the number of blocks added in it.
 struct Version {
   std::uint32_t generation = 0;
   std::uint32_t blocks = 0;
@@ -28,19 +28,19 @@ struct Version {
   std::uint64_t number() const { return std::uint64_t{generation} << 32 | blocks; }
 };
 
-// What a rank reports to its parent about its blocks. Counts are those of one generation: of the
-// orders since the parent last gave the rank up.
+// What a rank reports to its parent about its blocks. All counts are of one generation: of the orders since the
+// parent last gave the rank up.
 struct Progress {
   std::uint32_t generation = 0;
   std::uint32_t added = 0;     // blocks in the rank's vector
   std::uint32_t answered = 0;  // blocks that were recalled, returned or not
   bool out = false;            // the rank no longer takes part in the round
-  bool claims = false;         // it began with its own blocks, without being granted them
-  float seconds = 0;           // since it added the last one
+  bool claims = false;         // it began with its own blocks before they were granted
+  float seconds = 0;           // since it added its latest block
   std::vector<Block> returned = {};  // recalled blocks that it returns, since its last report
 
   Version version() const { return {generation, added}; }
-  // Whether the rank reported this before the other one.
+  // Whether the rank made this report before the other one.
   bool before(const Progress& other) const {
     return std::tie(generation, out, added, answered) <
            std::tie(other.generation, other.out, other.added, other.answered);
@@ -63,17 +63,17 @@ struct Progress {
   }
 };
 
-// Whether a rank with so many blocks left reports it: the fewer are left, the sooner it matters to
-// others. A report in between, in answer to an order, is valid, too.
+// Whether a rank with this many blocks left reports it. The fewer blocks are left, the sooner the report
+// matters to other ranks. A report in between, in answer to an order, is valid, too.
 constexpr bool tells_with(std::size_t left) { return std::has_single_bit(left + 1); }
 
-// Orders arrive in the order in which they were given, so none is of an older generation. The vector
-// belongs to the program, which adds to it and can only empty it. So a block that is being computed
-// is returned only if the vector is empty otherwise.
+// Orders arrive in the order in which they were given, so no order is of an older generation. The vector
+// belongs to the program, which adds blocks to it, and can empty it but not subtract a block. So a block in
+// progress is returned only if the vector is otherwise empty.
 class Share {
  public:
-  // `empties`: whether the program can empty the vector. `claimed`: blocks to begin with, which are
-  // this rank's own.
+  // `empties`: whether the program can empty the vector. `claimed`: blocks of this rank's own, with which it
+  // begins.
   explicit Share(bool empties = true, const std::vector<Block>& claimed = {})
       : empties_(empties), queue_(claimed.begin(), claimed.end()) {
     progress_.claims = !claimed.empty();
@@ -89,7 +89,7 @@ class Share {
       if (const auto found = std::ranges::find(queue_, block); found != queue_.end()) {
         queue_.erase(found);
       } else if (computes_ == block && wanted_ && empties_ && !progress_.added) {
-        wanted_ = false;  // the vector holds nothing that is wanted
+        wanted_ = false;  // the vector holds no block that is wanted
       } else {
         continue;
       }
@@ -97,7 +97,7 @@ class Share {
     }
   }
 
-  // Others compute all that was granted. The vector must be emptied.
+  // Other ranks compute all blocks that were granted to this rank. The vector must be emptied.
   void drop(std::uint32_t generation) {
     progress_ = {.generation = generation, .out = progress_.out || !empties_};
     queue_.clear();
@@ -106,13 +106,13 @@ class Share {
     fresh_ = true;
   }
 
-  // The same, and this rank gets no more blocks.
+  // Like `drop`, and this rank gets no more blocks.
   void leave() {
     drop(progress_.generation);
     progress_.out = true;
   }
 
-  // The next block to compute, if there is one. Call `fresh` before.
+  // The next block to compute, if there is one. Ask `fresh` before this.
   std::optional<Block> take() {
     if (queue_.empty()) return {};
     computes_ = queue_.front();
@@ -122,8 +122,7 @@ class Share {
     return computes_;
   }
 
-  // The block that was taken last is computed, and added to the vector. Returns whether the parent must
-  // be told.
+  // The block that was taken last is computed and added to the vector. Returns whether to tell the parent.
   bool done() {
     if (!computes_) return false;
     const Block block = *std::exchange(computes_, std::nullopt);
@@ -131,7 +130,7 @@ class Share {
       ++progress_.added;
       blocks_.push_back(block);
     } else {
-      fresh_ = true;  // it is the only one in the vector
+      fresh_ = true;  // this unwanted block is the only one in the vector
     }
     return tells_with(queue_.size());
   }
@@ -148,7 +147,7 @@ class Share {
   bool computes() const { return computes_.has_value(); }
   // Whether the vector must be emptied before anything is added to it.
   bool fresh() const { return fresh_; }
-  // Whether the vector may be used as it is. Then its version, and its blocks.
+  // Whether the vector may be used as it is. If so, `version` and `blocks` describe it.
   bool sealed() const { return !progress_.out && queue_.empty() && !computes(); }
   Version version() const { return {progress_.generation, progress_.added}; }
   const std::vector<Block>& blocks() const { return blocks_; }
@@ -157,7 +156,7 @@ class Share {
   bool empties_;
   std::vector<Block> queue_;
   std::optional<Block> computes_;
-  bool wanted_ = false;  // it was neither recalled nor dropped
+  bool wanted_ = false;  // the block in progress was neither recalled nor dropped
   bool fresh_ = false;
   std::vector<Block> blocks_ = {};  // in the vector, in order
   Progress progress_;

@@ -16,10 +16,10 @@
 namespace jaxcoded {
 namespace {
 
-// Addresses that are reserved, here and in each process that reads; they take no memory.
+// Addresses that are reserved, here and in each process that reads. They take no memory.
 constexpr std::size_t most = std::size_t{4} << 30;
 constexpr std::size_t least = 32 << 10;  // shorter blocks are not worth whole pages
-// Older kernels begin again at each signal, which may come from a timer.
+// Older kernels begin again at each signal, and a timer may send signals regularly.
 constexpr int most_attempts = 3;
 
 std::size_t page_bytes() {
@@ -31,13 +31,13 @@ std::size_t in_pages(std::size_t bytes) {
   return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
 
-// Null if it is impossible, or if addresses are limited and others need them.
+// Map the file. Null if this is impossible, or if addresses are limited and others need them.
 std::byte* map(const Descriptor& file, std::size_t bytes, int protection) {
   rlimit addresses{};
   if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur != RLIM_INFINITY) return nullptr;
   void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, file.number(), 0);
   if (memory == MAP_FAILED) return nullptr;
-  // a core file would fill all of it with pages
+  // a core file would fill the whole mapping with pages
   madvise(memory, bytes, MADV_DONTDUMP);
   return static_cast<std::byte*>(memory);
 }
@@ -72,7 +72,7 @@ std::byte* SharedMemory::allocate(std::size_t bytes) {
     return it.second >= wanted;
   });
   if (found == free_.end()) return heap.allocate(bytes);
-  // If there is no memory, writing to it would kill this process.
+  // If the file system has no memory, a write to the mapping would kill this process.
   bool there = false;
   for (int attempt = 0; attempt < most_attempts && !there; ++attempt) {
     there = fallocate(file_.number(), 0, static_cast<off_t>(found->first),
@@ -80,7 +80,7 @@ std::byte* SharedMemory::allocate(std::size_t bytes) {
     if (!there && errno != EINTR) break;
   }
   if (!there) return heap.allocate(bytes);
-  auto taken = free_.extract(found);  // the rest of it takes no memory to note
+  auto taken = free_.extract(found);  // reusing this node, noting the rest takes no memory
   const std::size_t at = taken.key();
   if (taken.mapped() > wanted) {
     taken.key() += wanted;
@@ -101,7 +101,7 @@ void SharedMemory::release(std::byte* data, std::size_t bytes) {
   try {
     it = free_.emplace(at, length).first;
   } catch (const std::bad_alloc&) {
-    return;  // destructors call this: addresses stay unused, which takes no memory
+    return;  // destructors call this: these addresses stay unused, but they take no memory
   }
   if (const auto next = std::next(it); next != free_.end() && at + length == next->first) {
     it->second += next->second;
@@ -131,7 +131,7 @@ PeerMemory::PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace&
   Descriptor file;
   try {
     file = open_sealed(pid, place.descriptor, place.bytes, false);
-  } catch (const std::exception&) {  // no descriptors: the kernel reads
+  } catch (const std::exception&) {  // no descriptors are left: the kernel reads
   }
   if (!file) return;
   memory_ = map(file, place.bytes, PROT_READ);

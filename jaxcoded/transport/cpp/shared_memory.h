@@ -1,8 +1,8 @@
-// Memory of a process that others of its host map, to copy vectors out of it without the kernel, in a third
-// of the time.
+// Memory of a process that other processes of its host map. They copy vectors out of it without the kernel, in
+// a third of the time.
 //
-// As with all fetches, a reader checks afterwards whether the data was still valid, since memory is used
-// again. The memory stays in place when its process has ended.
+// As with all fetches, a reader checks afterwards whether the data was still valid, since memory is reused.
+// Readers can still use the memory when its process has ended.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,7 @@ struct SharedPlace {
   std::uint64_t bytes = 0;
 };
 
-// This process's own memory. If there is none, or no more of it, allocations come from the heap.
+// This process's own memory. If there is none, or too little, allocations come from the heap.
 class SharedMemory : public Source {
  public:
   // `magic`: the word at its beginning, which identifies the process.
@@ -39,17 +39,17 @@ class SharedMemory : public Source {
   Descriptor file_;
   std::byte* memory_ = nullptr;
   std::mutex mutex_;
-  std::map<std::size_t, std::size_t> free_;  // bytes from each place on
+  std::map<std::size_t, std::size_t> free_;  // by offset: the length of each free stretch
 };
 
-// Another process's memory, mapped for reading. If it cannot be mapped, nothing is found in it.
+// Another process's memory, mapped for reading. If it cannot be mapped, `find` returns null.
 class PeerMemory {
  public:
   PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace& place);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
 
-  // One for all groups that this process shares with the other.
+  // The same object for all groups that this process shares with the other process.
   static std::shared_ptr<const PeerMemory> of(std::int64_t pid, std::uint64_t magic,
                                               const SharedPlace& place);
 

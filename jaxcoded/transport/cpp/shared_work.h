@@ -15,12 +15,12 @@
 namespace jaxcoded {
 
 struct SharedWork {
-  // Blocks of this rank.
-  std::vector<Block> own = {};      // it begins with these,
-  std::size_t owned = 0;            // their number, even if it does not begin with them
+  // This rank's own blocks:
+  std::vector<Block> own = {};      // the blocks with which it begins
+  std::size_t owned = 0;            // how many blocks it owns, even if it does not begin with them
   std::vector<std::vector<Rank>> holders = {};  // of each block, its owner first
-  bool asks_first = false;          // before it begins with its own
-  Round computed_round = 0;         // the latest round of blocks, and the blocks that it has computed
+  bool asks_first = false;          // it asks before it begins with its own blocks
+  Round computed_round = 0;         // the latest round with blocks, and the blocks that this rank has computed in it
   std::vector<Block> computed = {};
 
   Round dealt = 0;         // the latest round whose blocks are in vectors that the next round sums,
@@ -34,7 +34,7 @@ struct SharedWork {
   std::optional<Ledger> ledger = {};
   std::optional<std::map<Round, Dealt>> replayed = {};  // recorded rounds, whose divisions are used again
   std::function<void(const Dealt&)> hook = {};
-  std::map<Rank, std::uint32_t> differed = {};  // in how many audits
+  std::map<Rank, std::uint32_t> differed = {};  // in how many audits each rank differed
 };
 
 }  // namespace jaxcoded

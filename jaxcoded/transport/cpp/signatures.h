@@ -11,8 +11,8 @@ namespace jaxcoded {
 
 class Signatures {
  public:
-  static constexpr std::size_t most = 1024;  // that are kept,
-  static constexpr std::size_t most_bytes = 16 << 20;  // with so many bytes
+  static constexpr std::size_t most = 1024;  // the most signatures that are kept,
+  static constexpr std::size_t most_bytes = 16 << 20;  // with at most this many bytes
   // Fingerprints whose calls another rank knows.
   using Known = std::set<std::uint64_t>;
 
@@ -27,7 +27,8 @@ class Signatures {
     const auto found = words_.find(fingerprint);
     return found == words_.end() ? "something else" : found->second;
   }
-  // What to tell a rank about a call, which then knows it; null if it knows it already, or this rank does not.
+  // The words of a call, for a rank that from now on knows them. Null if it knows them already, or this rank
+  // does not.
   const std::string* news(std::uint64_t fingerprint, Known& known) const {
     if (known.size() >= most) known.clear();
     const auto found = words_.find(fingerprint);

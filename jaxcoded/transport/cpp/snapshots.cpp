@@ -57,7 +57,7 @@ bool Recovery::lost(Rank rank) {
 void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_bytes) {
   const auto where = message.values<std::uint64_t>(0, 3);
   if (where[0] > most_bytes()) throw Damaged();
-  // if there is too little memory for it, nothing has changed
+  // if memory is too short for these, nothing has changed
   Layout layout({{DType::bytes, where[0]}}, piece_bytes);
   std::vector<bool> here(layout.size());
   state_ = State(where[0]);
@@ -80,7 +80,7 @@ bool Recovery::stuck(double now, double patience) {
   return true;
 }
 
-// A newer snapshot has taken its place.
+// A newer snapshot has replaced the one being fetched.
 Recovery::Progress Recovery::gone() {
   if (!without_.contains(from_)) asked_.erase(from_);
   return Progress::gone;
@@ -89,7 +89,7 @@ Recovery::Progress Recovery::gone() {
 Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead) {
   const bool direct = wire.direct(from_);
   std::uint64_t taken = 0;
-  // if the other rank's memory is read, each piece is here at once
+  // if this process can read the other rank's memory, each piece is here at once
   while (wanted_ < layout_.size() && taken < bytes && wanted_ < fetched_ + ahead) {
     const Piece& it = layout_[wanted_];
     const Wire::Fetch fetch =

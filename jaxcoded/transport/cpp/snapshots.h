@@ -1,4 +1,4 @@
-// Snapshots of the user's state: one that a rank keeps, and one on its way to a rank from above.
+// Snapshots of the user's state: one that a rank keeps, and one on its way from a rank above.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +35,11 @@ class Snapshot {
  public:
   // Returns the previous one.
   State keep(Round round, State state, Layout layout);
-  Round round() const { return round_; }  // the rounds before it have made the state
-  // Snapshots of one round, or of a round that is called again, differ in their number.
+  Round round() const { return round_; }  // the rounds before this one have made the state
+  // Differs even between snapshots of the same round, for example of a round that is called again.
   std::uint64_t number() const { return number_; }
   std::uint64_t bytes() const { return state_.bytes(); }
-  // Append where the snapshot is.
+  // Append where the snapshot is, for `Recovery::begin`.
   void describe(Message& message) const;
   std::optional<std::span<const std::byte>> read(std::uint64_t number, std::uint32_t piece) const;
 
@@ -50,7 +50,7 @@ class Snapshot {
   Layout layout_;
 };
 
-// A snapshot that this rank wants, until it is here.
+// The attempt to fetch a snapshot from a rank above.
 class Recovery {
  public:
   Recovery(const std::vector<Rank>& above, double now) : above_(above), since_(now) {}
@@ -65,19 +65,19 @@ class Recovery {
   // The nearest rank to ask now, if any.
   std::optional<Rank> next(double now);
   void without(Rank rank) { without_.insert(rank); }
-  // A rank is dead. Returns whether to ask `next`.
+  // A rank is dead. Returns whether to ask the rank that `next` returns.
   bool lost(Rank rank);
   // A rank has a snapshot. Its message must come from `Snapshot::describe`.
   void begin(Rank from, const Message& message, std::uint64_t piece_bytes);
-  // Whether nothing has come for `patience` seconds. Then other ranks are asked, and at last all again that may
-  // have one. That happens only a few times until one answers, as questions to stopped ranks pile up.
+  // Whether nothing has come for `patience` seconds. Then ask other ranks, and at last ask all again that may
+  // have a snapshot. All are asked again only a few times, because questions to stopped ranks pile up.
   bool stuck(double now, double patience);
   // Fetch pieces, at most `bytes` bytes in all. If a fetch takes time, request `ahead` pieces at a time.
   //   gone: the snapshot is gone, so ask `next`.
   //   more: there is more to do at once.
   enum class Progress { waits, more, gone };
   Progress fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead);
-  // A fetched piece; without data the snapshot is gone, as above.
+  // A fetched piece has come. Without data the snapshot is gone, see `fetch`.
   Progress arrived(Rank from, std::uint64_t number, std::uint32_t piece,
                    std::span<const std::byte> data, double now);
 
@@ -86,12 +86,12 @@ class Recovery {
 
   const std::vector<Rank>& above_;
   double since_;
-  double heard_at_ = 0;  // or asked
+  double heard_at_ = 0;  // when something came or a rank was asked
   std::set<Rank> asked_ = {};
   std::set<Rank> without_ = {};
   bool missing_ = false;
   static constexpr int most_turns = 20;
-  int turns_ = 0;  // in which all were asked, and none had a snapshot
+  int turns_ = 0;  // turns in which all ranks were asked, and none had a snapshot
 
   // The snapshot being fetched.
   Round round_ = 0;
@@ -100,9 +100,9 @@ class Recovery {
   std::uint64_t address_ = 0;
   Layout layout_ = {};
   State state_ = {};
-  std::vector<bool> here_ = {};  // pieces
+  std::vector<bool> here_ = {};  // which pieces are here
   std::uint32_t fetched_ = 0;    // the number of pieces fetched
-  std::uint32_t wanted_ = 0;     // pieces that were asked for
+  std::uint32_t wanted_ = 0;     // the number of pieces requested
 };
 
 }  // namespace jaxcoded

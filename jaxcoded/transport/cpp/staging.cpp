@@ -23,8 +23,8 @@ using cuda::address_of;
 using cuda::Current;
 using cuda::driver;
 
-// Bytes copied at a time: enough for the bus and for the work after each copy, and a small part of a
-// long vector.
+// Bytes copied at a time: enough for the bus and for the work after each copy to be efficient, but a small part
+// of a long vector.
 constexpr std::uint64_t stretch_bytes = 4 << 20;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t alignment = 64;
@@ -39,7 +39,7 @@ class Pinned : public Source {
 };
 
 std::byte* Pinned::allocate(std::size_t bytes) {
-  // from a huge page's start, so that huge pages are used
+  // start at a huge page, so that huge pages are used
   const std::size_t mapped = bytes + (bytes >= huge_page ? huge_page : 0);
   void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
@@ -55,7 +55,7 @@ std::byte* Pinned::allocate(std::size_t bytes) {
     if (rest) munmap(data + bytes, rest);
     madvise(data, bytes, MADV_HUGEPAGE);
   }
-  // A fork would leave the GPU with pages that are no longer this process's.
+  // After a fork, the GPU would have pages that no longer belong to this process.
   madvise(data, bytes, MADV_DONTFORK);
   try {
     driver().pin(data, bytes, cuda::portable);
@@ -99,7 +99,7 @@ class Reused : public Pool {
 struct Lane {
   cuda::Context context = nullptr;
   cuda::Stream copies = nullptr;  // to the host
-  cuda::Stream news = nullptr;    // host functions: copies must not wait for them
+  cuda::Stream news = nullptr;    // runs host functions, for which copies must not wait
   std::vector<cuda::Event> events = {};  // free for use
 };
 
@@ -108,9 +108,9 @@ struct Batch {
   Buffer memory;
   std::vector<std::byte*> at;        // by vector
   std::vector<std::uint64_t> bytes;
-  std::vector<std::size_t> first;    // stretch of each vector
+  std::vector<std::size_t> first;    // the first stretch of each vector
   std::size_t stretches = 0;
-  std::atomic<std::size_t> arrived{0};  // stretches; they come in order
+  std::atomic<std::size_t> arrived{0};  // stretches that have arrived, in order
 
   std::uint64_t ready(std::size_t vector) const {
     const std::size_t here = arrived.load(std::memory_order_acquire);
@@ -128,18 +128,18 @@ struct Retired {
   std::shared_ptr<Batch> batch;
 };
 
-// The GPU may still use this object, so it is never destroyed.
+// The GPU may still use this object, so the object is never destroyed.
 template <class T>
 void leave_behind(T it) noexcept {
   alignas(T) std::byte place[sizeof(T)];
   new (place) T(std::move(it));
 }
 
-// The pinned memory and the lanes. If a function gets a lane, that lane's context is current.
+// The pinned memory and the lanes. When a function gets a lane, the lane's context must be current.
 class Depot {
  public:
   static Depot& instance() {
-    // Never destroyed: the driver may be gone when the process ends.
+    // Never destroyed: the driver may be unloaded when the process ends.
     static Depot* depot = new Depot;
     return *depot;
   }
@@ -174,7 +174,7 @@ class Depot {
     return event;
   }
 
-  // For destructors: if there is too little memory to note the event, it is not used again.
+  // For destructors. If memory is too short to note the event, the event is not used again.
   void give(Lane& lane, cuda::Event event) noexcept {
     std::unique_lock lock(mutex_);
     try {
@@ -183,7 +183,7 @@ class Depot {
     }
   }
 
-  // Takes a list of one element, and no memory.
+  // `one`: a list of one element. Takes no memory.
   void retire(std::list<Retired> one) noexcept {
     std::unique_lock lock(mutex_);
     retired_.splice(retired_.end(), one);
@@ -202,7 +202,7 @@ class Depot {
   }
 
  private:
-  // In all lanes: otherwise the lanes of an idle GPU would keep their memory.
+  // Reclaim in all lanes. Otherwise the lanes of an idle GPU would keep their memory.
   void reclaim() {
     for (auto it = retired_.begin(); it != retired_.end();) {
       Lane& lane = *it->lane;
@@ -222,7 +222,7 @@ class Depot {
       const Current current(lane.context);
       return driver().query_event.address(event);
     } catch (const cuda::Failure&) {
-      return cuda::not_ready;  // ask again
+      return cuda::not_ready;  // ask again later
     }
   }
 
@@ -233,7 +233,7 @@ class Depot {
   std::list<Retired> retired_;
 };
 
-// An event that others may use after this.
+// An event, which goes back to the lane for other uses when the mark ends.
 class Mark {
  public:
   Mark(Lane& lane, cuda::Stream stream) : lane_(lane), event_(Depot::instance().take_event(lane)) {
@@ -251,7 +251,7 @@ class Mark {
     }
   }
   void wait() const { driver().wait_for_event(event_); }
-  // What is enqueued to a stream from now on comes after the mark, wherever the mark moves later.
+  // Whatever is enqueued to the stream from now on runs after the mark, even if the mark moves later.
   void hold(cuda::Stream stream) const { driver().wait_in_stream(stream, event_, 0); }
   cuda::Event keep() { return std::exchange(event_, nullptr); }
 
@@ -260,7 +260,7 @@ class Mark {
   cuda::Event event_;
 };
 
-// Runs on a thread of the driver, where calls of the driver are not allowed.
+// Runs on a thread of the driver, where calls to the driver are not allowed.
 void stretch_arrived(void* batch) {
   static_cast<Batch*>(batch)->arrived.fetch_add(1, std::memory_order_release);
   Engine::instance().wake_up();
@@ -279,19 +279,19 @@ class DeviceFlight : public Feed {
     retire(stream_, std::move(memory_), {});
   }
 
-  // Read the operands on the GPU. If it `waits`, the stream has reached the call when this returns, and
-  // short vectors have arrived as well.
+  // Read the operands on the GPU. With `waits`, when this returns, the stream has reached the call, and short
+  // vectors have arrived as well.
   void begin(DeviceCall& call, bool waits) {
     attempt([&] {
       cuda::Context context = nullptr;
       driver().context_of_stream(call.stream, &context);
-      if (!lane_) {  // the engine's thread reads it while later parts begin
+      if (!lane_) {  // the engine's thread reads `lane_` while later parts begin
         stream_ = call.stream;
         lane_ = &Depot::instance().lane(context);
       }
       if (context != lane_->context) throw cuda::Failure{"the parts of a call are on different GPUs"};
       const Current current(context);
-      // The work that computes this part, on whatever stream, comes before the work that uses it.
+      // The work that computes this part, on whatever stream, must end before the work that uses the part.
       caller_ = call.stream;
       if (caller_ != stream_) Mark(*lane_, caller_).hold(stream_);
       if (!waits) return;
@@ -336,7 +336,7 @@ class DeviceFlight : public Feed {
   // Whether `begin` has brought this rank's vectors.
   bool has_brought() const { return next_ != nullptr; }
 
-  // Copy this rank's vectors to the host, if they are `needed` and not there.
+  // Copy this rank's vectors to the host, if they are `needed` and have not been copied.
   void bring(DeviceCall& call, bool needed) {
     if (needed && !next_) {
       attempt([&] {
@@ -370,7 +370,7 @@ class DeviceFlight : public Feed {
       Mark(*lane_, lane_->news).wait();
     });
   }
-  // Spins, since a program waits for its result.
+  // Spins, since a program waits for the result.
   void wait_for_stream() {
     attempt([&] {
       const Current current(lane_->context);
@@ -394,7 +394,7 @@ class DeviceFlight : public Feed {
       }
     });
     if (failed()) outs_.clear();
-    request.out.resize(outs_.size());  // none: this rank does not store the others' result
+    request.out.resize(outs_.size());  // empty: this rank does not store the result
     std::ranges::transform(outs_, request.out.begin(), &Out::host);
   }
 
@@ -419,7 +419,7 @@ class DeviceFlight : public Feed {
   std::string failure() override {
     attempt([&] {
       if (!comes()) return;
-      // Once a context is lost, none of its host functions runs any more.
+      // Once a context is lost, its host functions do not run any more.
       const Current current(lane_->context);
       const int state = driver().query_stream.address(lane_->copies);
       if (state != cuda::success && state != cuda::not_ready) {
@@ -431,8 +431,8 @@ class DeviceFlight : public Feed {
     return failure_;
   }
 
-  // Let the stream continue once nothing is copied from the vectors any more, whatever the driver has
-  // refused before.
+  // Let the stream continue once no copy from the vectors is left, even if the driver has refused something
+  // before.
   void go_on() {
     if (!lane_) return;
     const auto either = [&](auto action) {
@@ -448,7 +448,7 @@ class DeviceFlight : public Feed {
         return false;
       }
     };
-    // also before the memory of finished copies is used again
+    // also before the memory of finished copies is reused
     either([&](const Mark& mark) {
       mark.hold(lane_->news);
       mark.hold(stream_);
@@ -459,7 +459,7 @@ class DeviceFlight : public Feed {
     });
   }
 
-  // The call is over. If it is `done`, the rest of the result follows. Returns why the call failed here,
+  // The call is over. If it is `done`, the rest of the result is copied. Returns why the call failed here,
   // unless all ranks know that; otherwise nothing.
   std::optional<std::string> finish(bool done) {
     if (done) {
@@ -509,16 +509,16 @@ class DeviceFlight : public Feed {
     try {
       failure_ = text;
     } catch (const std::bad_alloc&) {
-      failure_ = "out of memory";  // short, so that it takes none
+      failure_ = "out of memory";  // short, so that it needs no memory from the heap
     }
   }
 
-  // Copies that the call reads at once may still be on their way.
+  // Copies that the call reads itself may still be on their way.
   void let_go() {
     try {
       const Current current(lane_->context);
       Mark(*lane_, stream_).hold(lane_->news);
-    } catch (...) {  // their end is unknown
+    } catch (...) {  // nobody knows when they end
       leave_behind(std::pair(std::move(scratch_), std::move(next_)));
     }
   }
@@ -538,7 +538,8 @@ class DeviceFlight : public Feed {
       all += aligned(batch->bytes[i]);
     }
     batch->at.reserve(batch->bytes.size());
-    batch->memory = Depot::instance().take(all);  // nothing may be thrown after it, as it goes back under a lock
+    // nothing may be thrown after this, as the memory goes back under a lock
+    batch->memory = Depot::instance().take(all);
     std::byte* start = batch->memory.data();
     for (const std::uint64_t bytes : batch->bytes) {
       batch->at.push_back(start);
@@ -574,14 +575,14 @@ class DeviceFlight : public Feed {
   }
 
   Lane* lane_ = nullptr;
-  cuda::Stream stream_ = nullptr;  // of the first part, where the result goes
-  cuda::Stream caller_ = nullptr;  // of this part
-  Buffer scratch_;  // what the operands say
+  cuda::Stream stream_ = nullptr;  // of the first part; the result goes there
+  cuda::Stream caller_ = nullptr;  // of the current part
+  Buffer scratch_;  // the operands `skipped` and `erased` on the host
   Buffer memory_;   // of the result
   std::vector<Out> outs_;
-  std::shared_ptr<Batch> next_;  // of this handler, until the node gets it
+  std::shared_ptr<Batch> next_;  // of this handler's call, until the node gets it
 
-  // The engine asks on any thread while the next part of a call is prepared on another.
+  // The engine asks for progress on any thread, while another thread prepares the next part of the call.
   mutable std::mutex mutex_;
   std::vector<std::shared_ptr<Batch>> batches_;
   std::vector<std::pair<Batch*, std::size_t>> where_;  // where the node's vectors are
@@ -589,20 +590,20 @@ class DeviceFlight : public Feed {
   bool told_ = false;
 };
 
-// The flight that parts of this call began, or a new one.
+// The flight that earlier parts of this call began, or a new one.
 std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
   auto flight = std::dynamic_pointer_cast<DeviceFlight>(Engine::instance().feed_of(call.group, call.request));
   return flight ? flight : std::make_shared<DeviceFlight>();
 }
 
-// Copy the vectors that the node will ask for.
+// Copy the vectors that the node will need.
 void prepare(DeviceFlight& flight, DeviceCall& call, bool waits) {
   Request& request = call.request;
   flight.begin(call, waits);
   const auto [late, root] = Engine::instance().with(call.group, [](Member& its) {
     return std::pair(its.lag() > 0, its.root);
   });
-  if (late) request.skipped = true;  // the round is decided: no rank fetches from this one
+  if (late) request.skipped = true;  // the round is decided: no rank fetches this rank's vectors
   flight.bring(call, !request.skipped && (request.up || root));
 }
 
@@ -652,7 +653,7 @@ Taken take_on_device(DeviceCall call) {
     return Taken{.error = "CodedError: " + flight.failure()};
   };
   flight.begin(call, true);
-  // a round that the call begins is counted, whatever the driver says
+  // a round that the call begins counts, whatever the driver says
   if (flight.failed() || !flight.has_brought()) {
     Request first = call.request;
     first.own.clear();
@@ -661,7 +662,7 @@ Taken take_on_device(DeviceCall call) {
     call.request.continues = true;
   }
   flight.bring(call, true);
-  flight.wait_for_own();  // lent as a whole, as lent memory must not change
+  flight.wait_for_own();  // all of the vectors are lent at once, as lent memory must not change
   if (flight.failed()) return refused();
   return engine.take(call.group, std::move(call.request));
 }

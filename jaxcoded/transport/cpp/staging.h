@@ -20,18 +20,18 @@ namespace jaxcoded {
 struct DeviceCall {
   cuda::Stream stream = nullptr;   // of the caller
   std::uint64_t group = 0;
-  Request request = {};            // `own` and `out` lie in the GPU's memory,
-  const void* skipped = nullptr;   // and so do an int32 in place of `skipped`, unless null,
-  const void* erased = nullptr;    // and bools in place of `erased`, unless null:
-  std::size_t ranks = 0;           // their number
+  Request request = {};            // `own` and `out` lie in the GPU's memory
+  const void* skipped = nullptr;   // an int32 on the GPU in place of `Request::skipped`, unless null
+  const void* erased = nullptr;    // bools on the GPU in place of `Request::erased`, unless null
+  std::size_t ranks = 0;           // the number of these bools
 };
 
 // `Engine::run`, but for a GPU. When it returns, the result is on its way to the GPU, on the stream.
 Result run_on_device(DeviceCall call);
 // `Engine::extend`, but for a GPU.
 std::string extend_on_device(DeviceCall call);
-// `Engine::take`, but for a GPU. The vectors come to the host only if the program has to wait for its
-// next block, since others may need them then.
+// `Engine::take`, but for a GPU. The vectors are copied to the host only if the program has to wait for its
+// next block. Other ranks may need the vectors then.
 Taken take_on_device(DeviceCall call);
 
 // How long this rank's vector takes to the host and a result to the GPU, in seconds: the cost of a
@@ -39,7 +39,7 @@ Taken take_on_device(DeviceCall call);
 std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own, std::byte* out,
                                       std::uint64_t bytes);
 
-// Pinned bytes in use, and kept for the next calls.
+// Bytes of pinned memory: those in use, and those kept for later calls.
 std::pair<std::size_t, std::size_t> pinned_bytes();
 
 }  // namespace jaxcoded

@@ -7,14 +7,17 @@
 
 namespace jaxcoded::status_signal {
 
-// From now on the signal wakes the engine, which reports where its groups stand. Not if the program,
-// or JAXCODED_STATUS_SIGNAL=OFF, has decided what the signal does. A program may do so later, too.
+// From now on the signal wakes the engine, which reports where its groups stand. Does nothing if the program
+// has already decided what the signal does, or with JAXCODED_STATUS_SIGNAL=OFF. A program may still decide so
+// later.
 void install(WakeUp& engine);
-// In a process that was forked from this one no engine runs, so the signal has its default effect.
+// Call it in a process that was forked from this one. No engine runs there, so the signal gets its default
+// effect.
 void uninstall();
 // Whether the signal has come since the last call.
 bool taken();
-// Write what standard error takes at once, line by line, so that ranks' lines do not mix. `words` keeps the rest.
+// Write as much as standard error takes at once, in whole lines, so that the lines of ranks do not mix. `words`
+// keeps the rest.
 void say(std::string& words);
 
 }  // namespace jaxcoded::status_signal

@@ -15,22 +15,22 @@ namespace jaxcoded {
 struct RoundRecord {
   Round round = 0;
   double work = unknown;     // seconds from the end of the previous call to this one
-  double started = unknown;  // this rank's call
-  double decided = unknown;  // its sum was complete
-  double ended = unknown;    // its result was here
-  Rank decider = -1;         // whose message completed the sum: a child's, or this rank's own
+  double started = unknown;  // when this rank called
+  double decided = unknown;  // when its sum was complete
+  double ended = unknown;    // when its result was here
+  Rank decider = -1;         // the rank whose message completed the sum: a child, or this rank itself
   std::uint8_t outcome = 0;
   std::uint64_t payload = 0;  // bytes of the result
   bool skipped = false;
   bool approximate = false;
-  bool shared = false;  // the round itself settled which rank computes what,
-  bool loop = false;    // in a loop over blocks, whose sum is the next round
+  bool shared = false;  // the round itself settled which rank computes which blocks
+  bool loop = false;    // the round computes blocks in a loop, and the next round sums them
   double busy = 0;      // seconds for which this rank computed blocks,
-  std::uint32_t blocks = 0;  // their number
+  std::uint32_t blocks = 0;  // and their number
 };
 
-// A record for each of the latest rounds, and for each child when its message came and whether it
-// was used. An event takes some ten nanoseconds to write.
+// A record for each of the latest rounds. For each child it has when the child's message came, and whether the
+// message was used. An event takes some ten nanoseconds to write.
 class Telemetry {
  public:
   Telemetry(std::size_t rounds, std::size_t children)
@@ -46,7 +46,7 @@ class Telemetry {
     if (!on()) return;
     current_ = round;
     RoundRecord& old = records_[slot(round)];
-    if (old.ended == old.ended) old.round = 0;  // also of this round, called before a resync
+    if (old.ended == old.ended) old.round = 0;  // the old record may be of this round, called before a resync
     RoundRecord& record = at(round);
     record.started = now;
     record.work = now - ended_;
@@ -61,14 +61,14 @@ class Telemetry {
     record.busy = seconds;
     record.blocks = blocks;
   }
-  // What all members have computed in it: this rank, and its children by column.
+  // What all members have computed in a round: this rank first, then its children by column.
   void divided(Round round, const std::vector<Computed>& computed) {
     if (!on()) return;
     at(round);
     computed_.resize(records_.size() * (children_ + 1));
     std::ranges::copy(computed, computed_.begin() + first_of(round));
   }
-  // A child's first word in a round: it had called the rounds before, too.
+  // A child's first message in a round. The child has called the earlier rounds, too.
   void arrived(std::size_t child, Round first, Round round, double now) {
     if (!on()) return;
     heard_[child] = {round, now};
@@ -144,7 +144,7 @@ class Telemetry {
       record = {.round = round};
       for (std::size_t child = 0; child < children_; ++child) {
         const std::size_t place = slot(round) * children_ + child;
-        // it may be so far ahead that there was no place for it
+        // the child may have been so far ahead that its rounds had no records yet
         arrived_[place] = heard_[child].round >= round ? heard_[child].at : unknown;
         used_[place] = 0;
       }

@@ -27,14 +27,14 @@ class Upstream {
       const double took = now - asked->second;
       if (took < longest_answer && took >= answer_seconds(now)) answer_ = {took, now};
       asked_.erase(asked);
-      forsaken_seconds_ = 0;  // also if it is asked again before `forsaken` is called
+      forsaken_seconds_ = 0;  // even if this rank asks it again before `forsaken` is called
     }
     if (above_.empty()) return;
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
       unanswered_ = false;
       for (auto& [kind, alert] : alerts_) alert.told = 0;
-      if (std::exchange(source_, 0)) wanted_ = 0;  // those were asked of another rank
+      if (std::exchange(source_, 0)) wanted_ = 0;  // a rank further up was asked for the wanted results
     }
   }
   // A rank is dead, and will not answer.
@@ -44,15 +44,15 @@ class Upstream {
   bool dead(Rank rank) const { return dead_.contains(rank); }
   bool rootless() const { return !above_.empty() && dead(above_.back()); }
   bool all_dead() const { return std::ranges::all_of(above_, [&](Rank rank) { return dead(rank); }); }
-  // MPI has lost a message to or from a living rank. It may have been a question, an offer, or the answer: the
-  // rank may be asked again.
+  // MPI has lost a message to or from a living rank. The lost message may have been a question, an offer, or an
+  // answer, so the rank may be asked again.
   void lost_message(Rank rank) {
     asked_.erase(rank);
     if (!above_.empty() && rank == parent()) unanswered_ = false;
   }
-  // Some of the result came, or this rank calls: the source gets all of its time again.
+  // Some of the result came, or this rank calls. The source again gets its full time to answer.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
-  // A wait for a result begins now, although the source may have had some of its time.
+  // A wait for a result begins now, although the source may have used some of its time already.
   void waits(double now) { stuck_since_ = now; }
 
   Rank parent() const { return above_.front(); }
@@ -60,27 +60,28 @@ class Upstream {
   Signatures::Known& introduced() { return introduced_; }
   // The source: the rank from which this rank expects results.
   Rank source() const { return above_[source_]; }
-  // Since when the source has sent nothing but questions, and nothing has come.
+  // Since when the source has sent nothing but questions, and no part of the result has come.
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
-  // The seconds of the slowest of the latest answers: a message may wait for much that was sent before it.
+  // How many seconds the slowest of the latest answers took. A message may wait for much that was sent before
+  // it.
   double answer_seconds(double now) const { return now - answer_.at < remembered ? answer_.took : 0; }
 
-  // The parent was offered something of a round, or more of it. An offer asks for the result, too, and replaces
-  // what was asked for before.
+  // The parent was offered something of a round, or more of it if `more`. An offer also asks for the result,
+  // and replaces what was asked for before.
   void offered(Round round, bool more) {
     unanswered_ |= !more;
     wanted_ = round;
   }
   // Whether the parent was offered something and has been silent since.
   bool unanswered() const { return unanswered_; }
-  // An alert for the parent. Until the parent sends something, it gets a few of each kind; then the one of the
-  // latest round waits.
+  // An alert for the parent. Until the parent sends something, it gets only a few alerts of each kind. After
+  // these, the alert of the latest round waits.
   void alert(Message message) {
     auto& waiting = alerts_[message.header.flags].waiting;
     if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
   }
-  // Send the alerts that it may hear now. An alert for which `send` has no memory still waits.
+  // Send the alerts that the parent may get now. An alert for which `send` has no memory still waits.
   void send_alerts(const std::function<void(const Message&)>& send) {
     for (auto& [kind, alert] : alerts_) {
       if (!alert.waiting || alert.told == most_alerts) continue;
@@ -99,8 +100,8 @@ class Upstream {
     heard_at_ = now;
   }
   Round wanted() const { return wanted_; }  // the newest round asked for
-  // Whether the source is not the parent, was not asked for this rank's call yet, and may be asked. An offer asks
-  // for the result too, but only the parent gets it.
+  // Whether the source is a rank further up than the parent, was not asked for this rank's call yet, and may be
+  // asked. An offer asks for the result too, but only the parent gets it.
   bool stand_in_unasked(Round frontier) const {
     return source_ > 0 && asked_for_ < frontier && !silent(source());
   }
@@ -119,11 +120,11 @@ class Upstream {
     gone_from_.insert(rank);
     oldest_ = std::max(oldest, oldest_);
   }
-  // Whether a result of a rank at this height is of use: the source is not nearer, or no longer has it.
+  // Whether to use a result from a rank at this height: the source is not nearer, or no longer has the result.
   bool may_use(std::size_t height) const { return height <= source_ || gone_from_.contains(source()); }
   bool gone_somewhere() const { return !gone_from_.empty(); }
   bool gone_everywhere() const { return gone_from_.size() == above_.size(); }
-  Round oldest() const { return oldest_; }  // the first result that those ranks have
+  Round oldest() const { return oldest_; }  // the first result that the ranks in `gone_from_` still have
   // The result at the frontier is here: the next one may be anywhere.
   void advanced() { gone_from_.clear(); }
   // This rank continues at another round.
@@ -132,8 +133,8 @@ class Upstream {
     wanted_ = asked_for_ = oldest_ = 0;
   }
 
-  // For how many seconds all ranks above were asked and none has answered, while this rank or one below waits.
-  // Nothing if none waits, or one above has answered. Call it often.
+  // For how many seconds this rank, or one below, has waited while no rank above answered, although all were
+  // asked. Nothing if no rank waits, or one above has answered. Call it often.
   std::optional<double> forsaken(bool waits, double now) {
     const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
     if (!waits || !std::ranges::all_of(above_, [&](Rank rank) { return silent(rank); })) {
@@ -144,7 +145,7 @@ class Upstream {
   }
 
  private:
-  // A process that was stopped itself must not take that time for the silence of others.
+  // A process that was stopped itself must not count that time as silence of other ranks.
   static constexpr double longest_step = 0.25;
   static constexpr double longest_answer = 0.25;  // a rank that took longer was usually stopped
   static constexpr double remembered = 10;  // seconds
@@ -156,7 +157,7 @@ class Upstream {
   std::size_t source_ = 0;          // the source's index in `above_`
   double heard_at_ = 0;             // when the source sent something or was asked, or something came
   double stuck_since_ = 0;
-  std::map<Rank, double> asked_;  // when, of ranks that have been silent since
+  std::map<Rank, double> asked_;  // when each rank was asked; only ranks that have been silent since
   std::set<Rank> dead_;
   struct {
     double took = 0, at = 0;

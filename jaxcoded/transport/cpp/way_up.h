@@ -1,4 +1,4 @@
-// How far this rank's call has come on its way up. Each round has a new one.
+// How far this rank's call has come on its way up. Each round has a new `WayUp`.
 #pragma once
 
 #include <cstdint>
@@ -21,16 +21,16 @@ namespace jaxcoded {
 struct WayUp : Incoming {
   Call call = {};
   double started = 0;    // when this rank called
-  bool in_time = false;  // the round was not decided then
+  bool in_time = false;  // the round was not decided when this rank called
 
   Layout outgoing = {};   // this rank's message
 
   // Where the sum is formed.
   Buffer sum = {};
-  Buffer own_copy = {};  // of the vectors in its place, if it may be formed again
-  std::vector<std::byte*> sum_at = {};  // by segment
+  Buffer own_copy = {};  // of vectors that the sum overwrites, if it may be formed again
+  std::vector<std::byte*> sum_at = {};  // the address of each segment
 
-  // What is summed.
+  // How much is summed.
   struct Extent {
     std::uint32_t pieces = 0;                  // of `incoming`
     std::vector<std::uint64_t> elements = {};  // by segment
@@ -40,15 +40,16 @@ struct WayUp : Incoming {
 
   // What the sum is formed from.
   std::shared_ptr<const Decoding> decoding = {};
-  std::vector<std::size_t> brought = {};  // rows that are fetched for the check
+  std::vector<std::size_t> brought = {};  // rows whose messages are fetched for the check
   bool own_finite = true;                 // as far as it is checked
-  // For each child that may be wrong: whether the messages fit without it. They are checked once more for this.
+  // For each child that may be wrong: whether the messages fit without this child. They are checked a second
+  // time for this.
   struct Without {
     std::size_t child;
     Parity others;
   };
   std::vector<Without> without = {};
-  double waiting_since = 0;               // for a piece
+  double waiting_since = 0;               // since when this rank waits for a piece
   std::set<Rank> stalled = {};            // children whose pieces do not come
 
   // With shared work: what this rank computes.
@@ -58,30 +59,30 @@ struct WayUp : Incoming {
   std::uint32_t blocks = 0;     // the number of these blocks,
   double computing_since = 0;   // and when the current one began
   bool audits = false;  // it must first compute another rank's block
-  std::vector<Version> versions = {};  // of all members' vectors in the pieces so far
+  std::vector<Version> versions = {};  // of all members' vectors that the pieces so far were formed from
   bool lent = false;        // `call.own` stays valid as long as the program waits
-  std::uint64_t orders = 0;  // the number given, or heard
+  std::uint64_t orders = 0;  // how many orders this rank has given, or as a child received
 
   // What the parent knows of the call.
-  bool offering = false;      // an offer was made,
-  bool held_back = false;     // or waits for the parent to speak
-  std::uint32_t offered = 0;  // pieces of `outgoing`
+  bool offering = false;      // an offer was made
+  bool held_back = false;     // an offer waits until the parent sends something
+  std::uint32_t offered = 0;  // pieces of `outgoing` that were offered
 
   bool told_little_memory = false;
 
   // After the deadline.
   bool overdue = false;
-  bool told_overdue = false;   // and the parent knows
-  bool forsaken = false;       // and no rank above answers
+  bool told_overdue = false;   // the parent knows that this rank is overdue
+  bool forsaken = false;       // no rank above answers
   bool approximating = false;  // pieces from `exact` on use only messages that have arrived
   Extent exact = {};
 
   // If children form the sum in sections.
   std::optional<Delegated> delegated = {};
-  bool whole = false;        // the sum is never formed in sections
-  double sufficient_at = 0;  // when enough messages had arrived, while it waits for latecomers
+  bool whole = false;        // in this round the sum is not formed in sections any more
+  double sufficient_at = 0;  // when enough messages had arrived, while this rank waits for latecomers
 
-  std::uint32_t given = 0;  // pieces of the result, copied to `call.out`
+  std::uint32_t given = 0;  // pieces of the result that were copied to `call.out`
 
   void lay_out(const Decoder& decoder, std::uint64_t piece_bytes) {
     static_cast<Incoming&>(*this) =
@@ -98,8 +99,8 @@ struct WayUp : Incoming {
     return piece_of_part(row % parts, piece);
   }
 
-  // The first piece of this rank's message, or of the result at the root, that is not summed yet. Those before
-  // `piece` are known to be summed.
+  // The first piece of this rank's message, or of the result at the root, that is not summed yet. The pieces
+  // before `piece` are known to be summed.
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const {
     if (all_decoded()) return layout.size();
     for (; piece < layout.size(); ++piece) {

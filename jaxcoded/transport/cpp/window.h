@@ -1,8 +1,8 @@
 // How many pieces are on their way at a time.
 //
-// A request waits behind earlier ones, and so does every other word of the rank that answers. With too
-// many pieces on their way from slow ports, living ranks seem to be dead. So fewer are requested if
-// they take long, as in congestion control by delay (LEDBAT, RFC 6817).
+// A request waits behind earlier requests, and so does every other message of the rank that answers. With too
+// many pieces on their way, living ranks with slow ports seem to be dead. So fewer pieces are requested if they
+// take long, as in congestion control by delay (LEDBAT, RFC 6817).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Window {
       : least_(static_cast<double>(least)), most_(static_cast<double>(most)), pieces_(most_) {}
 
   std::size_t pieces() const { return static_cast<std::size_t>(pieces_); }
-  // A piece has come, so long after it was requested.
+  // A piece has come, this many seconds after it was requested.
   void arrived(double seconds) {
     pieces_ = std::clamp(seconds > slow ? pieces_ * shrink : pieces_ + grow, least_, most_);
   }

@@ -36,9 +36,10 @@ XLA_FFI_Error* lag_handler(XLA_FFI_CallFrame* frame);
 // this rank has computed.
 XLA_FFI_Error* computed_handler(XLA_FFI_CallFrame* frame);
 
-// The same in programs on several devices of this process, each of which makes the call. The first
-// operand is int32, the device's place among so many `devices` of the mesh. For each vector and place,
-// `owners` names the device that has the same and brings it for both. They wait for each other for `patience` seconds.
+// The same in programs on several devices of this process, each of which makes the call. The first operand is
+// int32: the device's place among the `devices` of the mesh. `owners` names, for each vector and place, the
+// device that brings the vector for all devices that have the same. The devices wait for each other for
+// `patience` seconds.
 XLA_FFI_Error* devices_round_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* devices_start_handler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* devices_done_handler(XLA_FFI_CallFrame* frame);

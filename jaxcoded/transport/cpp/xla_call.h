@@ -22,7 +22,7 @@ namespace ffi = xla::ffi;
 struct XlaCall {
   ffi::AnyBuffer order, next;
   std::optional<ffi::AnyBuffer> skipped = {}, erased = {};
-  std::vector<ffi::AnyBuffer> vectors = {};  // the operands that the request is about
+  std::vector<ffi::AnyBuffer> vectors = {};  // the operands that are this rank's vectors
   Request request = {};
 };
 
@@ -54,7 +54,7 @@ inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
   while (i < args.size()) call.vectors.push_back(operand());
   call.request.signature = signature;
   call.request.fingerprint = static_cast<std::uint64_t>(fingerprint);
-  // runs of numbers, four for each
+  // four numbers describe each run of elements
   for (std::size_t at = 0; at + 4 <= apart.size(); at += 4) {
     call.request.apart.push_back({static_cast<std::size_t>(apart[at]),
                                   static_cast<std::uint64_t>(apart[at + 1]),
@@ -64,7 +64,7 @@ inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
   return call;
 }
 
-// Append the message: vectors that hold so many parts, one after the other.
+// Append the message. Each vector holds this many parts, one after the other.
 inline void append_parts(XlaCall& call, std::uint64_t parts) {
   for (std::uint64_t part = 0; part < parts; ++part) {
     for (const ffi::AnyBuffer& vector : call.vectors) {
@@ -147,7 +147,7 @@ inline constexpr const char* no_blocks =
     "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
     "for the sum right after a loop over group.blocks";
 
-// What this rank has computed in the previous round, 1 for each block; nothing if that round had no blocks.
+// What this rank has computed in the previous round: 1 for each block. Nothing if that round had no blocks.
 inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std::size_t count) {
   const auto computed = Engine::instance().with(
       static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
@@ -157,7 +157,7 @@ inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std
   return out;
 }
 
-// A round that begins, and whose result a later call asks for.
+// A round that begins here. A later call asks for its result.
 inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                           std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
                           std::int64_t skips, std::int64_t erases,
@@ -174,7 +174,7 @@ inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::str
   return call;
 }
 
-// Whether the order must be copied: its value is never read, but there must be a next one.
+// Whether the order must be copied. Its value is never read, but the next order must exist.
 inline bool must_pass_on(const XlaCall& call) {
   return call.order.element_type() != ffi::TOKEN &&
          call.order.untyped_data() != call.next.untyped_data();
@@ -197,7 +197,7 @@ inline void read(XlaCall& call) {
   }
 }
 
-// A call that ends a started one, and that one's number, which alone identifies it.
+// A call that ends a started call, and the number that identifies the started call.
 inline std::pair<XlaCall, std::uint32_t> done_call(ffi::RemainingArgs args,
                                                    ffi::RemainingRets results) {
   XlaCall call{.order = *args.get<ffi::AnyBuffer>(0), .next = **results.get<ffi::AnyBuffer>(0)};
@@ -223,7 +223,7 @@ inline ffi::Error error_of(const Result& result) {
   return failed_precondition(result.error);
 }
 
-// The lag, as XLA has it.
+// The lag as an int32.
 inline std::int32_t lag_of(std::int64_t group) {
   const std::uint64_t rounds = Engine::instance().with(
       static_cast<std::uint64_t>(group), [](Member& its) { return its.lag(); });
@@ -231,8 +231,8 @@ inline std::int32_t lag_of(std::int64_t group) {
   return static_cast<std::int32_t>(std::min(rounds, most));
 }
 
-// Run an action that may find the group closed, or too little memory: then, if the call `begins` a round of the
-// group, that round fails.
+// Run an action that may find the group closed, or memory too short. If memory is too short and the call
+// `begins` a round of the group, that round fails.
 template <class Action>
 ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   try {
@@ -244,7 +244,7 @@ ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   }
 }
 
-// The operands, results and attributes of the handlers; those before them belong to the platform.
+// The operands, results and attributes of the handlers. Operands that belong to the platform come before these.
 
 template <class Binding>
 auto bind_round(Binding binding) {

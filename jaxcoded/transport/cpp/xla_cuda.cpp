@@ -1,5 +1,5 @@
-// The handlers for a GPU of NVIDIA. XLA calls them on a thread of the host, while its stream still
-// computes the operands. They block, so they do not suit command buffers, and do not claim to.
+// The handlers for an NVIDIA GPU. XLA calls them on a thread of the host, while its stream still computes the
+// operands. The handlers block, so they do not suit command buffers, and do not claim to.
 #include <bit>
 
 #include "staging.h"
@@ -12,7 +12,7 @@ namespace {
 using cuda::address_of;
 using cuda::driver;
 
-// In a stream's context, on this thread.
+// Act in a stream's context, on this thread.
 template <class Action>
 void in_context(cuda::Stream stream, Action action) {
   cuda::Context context = nullptr;
@@ -41,7 +41,8 @@ DeviceCall device_call(XlaCall& call, cuda::Stream stream, std::int64_t group) {
   return out;
 }
 
-// Like `guarded`, but the driver may refuse what is outside a round: then the others learn of it in the next round.
+// Like `guarded`, but the driver may refuse something outside a round. Then the other ranks hear of it in the
+// next round.
 template <class Action>
 ffi::Error guarded_on_device(std::int64_t group, bool begins, Action action) {
   return guarded(group, begins, [&] {
@@ -51,7 +52,7 @@ ffi::Error guarded_on_device(std::int64_t group, bool begins, Action action) {
       try {
         Engine::instance().leave_share(static_cast<std::uint64_t>(group));
         Engine::instance().note_failure(static_cast<std::uint64_t>(group), " after an error in the last call: " + failure.text);
-      } catch (const Closed&) {  // no rank waits for this one
+      } catch (const Closed&) {  // no rank waits for this rank
       }
       return ffi::Error(ffi::ErrorCode::kInternal, "CodedError: " + failure.text);
     }

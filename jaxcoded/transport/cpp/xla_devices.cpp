@@ -16,7 +16,7 @@ namespace {
 using Place = ffi::BufferR0<ffi::S32>;
 using Owners = ffi::Span<const std::int64_t>;
 
-// What one device brings: its call, and where a number goes that is the same on all devices.
+// What one device brings: its call, and the address for a number that is the same on all devices.
 struct Brought {
   XlaCall call;
   void* number = nullptr;
@@ -28,8 +28,9 @@ Met met_of(const Result& result) {
           .error = result.error};
 }
 
-// The vectors of all devices as one rank's: one vector after the other, each from the devices that own a
-// part of it, in their order. `owners` names, for each vector and device, the device that has the same.
+// The vectors of all devices as the vectors of one rank. One vector follows the other. Each comes from the
+// devices that own a part of it, in their order. `owners` names, for each vector and device, the device that
+// has the same part.
 class Together {
  public:
   Together(const std::vector<void*>& brought, Owners owners) : owners_(owners) {
@@ -45,7 +46,7 @@ class Together {
     return out;
   }
 
-  // Every device gets what its owner got.
+  // Copy to every device what its owner got.
   void hand_out() const {
     const Request& first = devices_.front()->call.request;
     for (std::size_t vector = 0; vector < first.out.size(); ++vector) {
@@ -85,8 +86,8 @@ class Together {
   Owners owners_;
 };
 
-// Let all devices call together. One of them makes the call for all with what they bring; it may begin a round. If a
-// device has too little memory to come, the call fails for all.
+// Let all devices call together. One of them makes the call for all, with what they bring. The call may begin a
+// round. If a device has too little memory to come, the call fails for all.
 template <class Make, class Action>
 ffi::Error meet(ffi::RunId run, Place place, std::int64_t group, bool begins, std::int64_t devices, double patience,
                 Make make, Action action) {
@@ -182,7 +183,7 @@ ffi::Error done_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
   });
 }
 
-// The lag is the same on all devices, which decide together by it whether to compute.
+// The lag is the same on all devices. They all decide by it whether to compute.
 ffi::Error lag_impl(ffi::RunId run, Place place, ffi::AnyBuffer order,
                     ffi::Result<ffi::AnyBuffer> next, ffi::ResultBufferR0<ffi::S32> lag,
                     std::int64_t group, std::int64_t devices, double patience) {
