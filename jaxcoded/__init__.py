@@ -9,9 +9,9 @@ from typing import Any as _Any
 
 from jaxcoded import _own_process  # noqa: F401  # records the beginning of the process
 
-# The stub lists the names, for type checkers and at run time. They are imported on
-# first use, so that planning and simulation run without an MPI (Scientific Python's
-# SPEC 1).
+# The stub `__init__.pyi` lists the public names, for type checkers and at run time. The
+# names are imported on first use (Scientific Python's SPEC 1), so that planning and
+# simulation run without an MPI.
 _stub = _pathlib.Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _modules = {
     alias.name: node.module
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> _Any:
     module = _importlib.import_module(_modules[name])
     if name in vars(module):
         value = vars(module)[name]
-    else:  # a module of that package
+    else:  # the name is a module of that package
         value = _importlib.import_module(f"{module.__name__}.{name}")
     globals()[name] = value
     return value

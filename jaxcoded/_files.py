@@ -22,8 +22,8 @@ LONGEST = 1 << 30  # most bytes of a file to read
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a file to write to, which replaces the one at ``path`` once it is on the
-    disk. If that fails, as on a full disk, the old one stays.
+    """Yield a file to write to. It replaces the file at ``path`` once its data is on
+    the disk. If writing fails, as on a full disk, the old file stays.
     """
     target = os.path.realpath(path)  # the target of a link
     if os.path.exists(target) and not os.path.isfile(target):
@@ -44,7 +44,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def contents(path: str | os.PathLike[str]) -> bytes:
-    """Return a file's contents; a ValueError beyond `LONGEST` bytes: it may not end."""
+    """Return a file's contents. Raise a ValueError for more than `LONGEST` bytes."""
     data = bytearray()
     with open(path, "rb") as file:  # takes memory only for existing data
         while piece := file.read(_PIECE):
@@ -55,10 +55,12 @@ def contents(path: str | os.PathLike[str]) -> bytes:
 
 
 def array(data: bytes) -> np.ndarray:
-    """Return the array of a ``.npy`` file, read-only. NumPy would allocate the memory
-    that the header claims before it checks the data. A ValueError if it is no such
-    file, has less or more data than it claims, or has Python objects, which are not
-    unpickled.
+    """Return the array of a ``.npy`` file, read-only.
+
+    NumPy's reader would allocate the memory that the header claims before it checks
+    the data. This function checks the data first. Raise a ValueError if the data is not
+    a ``.npy`` file, or is shorter or longer than its header claims. Raise it also for
+    Python objects, which are never unpickled.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
@@ -83,8 +85,9 @@ def array(data: bytes) -> np.ndarray:
 
 
 def table(path: str | os.PathLike[str]) -> np.ndarray:
-    """Return the table of numbers in a file, ``.npy`` or text with commas, with two
-    axes if it is text. A ValueError that names the file if it has none.
+    """Return the table of numbers in a ``.npy`` file, or in a text file with commas. A
+    table from text has two axes. Raise a ValueError that names the file if the file
+    has no such table.
     """
     data = contents(path)
     try:
@@ -92,7 +95,7 @@ def table(path: str | os.PathLike[str]) -> np.ndarray:
             return array(data)
         with warnings.catch_warnings():  # an empty table is the caller's error
             warnings.simplefilter("ignore", UserWarning)
-            # some programs begin their tables with a byte order mark
+            # some programs write a byte order mark at the beginning of a table
             lines = io.StringIO(data.decode("utf-8-sig"))
             return np.loadtxt(lines, delimiter=",", ndmin=2)
     except ValueError as error:

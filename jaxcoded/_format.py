@@ -6,7 +6,8 @@ from fractions import Fraction
 
 
 def unit(largest: float) -> tuple[float, str]:
-    """Return a unit in which such seconds are short: its length, and its name."""
+    """Return the unit in which this number of seconds is short to write: the length of
+    the unit in seconds, and its name."""
     for size, name in ((1.0, "s"), (1e-3, "ms")):
         if largest >= size:
             return size, name

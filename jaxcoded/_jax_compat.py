@@ -1,6 +1,6 @@
 """The parts of JAX that this package uses although JAX does not promise to keep them.
 
-The import raises an error for a version of JAX in which one of these names has moved.
+Importing this module raises an error if JAX has moved one of these names.
 """
 
 import importlib
@@ -35,8 +35,8 @@ def _module(name: str, *taken: str) -> Any:
     return importlib.import_module(name)
 
 
-# The interface for custom operations. JAX's tutorials use it, but its reference lacks
-# it.
+# The interface for custom operations. JAX's tutorials use it, but JAX's reference does
+# not describe it.
 if TYPE_CHECKING:
     from jax import core
 
@@ -100,8 +100,8 @@ def started() -> bool:
 
 
 def default_backend() -> str:
-    """Return ``jax.default_backend()``, without starting JAX if it can only be the CPU:
-    JAX_PLATFORMS says so, or nothing else is installed.
+    """Return ``jax.default_backend()``. Do not start JAX if the backend can only be the
+    CPU, because JAX_PLATFORMS says so or no other backend is installed.
     """
     if started():
         return jax.default_backend()
@@ -134,9 +134,8 @@ def keep_results_of(effect: type) -> None:
 
 
 def runs_again() -> bool:
-    """Return whether JAX repeats a compiled function without ``jit``, as
-    ``jax_debug_nans`` or ``jax_debug_infs`` has found a NaN or an infinity in its
-    results.
+    """Return whether JAX repeats a compiled function without ``jit``. It does so when
+    ``jax_debug_nans`` or ``jax_debug_infs`` has found a NaN or an infinity.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -147,9 +146,9 @@ def runs_again() -> bool:
 
 
 def check_not_again(call: Any) -> None:
-    """Raise a FloatingPointError if JAX `runs_again` a ``call`` with other ranks, which
-    do not repeat it; ``None``: a local call. JAX passes the error to the caller of the
-    compiled function.
+    """Raise a FloatingPointError if JAX repeats (`runs_again`) a ``call`` with other
+    ranks, because the other ranks do not repeat it. A ``call`` of ``None`` is local.
+    JAX passes the error to the caller of the compiled function.
     """
     if call is not None and runs_again():
         raise FloatingPointError(
@@ -173,8 +172,8 @@ def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
 
 
 def program_of(ctx: Any) -> Any:
-    """Return an object that all operations of a program that is being lowered share;
-    ``None`` if this JAX has none.
+    """Return the object that all operations of a program share while JAX lowers the
+    program. Return ``None`` if this version of JAX has no such object.
     """
     return getattr(ctx.module_context, "keepalives", None)
 
@@ -190,11 +189,12 @@ def never_drop(primitive: Any) -> None:
 
 
 def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
-    """Make ``jax.checkpoint`` keep an operation's results under every policy: it is
-    never repeated.
+    """Make ``jax.checkpoint`` keep an operation's results under every policy, so that
+    the operation is never repeated.
 
-    ``known_by_first``: when JAX separates values from derivatives computed later, the
-    result is known if the first of two operands is, and is that operand.
+    ``known_by_first`` is for an operation of two operands whose result equals the first
+    one. When JAX separates known values from derivatives that it computes later, the
+    result is known if the first operand is known.
     """
 
     def equation(_: Any, later: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
@@ -223,8 +223,8 @@ def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
 
 
 def effects_barrier(told: Collection[str] = ()) -> None:
-    """Call ``jax.effects_barrier``, and drop failures. Each is logged once as a
-    warning, except texts in ``told``.
+    """Call ``jax.effects_barrier``, and drop its errors. Each error is logged once as a
+    warning, unless its text is in ``told``.
     """
     failed = []
     for token in (
@@ -237,14 +237,15 @@ def effects_barrier(told: Collection[str] = ()) -> None:
             failed.append(str(error))
     _runtime_tokens.clear()
     for text in dict.fromkeys(failed):
-        # without the class of the error, which may be that of a later computation
+        # the class is left out: a later computation may have raised the error
         said = text.partition(": ")[2] or text
         if not any(said in it for it in told):
             logger.warning("a round had failed: %s", text)
 
 
 def varying(x: Any) -> tuple[str, ...]:
-    """Return the axes of a manual mesh along which a value differs, if JAX knows."""
+    """Return the axes of a manual mesh along which a value may differ, if JAX knows
+    them."""
     described = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
     aval = x if described else jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
@@ -253,7 +254,7 @@ def varying(x: Any) -> tuple[str, ...]:
 
 
 def axes_of_vmap(closed: Any) -> list[str]:
-    """Return the named axes around a traced function that it uses, and that are not those of a manual mesh."""
+    """Return the named axes that a traced function uses, except the axes of a manual mesh."""
     used = {it.name for it in closed.effects if isinstance(it, _NamedAxisEffect)}
     return sorted(
         map(str, used.difference(jax.sharding.get_abstract_mesh().manual_axes))
@@ -261,8 +262,9 @@ def axes_of_vmap(closed: Any) -> list[str]:
 
 
 def coarsest_eps(function: Any, *operands: Any) -> float:
-    """Return the largest eps of all floating-point numbers that a function of pytrees
-    and its callees compute; 0 without any. This traces the function.
+    """Return the largest machine epsilon of all floating-point numbers that a function
+    of pytrees computes, or 0 if it computes none. This traces the function and the
+    functions that it calls.
 
     Example:
         >>> import jax.numpy as jnp
@@ -287,8 +289,8 @@ def coarsest_eps(function: Any, *operands: Any) -> float:
 
 
 def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
-    """Return the type of an array of this shape, and of the dtype of another one or the one
-    given, that differs along the same axes as the other one."""
+    """Return the type of an array with this shape that differs along the same axes as
+    ``x``. Its dtype is ``dtype``, by default the dtype of ``x``."""
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     if varying(aval):
         return aval.update(shape=shape, dtype=dtype, weak_type=False)
@@ -296,7 +298,7 @@ def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return a value that is equal on all devices as one that may differ along axes."""
+    """Mark a value that is equal on all devices as one that may differ along axes."""
     return _pcast(x, axes, to="varying") if axes else x
 
 
@@ -308,9 +310,9 @@ def devices(context: Any) -> int:
 
 
 def lower_in_order(context: Any, effect: Any, lower: Any, operands: Any) -> Any:
-    """Lower an operation that takes an effect's value first and returns the next one
-    first: ``lower`` is called with a context and operands that have the value in front.
-    Return its results without the value."""
+    """Lower an operation whose first operand and first result are the value of an
+    effect. This calls ``lower`` with a context and operands that begin with the value,
+    and returns the results without it."""
     inner = context.replace(
         avals_in=[_TOKEN, *context.avals_in], avals_out=[_TOKEN, *context.avals_out]
     )

@@ -1,10 +1,9 @@
-"""This process since ``import jaxcoded``: how it began, and how it ends without a
-group.
+"""How this process began, and how it ends if it never had a group with other ranks.
 
-Ranks that survive failures of others cannot survive the failure of a rank before it has
-a group with them. They would wait for it to make the group, and it would wait for them
-in `MPI_Finalize`. So it ends without `MPI_Finalize`, and its parent,
-`jaxcoded.tools.launch.rank`, ends the job.
+Ranks that have a group survive each other's failures. They cannot survive if a rank
+fails before it has a group with them. They would wait for that rank to make the group,
+and the failed rank would wait for them in `MPI_Finalize`. So the failed rank ends
+without `MPI_Finalize`, and its parent, `jaxcoded.tools.launch.rank`, ends the job.
 """
 
 import atexit
@@ -16,8 +15,8 @@ try:
     began_in: str | None = os.getcwd()
 except OSError:  # it was removed
     began_in = None
-# The command that starts another process of the job. In a process started to join a
-# group: the command of the group's ranks.
+# The command that starts another process of the job. A process that was started to join
+# a group has the command of the group's ranks here.
 command = [sys.executable, *sys.orig_argv[1:]]
 _in_group = False
 

@@ -22,8 +22,10 @@ def parsed(
     what: str, text: str, names: Collection[str], besides: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """Return the name in a text, one of ``names``, and its keyword arguments, which are
-    Python literals; a ValueError if it has another name or form. ``what`` the text
-    describes, and other names that the caller accepts (``besides``), are for messages.
+    Python literals. Raise a ValueError if the text has another name or form.
+
+    The message of the error uses ``what``, which says what the text describes, and
+    ``besides``, the other names that the caller accepts.
     """
     check_text(what, text)
     others = ", ".join(map(repr, besides)) + " or " if besides else ""
@@ -82,14 +84,14 @@ def check_arguments(
 
 
 def _meant(name: str, names: Collection[str]) -> str:
-    """Return a question for similar names; empty if there are none."""
+    """Return a question that suggests similar names, or an empty text without any."""
     begun = [each for each in names if len(name) > 2 and each.startswith(name)]
     close = begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
     return f": did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def check_text(what: str, text: Any) -> None:
-    """Raise a ValueError unless this is a text of at most `LONGEST` characters."""
+    """Raise a ValueError unless the value is a text of at most `LONGEST` characters."""
     if not isinstance(text, str):
         raise ValueError(f"{what} must be a text, got {shown(text)}")  # noqa: TRY004
     if len(text) > LONGEST:
@@ -100,8 +102,8 @@ def check_text(what: str, text: Any) -> None:
 
 
 def document(text: str | bytes) -> Any:
-    """Return the value of a text of JSON; a ValueError if it is none, names a field twice, has numbers that JSON does
-    not have (NaN, Infinity), or is nested too deeply."""
+    """Return the value of a JSON text. Raise a ValueError if the text is not JSON, names a field twice, is nested too
+    deeply, or contains NaN or Infinity, which JSON does not have."""
     if not isinstance(text, str | bytes):
         raise ValueError(f"no text, but {shown(text)}")  # noqa: TRY004
     try:
@@ -124,7 +126,7 @@ def _no_number(text: str) -> Any:
 
 
 def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
-    """Return ``value``, a JSON value; a ValueError if it has another type."""
+    """Return ``value``, a JSON value. Raise a ValueError if it has another type."""
     if not isinstance(value, kind):
         wanted = kind.__name__ if isinstance(kind, type) else kind
         raise ValueError(f"{what} must be of type {wanted}, got {shown(value)}")  # noqa: TRY004
@@ -134,8 +136,8 @@ def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
 def fields(
     what: str, value: Any, kinds: Mapping[str, type | UnionType]
 ) -> dict[str, Any]:
-    """Return ``value``, a JSON object with exactly these fields and types; a ValueError
-    if it differs.
+    """Return ``value``, a JSON object. Raise a ValueError unless it has exactly these
+    fields and types.
 
     Example:
         >>> from jaxcoded import _parse
@@ -153,7 +155,8 @@ def fields(
 
 
 def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
-    """Return a JSON list; a ValueError unless it has exactly these items and types."""
+    """Return a JSON list. Raise a ValueError unless it has as many items as ``kinds``,
+    of these types."""
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(f"{what} is a list of {', '.join(kinds)}, got {shown(value)}")
     fields(what, dict(zip(kinds, value)), kinds)
@@ -161,14 +164,17 @@ def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[
 
 
 def count(what: str, text: str) -> float:
-    """Return the number in a text such as ``"25M"`` or ``"7B"``; else a ValueError."""
+    """Return the number in a text such as ``"25M"`` or ``"7B"``. Raise a ValueError if
+    the text has another form."""
     units = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     return _quantity(what, text, "a count such as 25M, 7B or 1e6", units, least=1.0)
 
 
 def number_of_bytes(what: str, text: str) -> float:
-    """Return the bytes in a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"``: units
-    with an ``i`` are powers of 1024, others of 1000. A ValueError if it has none.
+    """Return the number of bytes in a text such as ``"4e6"``, ``"4MB"`` or ``"4 MiB"``.
+
+    Units with an ``i`` are powers of 1024, other units are powers of 1000. Raise a
+    ValueError if the text has another form.
     """
     units = {"": 1.0, "B": 1.0}
     for power, letter in enumerate("kMGT", start=1):
@@ -181,7 +187,8 @@ def number_of_bytes(what: str, text: str) -> float:
 
 
 def number_of_seconds(what: str, text: str) -> float:
-    """Return the seconds in a text such as ``"500ms"``; a ValueError if it has none."""
+    """Return the number of seconds in a text such as ``"500ms"``. Raise a ValueError if
+    the text has another form."""
     units = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
     wanted = "a number of seconds such as 1.2, 1.2s or 500ms"
     return _quantity(what, text, wanted, units)
@@ -190,12 +197,12 @@ def number_of_seconds(what: str, text: str) -> float:
 def _quantity(
     what: str, text: Any, wanted: str, units: Mapping[str, float], least: float = 0.0
 ) -> float:
-    """Return a number > 0 with its unit as one number."""
+    """Return the product of the number in a text, which must be > 0, and its unit."""
     number = math.nan
     if isinstance(text, str) and len(text) <= LONGEST:
         digits, unit = re.fullmatch(
             r"([0-9.]*(?:e[+-]?[0-9]+)?)(.*)", text.strip(), re.DOTALL
-        ).groups()  # type: ignore[union-attr]  # matches any text
+        ).groups()  # type: ignore[union-attr]  # the pattern matches any text
         with contextlib.suppress(ValueError, KeyError):
             number = float(digits) * units[unit.lstrip()]
     if not (0 < number < math.inf and number >= least):

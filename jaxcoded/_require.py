@@ -14,7 +14,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 def shown(value: Any) -> str:
-    """Return the text of any value for a message, shortened if it is long.
+    """Return a value as text for a message, shortened if it is long.
 
     Example:
         >>> from jaxcoded import _require
@@ -25,7 +25,7 @@ def shown(value: Any) -> str:
 
 
 def kind(value: Any) -> str:
-    """Return the kind of a value, with its article.
+    """Return what a value is, as a noun with an article.
 
     Example:
         >>> import numpy as np
@@ -34,7 +34,7 @@ def kind(value: Any) -> str:
         ('an int', 'a numpy array of shape (2, 3) and dtype float64')
     """
     for library, name in (("numpy", "ndarray"), ("jax", "Array")):
-        # without an import of the library no such value exists
+        # such a value exists only if its library has been imported
         array: Any = getattr(sys.modules.get(library), name, ())
         if isinstance(value, array):
             return f"a {library} array of shape {value.shape} and dtype {value.dtype}"
@@ -43,13 +43,13 @@ def kind(value: Any) -> str:
 
 
 def function(name: str, value: Any) -> None:
-    """Raise a TypeError with the name unless ``value`` can be called."""
+    """Raise a TypeError that contains ``name`` unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {kind(value)}")
 
 
 def named(function: Any) -> str:
-    """Return the name of a function, with the line for a lambda.
+    """Return the name of a function. For a lambda, add its line in the source.
 
     Example:
         >>> import functools
@@ -67,14 +67,16 @@ def named(function: Any) -> str:
 
 
 def identity(function: Any) -> Any:
-    """Return what tells a function from all others that live, also from equal ones."""
-    if isinstance(function, types.MethodType):  # a new object each time
+    """Return a value that identifies a function among all existing functions, including
+    equal ones."""
+    if isinstance(function, types.MethodType):  # each access makes a new object
         return id(function.__self__), id(function.__func__)
     return id(function)
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """Return an integer in ``least … most``; else raise a ValueError with the name."""
+    """Return ``value``, an integer in ``least … most``. Otherwise raise a ValueError
+    that contains ``name``."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -90,14 +92,16 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Return ``value``; a TypeError with the name unless it is True or False."""
+    """Return ``value``. Raise a TypeError that contains ``name`` unless ``value`` is
+    True or False."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {shown(value)}")
     return value
 
 
 def is_number(value: Any) -> bool:
-    """Return whether this is a real number of Python or NumPy that fits into a float."""
+    """Return whether the value is a real number of Python or NumPy that fits into a
+    float."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
     try:
@@ -108,19 +112,21 @@ def is_number(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Return whether this is a finite number > 0 of Python or NumPy."""
+    """Return whether the value is a finite number > 0 of Python or NumPy."""
     return is_number(value) and 0 < value < math.inf
 
 
 def positive(name: str, value: Any) -> float:
-    """Return a finite number > 0 as a float; else raise a ValueError with the name."""
+    """Return a finite number > 0 as a float. Otherwise raise a ValueError that contains
+    ``name``."""
     if not is_positive(value):
         raise ValueError(f"{name} must be a number > 0, got {shown(value)}")
     return float(value)
 
 
 def not_negative(name: str, value: Any) -> float:
-    """Return a number ≥ 0 as a float; otherwise raise a ValueError with the name."""
+    """Return a number ≥ 0 as a float. Otherwise raise a ValueError that contains
+    ``name``."""
     if not (is_number(value) and value >= 0):
         raise ValueError(f"{name} must be a number >= 0, got {shown(value)}")
     return float(value)

@@ -1,6 +1,6 @@
-"""Errors between ranks.
+"""Errors of communication between ranks.
 
-Errors in one rank's arguments are ``ValueError`` and ``TypeError``.
+A wrong argument of one rank raises ``ValueError`` or ``TypeError`` instead.
 """
 
 import contextlib
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 class CodedError(RuntimeError):
     """The base class of the errors of a group.
 
-    It is raised directly when a group is made, and by a collective before its round
-    begins. An error during a round, inside or outside ``jit``, arrives as a
-    ``jax.errors.JaxRuntimeError`` whose text contains the name and the message;
-    `translated` converts it to one of these.
+    Errors that occur when a group is made, or before a collective's round begins, are
+    raised directly. An error during a round, inside or outside ``jit``, arrives as a
+    ``jax.errors.JaxRuntimeError``. Its text contains the name of a class in this module
+    and the message; `translated` converts it to that class.
     """
 
 
@@ -23,9 +23,9 @@ class GroupClosed(CodedError):
 
 
 class GroupMismatch(CodedError):
-    """Ranks called different things in the same round, or made a group with different
-    arguments. With the engine it is raised in that round, or in the next one if that
-    round is already decided.
+    """Ranks made different calls in the same round, or made a group with different
+    arguments. With the engine, different calls raise the error in that round, or in the
+    next one if that round is already decided.
     """
 
 
@@ -38,36 +38,39 @@ class DeadlineExceeded(CodedError):
 class InconsistentMessages(CodedError):
     """In a group with a ``check``: the messages of a parent's children are not coded
     sums of the same gradients, or have NaN or infinities. In any group with the engine:
-    `coded_value_and_grad` has not counted the examples of the batch.
+    the examples that `coded_value_and_grad` counted are not the examples of the batch.
     """
 
 
 class Desynchronized(CodedError):
-    """This rank is so late that no rank keeps the results that it lacks. Or a round
-    failed on it while the root did not answer, or because of too little memory, and
-    others may have its result.
+    """This rank lacks results that it cannot get.
+
+    Either it is so late that no rank keeps them any more. Or a round failed on this
+    rank because the root did not answer or memory was too small, and other ranks may
+    have the result of that round.
 
     Its calls fail until it continues from a snapshot, see `CodedGroup.resync`.
     """
 
 
 class TooManyErasures(CodedError):
-    """A call erased more ranks than the plan tolerates, or more are dead."""
+    """A call erased more ranks than the plan tolerates, or more ranks are dead than it
+    tolerates."""
 
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Raise errors of rounds in this block as one of the classes above.
+    """Convert errors of rounds in this ``with`` block to classes of this module.
 
-    JAX runs a compiled step while Python continues, and raises errors when its results
-    are used: wait for them in the block.
+    JAX runs a compiled step while Python continues, and raises the step's errors when
+    its results are used. So wait for the results inside the block.
 
     Raises:
-        CodedError: or a subclass, from the ``JaxRuntimeError`` that names it, or the
-            ``ValueError`` that JAX raises instead if a compiled call with a token fails
-            before it returns (`jax#34083
-            <https://github.com/jax-ml/jax/issues/34083>`_). Any other error passes as
-            it is.
+        CodedError: or a subclass, for a ``JaxRuntimeError`` that names the class. If a
+            compiled call with a token fails before it returns, JAX raises a
+            ``ValueError`` instead, which is converted, too (`jax#34083
+            <https://github.com/jax-ml/jax/issues/34083>`_). Any other error passes
+            unchanged.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded

@@ -15,11 +15,12 @@ def adaptive(
     """Return a code that sends several signals in turn, so that the traffic follows the
     actual number of stragglers.
 
-    Every child holds ``d = s + m`` partitions. If ``δ ≤ s`` children are missing, the
-    parent decodes from the first ``1/(d−δ)`` of a gradient that each of the others
-    sends; only at ``δ = s`` does it need their whole message of ``1/m``. No smaller
-    message suffices for that ``δ`` (`random_generator`). Adaptive gradient coding as in
-    Cao et al. 2020 (arXiv 2006.04845), by the construction in ``docs/theory.md``.
+    Every child holds ``d = s + m`` partitions. A whole message is ``1/m`` as long as a
+    gradient. If ``δ ≤ s`` children are missing, the parent decodes from the beginnings
+    of the other children's messages, each ``1/(d−δ)`` as long as a gradient. It needs
+    whole messages only for ``δ = s``. No shorter message suffices for this ``δ``
+    (`random_generator`). This is adaptive gradient coding as in Cao et al. 2020 (arXiv
+    2006.04845), with the construction in ``docs/theory.md``.
 
     Args:
         n: number of children.
@@ -32,8 +33,8 @@ def adaptive(
         ``L = lcm(m, …, s+m)``: parts are ``1/L`` as long as the gradient.
 
     Raises:
-        ValueError: ``s + m > n``, more than 512 messages in all (they would take
-            seconds to check), or no draw decodes in float64.
+        ValueError: ``s + m > n``, more than 512 messages in total (checking them would
+            take seconds), or no draw decodes in float64.
 
     Example:
         >>> from jaxcoded import codes
@@ -57,7 +58,7 @@ def adaptive(
 
     def draw(rng: np.random.Generator) -> np.ndarray:
         # rows are (part, child) here
-        # with all children there, part p has d of the slices
+        # if no child is missing, part p has d of the slices
         decoder = np.kron(np.eye(ends[0]), rng.standard_normal((d, n)))
         decoder = decoder.reshape(L, ends[0], n)
         checks = [

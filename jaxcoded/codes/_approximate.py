@@ -10,10 +10,10 @@ def approximate(
     ``n−s`` children and approximates the sum.
 
     If the children that answered are decodable, least squares still gives the exact
-    sum. In this use, fractional repetition is the code that Charles, Papailiopoulos and
-    Ellenberg 2017 (arXiv 1711.06771) decode optimally. With ``r`` of ``n`` answers at
-    random and every partition on ``d`` children, the squared residual is ``n · C(n−d,
-    r) / C(n, r)`` on average.
+    sum. Fractional repetition in this use is the code that Charles, Papailiopoulos and
+    Ellenberg 2017 (arXiv 1711.06771) decode optimally. If ``r`` random children of
+    ``n`` answer, and every partition is on ``d`` children, the squared residual is ``n
+    · C(n−d, r) / C(n, r)`` on average.
 
     Args:
         code: any code.
@@ -24,8 +24,8 @@ def approximate(
         A `GradientCode` with the ``B``, parts and sizes of ``code``.
 
     Raises:
-        ValueError: stragglers out of range, or one-step decoding of slices or of a
-            ``B`` that sums to 0 or less.
+        ValueError: ``stragglers`` is out of range, or ``decoding`` is ``"one_step"``
+            for a code with slices or with a ``B`` that sums to 0 or less.
 
     Example:
         Group 1 of 2 does not answer; its two partitions are lost.

@@ -15,9 +15,9 @@ def block_design(
     which every child holds ``k`` of ``n`` partitions and any two children share ``λ``.
     Approximate, for any ``s < n``.
 
-    Least squares gives any ``r`` children that answered the coefficient ``k/(k−λ+λr)``,
-    with the squared residual ``n − k²r/(k−λ+λr)``: Kadhe, Koyluoglu and Ramchandran
-    2019 (arXiv 1904.13373). Designs exist only for some ``n``:
+    If ``r`` children answered, least squares gives each of them the coefficient
+    ``k/(k−λ+λr)``. The squared residual is ``n − k²r/(k−λ+λr)``: Kadhe, Koyluoglu and
+    Ramchandran 2019 (arXiv 1904.13373). Designs exist only for some ``n``:
 
     - the points and hyperplanes of projective spaces over the prime fields, ``n =
       (p^(D+1)−1)/(p−1)`` and ``k = (p^D−1)/(p−1)`` with ``D ≥ 2``: 7, 13, 15, 31, 40,
@@ -28,15 +28,15 @@ def block_design(
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
-        load: ``k``, if several exist. Default: the smallest.
+        load: ``k``, if designs with several ``k`` exist. Default: the smallest ``k``.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
 
     Raises:
-        ValueError: no such design is known here (the message names the nearest ``n``),
-            or an argument is out of range.
+        ValueError: this function knows no such design (the message names the nearest
+            ``n``), or an argument is out of range.
 
     Example:
         >>> from jaxcoded import codes
@@ -64,7 +64,7 @@ def block_design(
 
 
 def _designs(n: int) -> dict[int, Callable[[], np.ndarray]]:
-    """Return functions that build the designs for ``n``, by their load."""
+    """Return functions that build the designs for ``n``, by the load of the design."""
     designs: dict[int, Callable[[], np.ndarray]] = {}
     if n >= 7 and n % 4 == 3 and _prime(n):
         designs[(n - 1) // 2] = functools.partial(_residues, n)

@@ -1,19 +1,20 @@
-"""Split codes into blocks without common partitions, and solve each block alone."""
+"""Split codes into blocks without common partitions, and solve each block
+separately."""
 
 import functools
 
 import numpy as np
 
-# A decoding counts as exact when no entry of A·B − I misses by more than this. Exact
-# float64 solves of the codes that we accept (amplification · eps ≤ 1e-3, mostly far
-# below) come out near amplification · 1e-16, and sets that cannot be decoded miss by
-# about 1/√k or more.
+# A decoding counts as exact if no entry of A·B − I is larger than this. For accepted
+# codes, amplification · eps is at most 1e-3, and mostly much smaller. Exact solutions
+# in float64 then have entries near amplification · 1e-16. For sets that cannot be
+# decoded, entries are about 1/√k or larger.
 _EXACT = 1e-6
-# Singular values below this fraction of the largest one are zero.
+# Singular values below this fraction of the largest one count as zero.
 _RANK = 1e-11
-# Numbers this close to integers are rounded to them, if that is exact.
+# Numbers this close to integers are rounded to integers, if the result is exact.
 _WHOLE = 1e-9
-# How often to try less damping.
+# How often the solver tries less damping.
 _HALVINGS = 40
 
 
@@ -22,11 +23,11 @@ class Block:
     ``m`` slices.
 
     Every exact solution of ``A·M = T`` is ``A = A0 + Y·N`` with the left null space
-    ``N``. So leaving out the set ``E`` only requires ``Y·N_E = −A0_E``, a system with
-    as many unknowns as the block has surplus rows.
+    ``N``. So leaving out the set ``E`` only requires ``Y·N_E = −A0_E``. The number of
+    unknowns of this system is the number of the block's surplus rows.
 
-    ``M``: float64 ``(r, c·m)``, the rows on the partitions that they hold; one of
-    several equal partitions may represent all.
+    ``M`` is float64 ``(r, c·m)``: the rows, restricted to the partitions that they
+    hold. One of several equal partitions may represent all of them.
     """
 
     def __init__(self, M: np.ndarray, m: int) -> None:
@@ -41,7 +42,7 @@ class Block:
         M = self.M
         left, values, right, rank = _decomposed(M)
         A0 = ((self.target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
-        # so that repetition codes decode by 0 and 1 exactly
+        # so that repetition codes decode with coefficients of exactly 0 and 1
         whole = np.rint(A0)
         near = np.abs(A0 - whole).max(initial=0) < _WHOLE
         if near and np.array_equal(whole @ M, self.target):
@@ -50,14 +51,14 @@ class Block:
 
     def solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return ``A`` ``(sets, m, r)`` for missing rows, bool ``(sets, r)``, and
-        whether each is exact, bool ``(sets,)``.
+        whether it is exact for each set, bool ``(sets,)``.
         """
         A0, N = self.solution
         counts = missing.sum(axis=1)
         if not counts.any():
             A = np.repeat(A0[None], len(missing), axis=0)
         else:
-            # only the columns of E, padded with zeros for smaller sets
+            # take only the columns of E, padded with zeros for smaller sets
             places = np.arange(counts.max()) < counts[:, None]
             columns = np.zeros(places.shape, np.intp)
             columns[places] = np.nonzero(missing)[1]
@@ -78,21 +79,22 @@ class Block:
         """Return an upper bound on the amplification of ``A`` ``(..., m, r)``
         (Cauchy-Schwarz).
 
-        For solutions of least norm this bound never grows with more rows, while the
-        amplification itself may.
+        For solutions of least norm this bound never grows when more rows are present.
+        The amplification itself may grow.
         """
         return self.weight * np.linalg.norm(A, axis=-1).max(axis=-1)
 
     def best(self, missing: np.ndarray, limit: float) -> np.ndarray:
-        """Return ``A`` ``(m, r)`` with the least residual for missing rows, bool
-        ``(r,)``, or with one near it if that amplifies by more than the limit.
+        """Return the ``A`` ``(m, r)`` with the least residual for missing rows, bool
+        ``(r,)``. If it amplifies by more than the limit, return an ``A`` with a similar
+        residual that does not.
         """
         (A,), (exact,) = self.solve(missing[None])
         if not exact:
             A = self._damped(missing, 0.0)
         if self.amplification(A) <= limit:
             return A
-        # this suffices: each ‖A[u]‖ is at most ‖T[u]‖ / 2δ
+        # this damping suffices: each ‖A[u]‖ is at most ‖T[u]‖ / 2δ
         damping = self.weight * np.linalg.norm(self.target, axis=1).max() / (2 * limit)
         A = self._damped(missing, damping)
         for _ in range(_HALVINGS):
@@ -104,7 +106,8 @@ class Block:
         return A
 
     def _damped(self, missing: np.ndarray, damping: float) -> np.ndarray:
-        """Return the ``A``, zero at missing rows, of least ``‖A·M − T‖² + δ²‖A‖²``."""
+        """Return the ``A``, zero at missing rows, that minimizes ``‖A·M − T‖² +
+        δ²‖A‖²``."""
         A = np.zeros((len(self.target), len(self.M)))
         equations, target = self.M[~missing].T, self.target.T
         if damping:
@@ -146,9 +149,9 @@ def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
 
 
 def _without_copies(M: np.ndarray) -> np.ndarray:
-    """Return ``M`` ``(r, c, m)`` with one partition for each class of equal ones, if
-    all classes have the same size: that changes neither the solutions nor the best of
-    them.
+    """Return ``M`` ``(r, c, m)`` with one partition for each class of equal partitions,
+    if all classes have the same size. This changes neither the solutions nor which
+    solution is the best.
     """
     first, which = alike(M.swapaxes(0, 1).reshape(M.shape[1], -1))
     counts = np.bincount(which)
@@ -187,9 +190,9 @@ def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:
-    """Return pseudo-inverses of matrices whose rows are parts of orthonormal ones.
-    Singular values are compared with 1, not with the largest one, which may be
-    rounding.
+    """Return pseudo-inverses of matrices whose rows are parts of orthonormal rows.
+    Singular values are compared with 1, and not with the largest one, which may be a
+    rounding error.
     """
     left, values, right = np.linalg.svd(N, full_matrices=False)
     inverse = np.where(values > _RANK, 1 / np.maximum(values, _RANK), 0.0)

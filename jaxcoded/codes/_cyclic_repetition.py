@@ -10,10 +10,10 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
     i+s`` (mod n), for any ``n`` and ``s < n``.
 
     It is decodable from any ``n−s`` children. The rows of ``B`` lie in the null space
-    of a random ``s × n`` matrix whose rows sum to 0, which therefore contains the
-    all-ones
-    vector: the cyclic repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
-    It is redrawn at most 64 times for a small amplification.
+    of a random ``s × n`` matrix. The rows of this matrix sum to 0, so its null space
+    contains the all-ones vector. This is the cyclic repetition scheme of Tandon et al.
+    2017 (arXiv 1612.03301). The matrix is redrawn at most 64 times, to get a small
+    amplification.
 
     Args:
         n: number of children.

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# Most sets of columns that are tried; all of them up to block length 20.
+# The most sets of columns that are tried. Up to block length 20 these are all sets.
 MAX_SUBSETS = 200_000
 _BATCH = 4096
-# Columns of the parity check matrix, which has orthonormal rows, count as dependent
-# below this.
+# The parity check matrix has orthonormal rows. Its columns count as dependent below this
+# singular value.
 _DEPENDENT = 1e-9
 
 
@@ -28,8 +28,9 @@ def minimum_distance(generator: np.ndarray) -> int:
         ``δ`` in ``1 … d−m+1``; any ``δ − 1`` columns may be missing.
 
     Raises:
-        ValueError: not a finite real ``(m, d)`` of rank ``m``, or more than 200,000
-            sets of columns to try (block lengths up to 20 have fewer).
+        ValueError: ``generator`` is not a finite real ``(m, d)`` of rank ``m``, or there
+            are more than 200,000 sets of columns to try (block lengths up to 20 have
+            fewer).
 
     Example:
         >>> import numpy as np
@@ -49,9 +50,9 @@ def minimum_distance(generator: np.ndarray) -> int:
 
 
 def parity_check(generator: np.ndarray) -> np.ndarray:
-    """Return a matrix ``(d−m, d)`` with orthonormal rows, orthogonal to a generator
-    whose columns are scaled to norm 1; a ValueError unless that is a finite real ``(m,
-    d)`` of rank ``m``."""
+    """Return a matrix ``(d−m, d)`` with orthonormal rows. It is orthogonal to the
+    generator with columns scaled to norm 1. Raise a ValueError unless the generator is a
+    finite real ``(m, d)`` of rank ``m``."""
     G = np.asarray(generator)
     if G.ndim != 2 or 0 in G.shape or G.dtype.kind not in "buif":
         raise ValueError(
@@ -71,8 +72,8 @@ def parity_check(generator: np.ndarray) -> np.ndarray:
 
 
 def independent(H: np.ndarray, e: int) -> bool:
-    """Return whether any ``e`` columns are linearly independent; a ValueError if the
-    first 200,000 sets are, but more exist.
+    """Return whether any ``e`` columns are linearly independent. Raise a ValueError if
+    the first 200,000 sets are independent, but more sets exist.
     """
     if e > len(H):
         return False
@@ -83,8 +84,8 @@ def independent(H: np.ndarray, e: int) -> bool:
 
 
 def submatrices(matrix: np.ndarray, e: int) -> Iterator[np.ndarray]:
-    """Yield all choices of ``e`` columns, in batches ``(sets, rows, e)``; a ValueError
-    after 200,000, if more exist.
+    """Yield all choices of ``e`` columns, in batches ``(sets, rows, e)``. Raise a
+    ValueError after 200,000 choices if more exist.
     """
     sets = itertools.combinations(range(matrix.shape[1]), e)
     tried = 0

@@ -5,7 +5,8 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 _DRAWS = 64
 _ROUNDS = 20  # rounds of switches of all edges before the first draw
-# Equal eigenvalues may differ by this much, differently on every machine.
+# Equal eigenvalues may differ by this much because of rounding, which differs between
+# machines.
 _TIE = 1e-9
 
 
@@ -18,26 +19,26 @@ def expander(
     decoding: str = "least_squares",
 ) -> GradientCode:
     """Return an expander code: child ``i`` holds the neighbours of vertex ``i`` in a
-    random ``d``-regular graph ``G``, and ``B = A(G)/d``. Approximate, for any ``s <
-    n``.
+    random ``d``-regular graph ``G``, and ``B = A(G)/d``. The code is approximate, for
+    any ``s < n``.
 
-    Whichever ``s`` children are missing, the residual is at most ``(λ/d) · √(n·s/(n−s))``
-    with ``λ`` the second largest absolute eigenvalue of ``G``, even if one-step decoding
-    gives all answers the coefficient ``n/(n−s)``: Raviv, Tandon, Dimakis and Tamo 2018
-    (arXiv 1707.03858). The graph with the smallest ``λ`` of 64 is kept. It is drawn by
-    switching pairs of edges of a circulant graph.
+    Let ``λ`` be the second largest absolute eigenvalue of ``G``. If any ``s`` children
+    are missing, the residual is at most ``(λ/d) · √(n·s/(n−s))``. This holds even if
+    one-step decoding gives all answers the coefficient ``n/(n−s)``: Raviv, Tandon,
+    Dimakis and Tamo 2018 (arXiv 1707.03858). The code draws 64 graphs by switching pairs
+    of edges of a circulant graph, and takes the graph with the smallest ``λ``.
 
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
         degree: ``d`` in ``1 … n−1``, the load of every child and the number of holders
             of every partition; ``n·d`` must be even.
-        seed: of the random draws; equal seeds give equal codes on all ranks.
+        seed: the seed of the random draws; equal seeds give equal codes on all ranks.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
-        A `GradientCode` with ``B`` of shape ``(n, n, 1)``, symmetric, its entries 0 and
-        ``1/d``.
+        A `GradientCode` with symmetric ``B`` of shape ``(n, n, 1)``. The entries of ``B``
+        are 0 and ``1/d``.
 
     Raises:
         ValueError: an argument out of range, or ``n·d`` is odd.
@@ -79,8 +80,8 @@ def _second_eigenvalue(adjacency: np.ndarray) -> float:
 
 
 def _circulant(n: int, degree: int) -> np.ndarray:
-    """Return int ``(n·degree/2, 2)``: the edges from every vertex to the next ones and,
-    for an odd degree, to the opposite one.
+    """Return int ``(n·degree/2, 2)``: the edges from every vertex to the next vertices
+    and, for an odd degree, to the opposite vertex.
     """
     vertices = np.arange(n)
     edges = [

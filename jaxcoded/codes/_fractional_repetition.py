@@ -8,17 +8,18 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
     """Return a fractional repetition code (FRC): ``n/(s+1)`` groups of ``s+1`` children
     that all send the same sum.
 
-    It is decodable from one answer of every group, so often from fewer than ``n−s``.
-    The coefficients are 0 and 1 and the amplification is 1: rounding does not grow.
-    This is the fractional repetition scheme of Tandon et al. 2017 (arXiv 1612.03301).
+    It is decodable from one answer of every group, so often from fewer than ``n−s``
+    answers. The coefficients are 0 and 1. The amplification is 1, so rounding errors do
+    not grow. This is the fractional repetition scheme of Tandon et al. 2017 (arXiv
+    1612.03301).
 
     Args:
         n: number of children.
         stragglers: ``s``, with ``s + 1`` dividing ``n``.
 
     Returns:
-        A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``; children ``g(s+1) …
-        g(s+1)+s`` form group ``g`` and hold the partitions of the same numbers.
+        A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``. Children ``g(s+1) …
+        g(s+1)+s`` form group ``g`` and hold the partitions with the same numbers.
 
     Raises:
         ValueError: ``s + 1`` does not divide ``n``, or ``s`` is not in ``0 … n−1``.

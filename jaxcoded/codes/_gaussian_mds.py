@@ -23,15 +23,16 @@ def gaussian_mds(
     is maximum distance separable with probability 1: any ``s`` of each group may be
     missing.
 
-    It is drawn at most 64 times, or less often with many sets of ``m`` columns, for a
-    small condition number of the worst set. These are the Gaussian codes of Kadhe,
-    Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see `linear`.
+    The generator is drawn at most 64 times, or less often if there are many sets of
+    ``m`` columns. The draw with the smallest condition number of the worst set is taken.
+    These are the Gaussian codes of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv
+    2005.07184), see `linear`.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.
         stragglers: ``s ≥ 0``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
-        seed: of the random draws; equal seeds give equal codes on all ranks.
+        seed: the seed of the random draws; equal seeds give equal codes on all ranks.
         max_condition: take the first draw in which no ``m`` columns have a larger
             condition number. Default: take the best of all draws.
 

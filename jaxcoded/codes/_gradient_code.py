@@ -1,4 +1,4 @@
-"""The one algebra behind every scheme: a tensor ``B`` and its decoder."""
+"""The algebra that all schemes have in common: a tensor ``B`` and its decoder."""
 
 import dataclasses
 import functools
@@ -13,10 +13,11 @@ import numpy as np
 from jaxcoded import _require
 from jaxcoded.codes import _blocks
 
-# Answered sets beyond this number are sampled instead of enumerated.
+# If there are more answered sets than this, they are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
-# Rounding must not decide whether a set as good as the worst one suffices.
+# A tolerance, so that rounding does not decide whether a set suffices that is as good as
+# the worst sufficient set.
 _ROUNDING = 1e-3
 
 
@@ -24,9 +25,9 @@ class Promise(NamedTuple):
     """Messages of ``n`` children that suffice, whichever children are late.
 
     Attributes:
-        late: this many children may be late.
-        parts: number of first parts needed of all others.
-        first: number of first parts needed of the late children.
+        late: the number of children that may be late.
+        parts: how many parts, from the first on, the parent needs from all others.
+        first: how many parts, from the first on, it needs from the late children.
     """
 
     late: int
@@ -43,8 +44,8 @@ class Decoding(NamedTuple):
             ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``. ``(m, n ·
             parts)`` if children send several messages.
         residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding if the set is decodable.
-            In the least-squares case it is the distance from the exact sum, in units of
-            one partition gradient.
+            With least squares it is the distance from the exact sum, in units of one
+            partition gradient.
     """
 
     coefficients: np.ndarray
@@ -64,9 +65,9 @@ class GradientCode:
     ``m = 1`` is Tandon et al. 2017 (arXiv 1612.03301); ``m > 1`` is Ye and
     Abbe 2018 (arXiv 1802.03475) and Kadhe et al. 2020 (arXiv 2005.07184).
 
-    With several *parts* a child sends several messages in turn, and the parent may
-    decode from some parts of a child: the rows of ``B`` are pairs (child, part). With
-    an *approximate* code the parent continues with any ``n−s`` children and
+    With several *parts* a child sends several messages one after the other. The parent
+    may decode from only some parts of a child: the rows of ``B`` are pairs (child,
+    part). With an *approximate* code the parent continues with any ``n−s`` children and
     approximates the sum.
 
     Args:
@@ -74,8 +75,8 @@ class GradientCode:
             ``i · parts + p`` is part ``p`` of child ``i``. Kept as a read-only float64
             copy.
         stragglers: the number ``s`` of arbitrary children that may be missing. For an
-            exact code it is checked, on all patterns or on 256 sampled ones. ``None``
-            computes the largest such number by enumeration.
+            exact code this number is checked, on all patterns or on 256 sampled
+            patterns. ``None`` computes the largest such number by enumeration.
         name: the code's name in ``Plan.describe()``.
         parts: ``P``, the number of messages of each child.
         sizes: ``k`` numbers, the relative sizes of the partitions. Default: all equal.
@@ -83,22 +84,22 @@ class GradientCode:
         decoding: ``"exact"``; ``"least_squares"``, the best approximation; or
             ``"one_step"``, the same coefficient for all received messages, so that the
             coefficients of the partitions are 1 on average.
-        promises: for a code with parts, sets that suffice in addition to all parts of
-            any ``n−s`` children. A triple ``(late, parts, first)`` means the first
-            ``parts`` parts of all children but any ``late``, and the first ``first``
-            parts of those. They are checked like ``stragglers``, and `amplification`
-            includes them.
+        promises: for a code with parts, other sets of messages that suffice, in addition
+            to all parts of any ``n−s`` children. A triple ``(late, parts, first)`` is
+            the set in which any ``late`` children have sent their first ``first`` parts,
+            and all others their first ``parts`` parts. Promises are checked like
+            ``stragglers``, and `amplification` includes them.
 
     Raises:
         ValueError: ``B`` has a wrong shape or entries that are not finite, or ``sizes``
             are not ``k`` numbers >= 0 with a sum above 0. Some pattern of
             ``stragglers`` missing children or of a promise cannot be decoded, or a
             promise is not ``0 ≤ late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``. With
-            ``stragglers=None`` the patterns are too many to try, or the code is not
+            ``stragglers=None`` there are too many patterns to try, or the code is not
             exact. Or ``"one_step"`` is given with slices or with a ``B`` that sums to 0
             or less.
 
-    Equality and hash are by value (everything but the name).
+    Equality and hash are by value (everything except the name).
 
     Example:
         A code of Tandon et al. for three children, any one of which may be missing.
@@ -211,7 +212,7 @@ class GradientCode:
 
     @functools.cached_property
     def shares(self) -> tuple[Fraction, ...]:
-        """The part of all examples that each child holds, by partition sizes."""
+        """The part of all examples that each child holds, from the partition sizes."""
         return tuple(
             sum((self.sizes[j] for j in np.flatnonzero(row)), Fraction(0))
             for row in self.support
@@ -226,20 +227,21 @@ class GradientCode:
                 bool ``(n, parts)``, the received parts.
 
         Raises:
-            ValueError: a wrong shape, or indices that are not distinct children.
-            TypeError: neither bools nor integers.
+            ValueError: ``answered`` has a wrong shape, or indices that are not distinct
+                children.
+            TypeError: ``answered`` has neither bools nor integers.
         """
         missing = ~self._answered(answered)
         return bool(self._solve(self._missing_classes(missing)[None])[1][0])
 
     def sufficient(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Return whether a parent continues with these children: they are decodable or,
-        in an approximate code, at least ``n−s`` of them have answered with all their
-        parts.
+        """Return whether a parent continues with these children. They must be decodable.
+        In an approximate code, it also suffices that at least ``n−s`` of them have
+        answered with all their parts.
 
         In an exact code with several parts, a set that the code does not promise to decode suffices only if its
-        amplification is certainly at most ``κ``. The test is the bound ``‖A‖ · ‖B‖``, which only falls when more
-        messages arrive.
+        amplification is certainly at most ``κ``. The test uses the bound ``‖A‖ · ‖B‖``, which never grows when
+        more messages arrive.
 
         Args:
             answered: as for `decodable`.
@@ -253,14 +255,14 @@ class GradientCode:
     def decode(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> Decoding:
         """Return the coefficients that rebuild the sum from these children.
 
-        Among equal rows of ``B`` (copies, as in fractional repetition) the first that
-        answered is used and the others get 0. If the set is `sufficient`, the result is
-        the solution of least norm; otherwise it is the least-squares one, with its
-        residual. One-step decoding has a separate rule.
+        Among equal rows of ``B`` (copies, as in fractional repetition), the parent uses
+        the first one that answered, and the others get 0. If the set is `sufficient`,
+        the result is the solution of least norm. Otherwise it is the least-squares
+        solution, with its residual. One-step decoding has a separate rule.
 
-        No coefficients of an exact code with several parts amplify by more than its
-        ``κ``. A sufficient set that would do so is decoded from the messages of a
-        promise alone. Least squares minimize ``‖A·B − I‖²`` plus a multiple of
+        The coefficients of an exact code with several parts never amplify by more than
+        its ``κ``. If a sufficient set would do so, it is decoded only from the messages
+        of a promise. Least squares then minimizes ``‖A·B − I‖²`` plus a multiple of
         ``‖A‖²``.
 
         Args:
@@ -276,11 +278,11 @@ class GradientCode:
 
     @functools.cached_property
     def amplification(self) -> float:
-        """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: how much rounding can
-        grow, 1 at best.
+        """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: the factor by which
+        rounding can grow, 1 at best.
 
         The maximum is over all answered sets with at most ``stragglers`` missing, and
-        those of the `promises`; or over 256 sampled ones if there are more.
+        the sets of the `promises`. If there are more than 256, it is over 256 samples.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
@@ -297,9 +299,9 @@ class GradientCode:
 
     @functools.cached_property
     def amplification_limit(self) -> float:
-        """The bound on the amplification of any sufficient set; infinite in approximate
-        codes and in codes without several parts. In the latter ``κ`` covers all sets
-        that a parent waits for, unless more than ``s`` children are dead or erased.
+        """The bound on the amplification of any sufficient set. It is infinite in
+        approximate codes and in codes with one part. With one part ``κ`` covers all sets
+        for which a parent waits, unless more than ``s`` children are dead or erased.
         """
         if self.parts == 1 or self.approximate:
             return math.inf
@@ -307,16 +309,17 @@ class GradientCode:
 
     @functools.cached_property
     def parity_checks(self) -> np.ndarray:
-        """``H``: float64 ``(rows − rank, n · parts)``. If all children computed with
-        the same gradients, their messages ``M`` (a row each) satisfy ``H·M = 0`` for
-        any gradients. ``H`` spans the left null space
-        of ``B``: the surplus of the code, with which any two decodings agree. Read-only.
+        """``H``: float64 ``(rows − rank, n · parts)``, read-only. Let ``M`` be the
+        children's messages, one in each row. If all children computed with the same
+        gradients, ``H·M = 0``, whatever the gradients are. ``H`` spans the left null
+        space of ``B``, which is the surplus of the code. If ``H·M = 0``, any two
+        decodings agree.
 
-        A row of ``H`` covers only children with common partitions, so that one of them
-        causes any error in it. Rows are orthonormal if a child's messages are measured
-        in the power of 2 that is nearest to the largest entry of their row of ``B``.
+        A row of ``H`` covers only children with common partitions, so an error in the
+        row comes from one of these children. Rows are orthonormal if the unit of each
+        message is the power of 2 nearest to the largest entry of its row of ``B``.
         Singular values below 1e-11 of the largest one count as 0, and entries below
-        1e-12 are rounded to it.
+        1e-12 are rounded to 0.
 
         Example:
             >>> from jaxcoded import codes
@@ -363,12 +366,13 @@ class GradientCode:
             getattr(self, field.name) for field in dataclasses.fields(self)
         )
 
-    # Decoding. Copies (equal rows) collapse to one; the reduced matrix M splits into
-    # blocks that are solved one by one.
+    # Decoding. One row represents its copies (equal rows). The reduced matrix M is split
+    # into blocks that are solved one by one.
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The class of each row of ``B``: one of several equal rows suffices."""
+        """The class of each row of ``B``. Equal rows have the same class, and one of them
+        suffices."""
         return tuple(self._copies[1].tolist())
 
     @functools.cached_property
@@ -393,7 +397,8 @@ class GradientCode:
 
     @functools.cached_property
     def _units(self) -> np.ndarray:
-        """The size of each message, a power of 2: scale must make no set singular."""
+        """The unit of each message, a power of 2. Without units, different scales of
+        messages could make a set look singular."""
         _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
         return np.ldexp(1.0, exponents - 1)
 
@@ -403,9 +408,9 @@ class GradientCode:
         return _blocks.blocks(self._rows.reshape(-1, self.k, self.m))
 
     def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For missing classes, bool ``(sets, classes)``, return ``A`` ``(sets, m,
-        classes)``, whether each is exact, bool ``(sets,)``, and the bound of its
-        amplification, float64 ``(sets,)``.
+        """Return three arrays for missing classes, bool ``(sets, classes)``: ``A``
+        ``(sets, m, classes)``, whether it is exact for each set, bool ``(sets,)``, and
+        a bound on its amplification, float64 ``(sets,)``.
         """
         A = np.zeros((len(missing), self.m, missing.shape[1]))
         exact = np.full(len(missing), self.support.any(axis=0).all())
@@ -421,8 +426,9 @@ class GradientCode:
         return A, exact, bounds
 
     def _exact(self, missing: np.ndarray) -> np.ndarray | None:
-        """For missing classes, bool ``(classes,)``, return an ``A`` ``(m, classes)``
-        that gives the exact sum within the code's amplification, if they suffice.
+        """Return an ``A`` ``(m, classes)`` that gives the exact sum within the code's
+        amplification for missing classes, bool ``(classes,)``. Return None if the other
+        classes do not suffice.
         """
         (A,), (exact,), (bound,) = self._solve(missing[None])
         if not exact:
@@ -435,8 +441,8 @@ class GradientCode:
         return A if (enough != missing).all() else self._solve(~enough[None])[0][0]
 
     def _promised(self, missing: np.ndarray) -> np.ndarray | None:
-        """Return the classes that a promise needs, bool ``(classes,)``, of the first
-        children that satisfy it, if none of them is missing.
+        """Return the classes that a promise needs, bool ``(classes,)``, for the first
+        children that satisfy the promise. None of these classes may be missing.
         """
         heard = ~missing[self._copies[1]].reshape(self.n, self.parts)
         came = np.logical_and.accumulate(heard, axis=1).sum(axis=1)
@@ -467,7 +473,7 @@ class GradientCode:
         return Decoding(coefficients, float(np.linalg.norm(error)))
 
     def _best(self, mask: np.ndarray) -> np.ndarray:
-        """Return the exact coefficients, or those with the least residual."""
+        """Return the exact coefficients, or the coefficients with the least residual."""
         missing = self._missing_classes(~mask)
         reduced = self._exact(missing)
         if reduced is None:
@@ -525,8 +531,8 @@ class GradientCode:
         return np.repeat(missing, self.parts, axis=-1)
 
     def _hardest(self) -> np.ndarray:
-        """The sets of missing messages that the code must tolerate, bool ``(sets,
-        rows)``: the hardest ones, sampled beyond 256.
+        """The hardest sets of missing messages that the code must tolerate, bool
+        ``(sets, rows)``. If there are more than 256, these are samples.
         """
         promises = sorted(set(self._all_promises))
         out, most = [], MAX_SETS
@@ -538,9 +544,9 @@ class GradientCode:
 
     def _hardest_patterns(self, late: int, most: int) -> np.ndarray:
         """Return patterns of at most ``late`` children, bool ``(sets, n)``, which
-        include the hardest ones.
+        include the hardest patterns.
 
-        Blocks decode one by one, so patterns in one block of each kind suffice.
+        Blocks are decoded one by one, so patterns in one block of each kind suffice.
         """
         if _count(self.n, late) <= most:
             return self._patterns(np.arange(self.n), late, most)
@@ -559,8 +565,9 @@ class GradientCode:
         )
 
     def _patterns(self, children: np.ndarray, late: int, most: int) -> np.ndarray:
-        """Return sets of at most ``late`` of these children, bool ``(sets, n)``;
-        ``most`` samples of exactly ``late`` if there are more.
+        """Return all sets of at most ``late`` of these children, bool ``(sets, n)``. If
+        there are more than ``most``, return ``most`` samples of exactly ``late``
+        children.
         """
         s = min(late, len(children))
         if _count(len(children), late) <= most:

@@ -18,13 +18,14 @@ def grouped(
 
     If ``a`` of the ``c`` children of a group answer, the squared residual is the sum of
     ``c · max(0, m − a)`` over the groups. These are the groups of Kadhe, Koyluoglu and
-    Ramchandran 2020 (arXiv 2005.07184), here with orthogonal real trigonometric vectors
-    as the code of each group, and used beyond ``s = c − m``.
+    Ramchandran 2020 (arXiv 2005.07184). Here, orthogonal real trigonometric vectors are
+    the code of each group, and ``s`` may be larger than ``c − m``.
 
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
-        load: the most partitions of a child; the groups are as equal as possible.
+        load: the largest number of partitions of a child. The sizes of groups are as
+            equal as possible.
         slices: ``m ≥ 1``, at most the size of the smallest group; messages are ``1/m``
             as long as the gradient.
         decoding: ``"least_squares"``; ``"exact"`` if ``s`` is small enough; or
@@ -60,13 +61,13 @@ def grouped(
 
 
 def trigonometric(children: int, slices: int) -> np.ndarray:
-    """Return ``(children, slices)`` with orthogonal columns; any ``slices`` rows are
-    independent.
+    """Return a matrix ``(children, slices)`` with orthogonal columns. Any ``slices``
+    rows are independent.
 
-    Row ``i`` is ``cos + sin`` of ``f · 2πi/children`` for ``slices`` frequencies in
-    steps of 1 around 0. A combination of them is ``exp(−i·x·(slices−1)/2)`` times a
-    polynomial of degree ``slices − 1`` in ``exp(i·x)``, so it vanishes at most at
-    ``slices − 1`` angles.
+    Row ``i`` is ``cos + sin`` of ``f · 2πi/children``, for ``slices`` frequencies ``f``
+    around 0, in steps of 1. A combination of the columns is ``exp(−i·x·(slices−1)/2)``
+    times a polynomial of degree ``slices − 1`` in ``exp(i·x)``. So it vanishes at
+    ``slices − 1`` angles at most.
     """
     angles = 2 * np.pi * np.arange(children) / children
     phases = np.outer(angles, np.arange(slices) - (slices - 1) / 2)

@@ -9,9 +9,10 @@ def hamming(n: int, r: int) -> GradientCode:
     """Return the binary Hamming code with ``r`` checks, its generator read as real
     numbers: ``[2^r − 1, 2^r − 1 − r, 3]``.
 
-    Any two children of each group may be missing, and many sets of up to ``r``. A long
-    code has short messages and a high load. It is one of the codes in the framework of
-    Kadhe, Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see `linear`.
+    Any two children of each group may be missing, and also many sets of up to ``r``
+    children. A long code has short messages and a high load. It is one of the codes in
+    the framework of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see
+    `linear`.
 
     Args:
         n: number of children and of partitions, a multiple of ``2^r − 1``.
@@ -19,7 +20,8 @@ def hamming(n: int, r: int) -> GradientCode:
 
     Returns:
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 2^r − 1 − r)``. In each group
-        the first ``m`` children send one slice each, and the others sums of slices.
+        the first ``m`` children send one slice each, and the others send sums of
+        slices.
 
     Raises:
         ValueError: ``2^r − 1`` does not divide ``n``, or ``r`` is out of range.

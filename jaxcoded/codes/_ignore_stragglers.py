@@ -9,7 +9,7 @@ def ignore_stragglers(n: int, stragglers: int) -> GradientCode:
     times ``n/(n−s)``.
 
     This is the inexact baseline of Tandon et al. 2017 (arXiv 1612.03301, section 5).
-    The loads are those of `uncoded`.
+    The loads are the same as in `uncoded`.
 
     Args:
         n: number of children.

@@ -12,14 +12,15 @@ def linear(
     """Return a code of groups of ``d`` children that send their sum encoded by any
     linear ``[d, m, δ]`` code.
 
-    The ``d`` children of a group hold the same ``d`` partitions. The sum of these is
-    cut into ``m`` slices, and child ``i`` sends their combination by column ``i`` of
-    the generator. So block length is load, dimension is communication saving, and
-    minimum distance is tolerance: the framework of Kadhe, Koyluoglu and Ramchandran
-    2020 (arXiv 2005.07184). It is decodable if the answered columns of every group have
-    rank ``m``; any ``d−δ+1`` of a group do.
+    The ``d`` children of a group hold the same ``d`` partitions. The sum of these
+    partitions is cut into ``m`` slices. Child ``i`` sends the combination of slices
+    with the coefficients in column ``i`` of the generator. So the block length is the
+    load, the dimension is the saving of communication, and the minimum distance
+    determines the tolerance. This is the framework of Kadhe, Koyluoglu and Ramchandran
+    2020 (arXiv 2005.07184). The code is decodable if the answered columns of every
+    group have rank ``m``. Any ``d−δ+1`` columns of a group have this rank.
 
-    A row of ones is fractional repetition.
+    A generator with a single row of ones is fractional repetition.
 
     Args:
         n: number of children and of partitions, a multiple of ``d``.
@@ -27,14 +28,14 @@ def linear(
         stragglers: ``s`` below ``δ``. Default: ``δ − 1`` of `minimum_distance`.
 
     Returns:
-        A `GradientCode` with ``B`` of shape ``(n, n, m)``; children ``gd … gd+d−1``
-        form group ``g`` and hold the partitions of the same numbers.
+        A `GradientCode` with ``B`` of shape ``(n, n, m)``. Children ``gd … gd+d−1``
+        form group ``g`` and hold the partitions with the same numbers.
 
     Raises:
         ValueError: the generator is not a finite real matrix of rank ``m``, or ``d``
-            does not divide ``n``. Or some ``stragglers`` columns are needed, more than
-            200,000 sets of columns would have to be tried, or float64 cannot decode the
-            code (amplification · eps > 1e-3).
+            does not divide ``n``. Or the code cannot be decoded without some set of
+            ``stragglers`` columns, or there are more than 200,000 sets of columns to
+            try. Or float64 cannot decode the code (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes

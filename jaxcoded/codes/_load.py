@@ -2,7 +2,7 @@ import math
 
 from jaxcoded import _require
 
-# Most numbers in a code: 1 GiB of float64.
+# The largest number of values in a code: 1 GiB of float64.
 MOST_NUMBERS = 1 << 27
 
 
@@ -18,8 +18,8 @@ def check_size(*shape: int) -> None:
 def checked(
     n: int, stragglers: int, slices: int, load: int | None
 ) -> tuple[int, int, int, int]:
-    """Return ``n``, ``s``, ``m`` and the load ``d``, by default the least possible,
-    ``s+m``. A ValueError if one is out of range, or ``d < s+m``, which is impossible.
+    """Return ``n``, ``s``, ``m`` and the load ``d``. The default of ``d`` is ``s+m``, the
+    least possible load. Raise a ValueError if one is out of range, or ``d < s+m``.
     """
     n = _require.integer("n", n, 1)
     s = _require.integer("stragglers", stragglers, 0)

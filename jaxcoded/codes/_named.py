@@ -20,7 +20,7 @@ EXACT = (
     "progressive",
     "adaptive",
 )
-# For any slices all children but one may be missing.
+# In these codes all children except one may be missing, for any number of slices.
 APPROXIMATE = (
     "ignore_stragglers",
     "bernoulli",
@@ -95,5 +95,6 @@ def needed(text: str, stragglers: int, slices: int) -> int:
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a code's name and arguments from its text; a ValueError if it has none."""
+    """Return a code's name and arguments from its text. Raise a ValueError if the text
+    has no name."""
     return _parse.parsed("code", text, NAMES, besides=("auto",))

@@ -15,17 +15,18 @@ def partial_stragglers(
     """Return a code with two messages per child: first the sum of partitions that no
     other child holds, then a coded one. It is for stragglers that are slow, not dead.
 
-    The parent needs the first message of all ``n`` children and the second one of any
-    ``n−s``. Child ``i`` is the only holder of partition ``i`` of ``n`` naive ones, and
-    holds ``s+1`` of ``n`` coded ones. A naive one is ``n1 = (s+1)/(α−1)`` times as
-    large as a coded one: when the others have finished both parts, a child that is
-    ``α`` times slower has just finished the first. The load is ``α(s+1)/(n(s+α))`` of
-    the examples, ``α/(s+α)`` of that of a full code. Tandon et al. 2017 (arXiv
-    1612.03301, section 4).
+    The parent needs the first message of all ``n`` children and the second message of
+    any ``n−s`` children. There are ``n`` naive and ``n`` coded partitions. Only child
+    ``i`` holds naive partition ``i``. It also holds ``s+1`` coded partitions. A naive
+    partition is ``n1 = (s+1)/(α−1)`` times as large as a coded partition. So when the
+    other children have finished both parts, a child that is ``α`` times slower has just
+    finished its first part. The load is ``α(s+1)/(n(s+α))`` of the examples, which is
+    ``α/(s+α)`` of the load of a full code. Tandon et al. 2017 (arXiv 1612.03301,
+    section 4).
 
     Args:
         n: number of children.
-        late: ``s`` in ``0 … n−1``, the children whose second message may be missing.
+        late: ``s`` in ``0 … n−1``, how many children's second messages may be missing.
             No child may be missing completely.
         slowdown: ``α > 1``, the largest slowdown of a straggler.
         seed: the seed of the random draws of the coded part (`cyclic_repetition`;
@@ -37,7 +38,8 @@ def partial_stragglers(
         parts.
 
     Raises:
-        ValueError: ``α ≤ 1``, ``s`` is out of range, or as `cyclic_repetition`.
+        ValueError: ``α ≤ 1``, ``s`` is out of range, or for the reasons in
+            `cyclic_repetition`.
 
     Example:
         >>> from jaxcoded import codes

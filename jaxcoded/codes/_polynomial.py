@@ -14,20 +14,20 @@ def polynomial(
     child ``i`` holds partitions ``i, i+1, …, i+d−1`` (mod n), for any ``n`` and ``d ≥
     s+m``.
 
-    Partition ``j`` has the polynomial ``p`` with roots at the points of the ``n−d``
-    children that do not hold it, and ``p^(u) = x·p^(u−1) − c·p``, such that the top
-    ``m`` coefficients of ``p^(1) … p^(m)`` are an identity. ``B[i, j, u]`` is the value
-    of ``p^(u)`` at point ``i``. The points are the paper's: ±(1 + i/2), and 0 for odd
-    ``n``, here with alternating signs.
+    For partition ``j``, the polynomial ``p`` has its roots at the points of the ``n−d``
+    children that do not hold the partition. The numbers ``c`` in ``p^(u) = x·p^(u−1) −
+    c·p`` make the top ``m`` coefficients of ``p^(1) … p^(m)`` an identity. ``B[i, j, u]``
+    is the value of ``p^(u)`` at point ``i``. The points are those of the paper, ±(1 +
+    i/2), and 0 for odd ``n``, here with alternating signs.
 
-    Any ``d−m`` children may be missing, but a plan relies on ``s`` only: with ``d >
-    s+m`` the ``n−s`` answers have a surplus, which lowers the amplification. The
-    construction needs no randomness and no search, but is **unstable**: the paper
-    decodes by inverting a Vandermonde matrix, which loses all digits beyond n ≈ 20. The
-    least-norm decoder of `GradientCode` is better for small ``s`` and ``m``. Yet the
-    amplification still grows by powers of ``n`` and exponentially with ``s+m``, so use
-    `random_generator` for all but small codes. A warning appears if the amplification
-    is more than ten times that of random codes.
+    Any ``d−m`` children may be missing, but a plan relies only on ``s``. With ``d > s+m``
+    the ``n−s`` answers have a surplus, which lowers the amplification. The construction
+    needs no randomness and no search, but is **unstable**. The paper decodes by inverting
+    a Vandermonde matrix, which loses all digits beyond n ≈ 20. The least-norm decoder of
+    `GradientCode` is better for small ``s`` and ``m``. But the amplification still grows
+    by powers of ``n`` and exponentially with ``s+m``. So use `random_generator` except
+    for small codes. A warning appears if the amplification is more than ten times as
+    large as that of random codes.
 
     Args:
         n: number of children and of partitions.
@@ -39,9 +39,9 @@ def polynomial(
         A `GradientCode` with ``B`` of shape ``(n, n, m)`` and loads ``d``.
 
     Raises:
-        ValueError: an argument out of range; or float64 cannot decode the code: from
-            some ``n−s`` children not at all or with amplification · eps > 1e-3. The
-            sets without ``s`` neighbouring points, the hardest, are always tried.
+        ValueError: an argument is out of range; or float64 cannot decode the code from
+            some ``n−s`` children, or only with amplification · eps > 1e-3. The hardest
+            sets, which lack ``s`` neighbouring points, are always tried.
 
     Example:
         >>> from jaxcoded import codes
@@ -53,7 +53,7 @@ def polynomial(
     points = (1 + np.arange(n) // 2 / 2) * (-1.0) ** np.arange(n)
     if n % 2:
         points = np.concatenate([[0.0], points[:-1]])
-    # partition j misses the children after it; those before it hold it
+    # the children after partition j do not hold it; the children before it hold it
     roots = points[(np.arange(1, n - d + 1) + np.arange(n)[:, None]) % n]
     B = np.empty((n, n, m))
     with np.errstate(over="ignore", invalid="ignore"):  # raises an error below

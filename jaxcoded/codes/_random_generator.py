@@ -17,14 +17,16 @@ def random_generator(
 ) -> GradientCode:
     """Return a random code on any support: unequal loads and any number of slices.
 
-    Draw a random ``W`` of shape ``(s+m, n)``: its first ``s`` rows are the parity
-    checks of ``B``, its last ``m`` the decoder if all children answer. For every
-    partition ``j`` they fix ``W · B[:, j, :] = [0; I]``, a system on the holders of
-    ``j`` alone. Any ``s`` columns of the checks are invertible with probability 1, so
-    any ``n−s`` children suffice. These are the random codes of Ye and Abbe 2018 (arXiv
-    1802.03475) written by their dual (``s+m`` unknowns instead of ``n−s``), on any
-    support as in the heterogeneity-aware codes of Wang et al. 2019. It is redrawn at
-    most 64 times for a small amplification.
+    Draw a random ``W`` of shape ``(s+m, n)``. Its first ``s`` rows are the parity checks
+    of ``B``. Its last ``m`` rows are the decoder if all children answer. For every
+    partition ``j`` they require ``W · B[:, j, :] = [0; I]``, a system with unknowns only
+    for the holders of ``j``. Any ``s`` columns of the checks are invertible with
+    probability 1, so any ``n−s`` children suffice.
+
+    These are the random codes of Ye and Abbe 2018 (arXiv 1802.03475) in terms of their
+    dual (``s+m`` unknowns instead of ``n−s``). They work on any support, like the
+    heterogeneity-aware codes of Wang et al. 2019. ``W`` is redrawn at most 64 times, to
+    get a small amplification.
 
     Args:
         n: number of children.
@@ -32,12 +34,12 @@ def random_generator(
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
         load: ``d`` in ``s+m … n``, the same for all children. Default: ``s+m``, the
             least possible.
-        support: bool ``(n, k)``, child ``i`` holds partition ``j``; every partition
-            needs at least ``s + m`` holders. Default: ``k = n`` partitions dealt
-            round-robin, ``load`` to each child.
-        loads: instead, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
+        support: bool ``(n, k)``, whether child ``i`` holds partition ``j``; every
+            partition needs at least ``s + m`` holders. Default: ``k = n`` partitions
+            dealt round-robin, ``load`` to each child.
+        loads: instead of ``support``, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
             ``ℓ_i ≤ k``, dealt round-robin over the ``k`` partitions.
-        seed: of the random draws; equal seeds give equal codes on all ranks.
+        seed: the seed of the random draws; equal seeds give equal codes on all ranks.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, k, m)``.

@@ -7,19 +7,19 @@ import numpy as np
 from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
-# The number of draws, however long they take, until one can be decoded. Which draws can
-# be depends on a processor's rounding.
+# The number of draws, however long they take, while no draw can be decoded. Which draws
+# can be decoded depends on a processor's rounding.
 _DRAWS_FOR_ONE = 8
 _WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
-# With more rounding than this share of the result a sum no longer counts as exact.
+# If rounding is more than this share of the result, a sum does not count as exact.
 MAX_ROUNDING = 1e-3
 
 
 def usual_amplification(n: int, stragglers: int, slices: int) -> float:
-    """Return a bound that the best of 64 draws hardly exceeds: ``n · m · √((s+1) · C(n, s))``.
+    """Return a bound that the best of 64 draws rarely exceeds: ``n · m · √((s+1) · C(n, s))``.
 
-    An empirical fit to cyclic repetition and random generators with n = 2 … 64; see
-    ``docs/codes.md``.
+    The bound is an empirical fit to cyclic repetition and random generators with n = 2 …
+    64; see ``docs/codes.md``.
     """
     choices = (stragglers + 1) * math.comb(n, stragglers)
     return n * slices * math.sqrt(choices)
@@ -28,8 +28,9 @@ def usual_amplification(n: int, stragglers: int, slices: int) -> float:
 def draws(n: int, stragglers: int, parts: int = 1) -> int:
     """Return how often to draw: 64 times, or as often as possible in about a second.
 
-    Each draw needs a singular value decomposition of ``B`` and, for every straggler
-    pattern, one of a matrix with as many columns, and ``s`` rows for each part.
+    Each draw needs a singular value decomposition of ``B``. For every straggler pattern
+    it also needs the decomposition of a matrix with the same number of columns, and
+    ``s`` rows for each part.
     """
     patterns = min(MAX_SETS, sum(math.comb(n, e) for e in range(stragglers + 1)))
     rows = n * parts
@@ -50,9 +51,10 @@ def accepted(
     remedy: str,
     patterns: Iterable[np.ndarray] = (),
 ) -> GradientCode:
-    """Return the code with this ``B``; a ValueError if float64 cannot decode it from
-    some set of ``n−s`` children, or amplification · eps(float64) > 1e-3. ``patterns``:
-    sets of missing children to try in addition to those of `GradientCode`."""
+    """Return the code with this ``B``. Raise a ValueError if float64 cannot decode it
+    from some set of ``n−s`` children, or amplification · eps(float64) > 1e-3.
+    ``patterns`` has sets of missing children to try in addition to the sets that
+    `GradientCode` tries."""
     start = (
         f"{name} with n = {B.shape[0]}, stragglers = {stragglers}, slices = "
         f"{B.shape[2]} cannot be decoded in float64: "
@@ -88,9 +90,9 @@ def least_amplified(
     parts: int = 1,
     promises: tuple[tuple[int, int, int], ...] = (),
 ) -> GradientCode:
-    """Return the code with the smallest amplification of some draws of ``B``, at most
-    64; a ValueError if float64 can decode none with amplification · eps(float64) ≤
-    1e-3. A warning appears if it is far above the usual one.
+    """Return the code with the smallest amplification of at most 64 draws of ``B``.
+    Raise a ValueError if float64 can decode no draw with amplification · eps(float64) ≤
+    1e-3. A warning appears if the amplification is much larger than usual.
     """
     rng = np.random.default_rng([seed, n, stragglers, slices])
     usual = usual_amplification(n, stragglers, slices)
@@ -106,7 +108,7 @@ def least_amplified(
         if best is None or code.amplification < best.amplification:
             best = code
         if best.amplification <= 1 + 1e-9:
-            break  # no better one exists
+            break  # no better draw exists
     if best is None or too_large(best.amplification):
         reached = (
             "no draw could be decoded"

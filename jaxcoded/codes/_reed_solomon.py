@@ -10,11 +10,11 @@ def reed_solomon(n: int, stragglers: int, slices: int = 1) -> GradientCode:
 
     Any ``s`` children of each group may be missing. It is a Reed–Solomon code, which is
     maximum distance separable, in the framework of Kadhe, Koyluoglu and Ramchandran
-    2020 (arXiv 2005.07184), see `linear`. Over the reals the growth of rounding depends
-    on the nodes: here they are equally spaced on the unit circle, and the polynomials
-    are real trigonometric ones. The code needs no draws, and has a smaller
-    amplification than `gaussian_mds` for nearly all ``s`` and ``m``; with nodes on a
-    line, even at Chebyshev points, it is larger by powers.
+    2020 (arXiv 2005.07184), see `linear`. Over the reals, the growth of rounding
+    depends on the nodes. Here the nodes are equally spaced on the unit circle, and the
+    polynomials are real and trigonometric. The code needs no draws, and has a smaller
+    amplification than `gaussian_mds` for nearly all ``s`` and ``m``. With nodes on a
+    line, even at Chebyshev points, the amplification would be larger by powers.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.
@@ -25,8 +25,9 @@ def reed_solomon(n: int, stragglers: int, slices: int = 1) -> GradientCode:
         A `GradientCode` with ``B`` of shape ``(n, n, m)``.
 
     Raises:
-        ValueError: ``s+m`` does not divide ``n``, an argument out of range, more than
-            200,000 sets of ``s`` of a group, or float64 cannot decode the code.
+        ValueError: ``s+m`` does not divide ``n``, an argument is out of range, a group
+            has more than 200,000 sets of ``s`` children, or float64 cannot decode the
+            code.
 
     Example:
         >>> from jaxcoded import codes

@@ -21,7 +21,7 @@ def single_parity_check(n: int, slices: int) -> GradientCode:
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, m)`` and ``stragglers = 1``.
 
     Raises:
-        ValueError: ``m+1`` does not divide ``n``, or an argument out of range.
+        ValueError: ``m+1`` does not divide ``n``, or an argument is out of range.
 
     Example:
         >>> from jaxcoded import codes

@@ -18,9 +18,9 @@ def bernoulli(
     This is the Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017
     (arXiv 1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the
     squared residual is ``(n − load) · n/(r · load)`` on average. Here every partition
-    has a holder and every child a partition: an empty one gets an entry after the draw,
-    in the row or column with the fewest. So the average load is a little above ``load``
-    if that is as small as ``log n``.
+    has a holder, and every child has a partition. An empty row or column gets an entry
+    after the draw, in the column or row with the fewest entries. So the average load is
+    a little above ``load`` if ``load`` is as small as ``log n``.
 
     Args:
         n: number of children and of partitions.
@@ -62,13 +62,14 @@ def stochastic_block(
     from its own block, and the rest from all others. Approximate, for any ``n`` and ``s
     < n``.
 
-    Children and partitions are cut into ``blocks`` blocks of ``n/blocks`` (or the two
-    integers next to that). Entries are drawn independently, with one probability inside
-    the blocks and another outside. This is the stochastic block code of Charles and
-    Papailiopoulos 2018 (arXiv 1805.10378). It lies between fractional repetition
-    (``inside = 1`` and ``load = n/blocks``) and the Bernoulli code (``inside =
-    1/blocks``). Fractional repetition loses little to random stragglers, but a whole
-    block to the worst ones. Empty partitions and children are filled as in `bernoulli`.
+    Children and partitions are cut into ``blocks`` blocks of size ``n/blocks``, rounded
+    up or down. Entries are drawn independently, with one probability inside the blocks
+    and another probability outside. This is the stochastic block code of Charles and
+    Papailiopoulos 2018 (arXiv 1805.10378). It is a compromise between fractional
+    repetition (``inside = 1`` and ``load = n/blocks``) and the Bernoulli code (``inside
+    = 1/blocks``). Fractional repetition loses little to random stragglers, but the
+    worst stragglers cost it a whole block. Empty partitions and children are filled as
+    in `bernoulli`.
 
     Args:
         n: number of children and of partitions.
@@ -83,8 +84,8 @@ def stochastic_block(
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
 
     Raises:
-        ValueError: an argument out of range, or more partitions inside or outside of a
-            block than exist.
+        ValueError: an argument is out of range, or a child would hold more partitions
+            inside or outside of its block than exist.
 
     Example:
         >>> from jaxcoded import codes
@@ -113,7 +114,8 @@ def stochastic_block(
 
 
 def _draw(probability: np.ndarray, seed: int) -> np.ndarray:
-    """Draw 0/1 ``(n, n)`` with these probabilities; no row and no column is empty."""
+    """Draw a 0/1 matrix ``(n, n)`` with these probabilities. No row and no column is
+    empty."""
     n = len(probability)
     held = np.random.default_rng([seed, n]).random((n, n)) < probability
     for partition in np.flatnonzero(~held.any(axis=0)):

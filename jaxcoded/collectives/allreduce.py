@@ -31,8 +31,8 @@ from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 from jaxcoded.transport.round import Operands, Round
 
-# float16 and bfloat16 round every message; beyond this share of the sum a warning
-# appears.
+# float16 and bfloat16 round every message. If the error may exceed this share of the
+# sum, a warning appears.
 MAX_NARROW_ROUNDING = 0.125
 
 _NAME = "coded_allreduce"
@@ -55,63 +55,65 @@ def coded_allreduce(
 
     Every rank passes a linear function of the gradients of its examples, weighted by
     a batch's ``weights``: a gradient of the weighted loss, that loss itself, or both in
-    one pytree. One message per dtype goes up the tree, every parent decodes, and the
-    root's bytes come down again, so all ranks get the same bits. CodedReduce,
-    Reisizadeh et al. 2021 (arXiv 1902.01981).
+    one pytree. Each rank sends one message per dtype up the tree, and every parent
+    decodes. The root sends its bytes down again, so all ranks get the same bits.
+    CodedReduce, Reisizadeh et al. 2021 (arXiv 1902.01981).
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
-    equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp is one
-    more round. Reverse mode through it needs parameters that came through `spread`; `coded_sum` does both.
+    equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp takes one
+    more round. Reverse mode needs parameters that came through `spread`; `coded_sum` does
+    both.
 
     Args:
         x: pytree of arrays or numbers, of the same shapes and dtypes on all ranks. Complex numbers are sent as pairs.
-            Integers and bools need a strategy whose coefficients are all 0 or 1; their sum is exact, wraps around as
-            NumPy's, and bools are counted. In a group with slices, the `Encoded` made by
-            `jaxcoded.kernels.encode`.
+            Integers and bools need a strategy whose coefficients are all 0 or 1. The sum of integers is exact and
+            wraps around like NumPy's. The sum of bools is the number of true values. In a group with slices, ``x`` is
+            the `Encoded` made by `jaxcoded.kernels.encode`.
         group: an open group. All its ranks call its collectives in one order.
-        weights: ``batch.weights`` of the `Batch` that ``x`` was made of, or a list of those of several batches. The
-            sum then counts the examples, too: a sum of other batches is an error on all ranks, as in
-            `coded_value_and_grad`. Required unless contributions simply add up: in an uncoded group, and with
+        weights: ``batch.weights`` of the `Batch` from which ``x`` was computed, or a list of the weights of several
+            batches. The sum then counts the examples, too. If a rank sums another batch, all ranks get an error, as
+            in `coded_value_and_grad`. Required unless contributions simply add up: in an uncoded group, and with
             shared work. Leave it out after a loop over ``group.blocks``.
-        divisor: the global batch size (or anything) to divide by. Default: the sum.
+        divisor: a number by which the sum is divided, such as the global batch size. Default: no division.
         erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must
             still make the call. A parent's coefficients for the others come from its code in float64. Do not name
             late ranks here: the engine does not wait for them.
-        skip: whether this rank contributes nothing, like a late one (`CodedGroup.lag`) that leaves out its work;
+        skip: whether this rank contributes nothing, as when it is late (`CodedGroup.lag`) and leaves out its work;
             may be traced. Never true at the root, which is never late. ``x`` then only gives the shapes, and this
             rank counts as a straggler: its zeros never enter a sum. If more ranks skip than a parent tolerates, the
             call raises `TooManyErasures` on all ranks. With the engine only.
         residual: also return how far the sum is from the exact one: ``√Σ_k p_k (c_k −
-            1)²`` for the coefficients ``c_k`` of the group's `jaxcoded.plan.atoms` in
-            the sum, which the same round measures; atom ``k`` is the part ``p_k`` of
-            the batch. 0 up to rounding for an exact code. The atoms are those of a
-            batch that can be cut anywhere. If yours does not divide into them, its
-            coefficients differ a little (``docs/theory.md``). With shared work they are
-            its blocks, and the call must follow a loop over ``group.blocks``.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to it
-            once for each message, which halves the traffic (error: ``docs/theory.md``).
-            Everything else is sent unchanged, also numbers (leaves without axes, such
-            as a loss). For an `Encoded` it must be that of `encode`.
+            1)²``. The same round measures ``c_k``, the coefficient in the sum of atom
+            ``k`` (`jaxcoded.plan.atoms`), which is the part ``p_k`` of the batch. The
+            residual of an exact code is 0 up to rounding. The atoms assume a batch that
+            can be cut anywhere. If your batch does not divide into them, its
+            coefficients differ a little (``docs/theory.md``). With shared work the atoms
+            are the blocks, and the call must follow a loop over ``group.blocks``.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to this
+            dtype once for each message, which halves the traffic (error:
+            ``docs/theory.md``). Everything else is sent unchanged, also numbers (leaves
+            without axes, such as a loss). For an `Encoded` it must be the ``wire_dtype``
+            that `encode` had.
         token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call instead of JAX's ordered
-            effects. It is faster to dispatch, see ``docs/engine.md``. Pass each call's token to the next one; its
-            value is never read. In one compiled function either all calls of a group have a token, or none.
+            effects. A token is faster to dispatch, see ``docs/engine.md``. Pass each call's token to the next call;
+            its value is never read. In one compiled function, pass a token to all calls of a group or to none.
 
     Returns:
         A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
-        or a ``token`` a `Result` of it, the residual (a float32 number, or float64
-        if ``x`` has float64, the same on all ranks up to its last digits) and the
-        token for the next call.
+        or a ``token``, a `Result` with this pytree, the residual and the token for the
+        next call. The residual is a float32 number, or float64 if ``x`` has float64. It
+        is the same on all ranks up to its last digits.
 
     Raises:
         TypeError: a leaf has no numbers, or integers that the code would round; the group has slices and ``x`` is
             not `Encoded`; ``group`` is not a group; or ``weights`` are missing or not `Weights`.
-        ValueError: ``erasures`` has a wrong shape; ``divisor`` is not positive; ``residual`` for shared work whose
-            sums are always exact; ``wire_dtype`` is not one of these, or not the `Encoded`'s. Also if the plan's
-            amplification leaves too few digits in this dtype, or for ``skip`` without the engine.
+        ValueError: ``erasures`` has a wrong shape; ``divisor`` is not positive; ``residual`` is requested for shared
+            work whose sums are always exact; ``wire_dtype`` is another one, or differs from the `Encoded`'s. Also if
+            the plan's amplification leaves too few digits in this dtype, or for ``skip`` without the engine.
         NotImplementedError: reverse mode without `spread`, with a ``token``, or
             with slices or parts.
         GroupClosed: the group was closed.
-        jax.errors.JaxRuntimeError: errors during the round, on every rank, see `jaxcoded.errors.translated`. Its
+        jax.errors.JaxRuntimeError: errors during the round, on every rank, see `jaxcoded.errors.translated`. The
             text contains the name and message of the error. ``GroupMismatch``: ranks made different calls in this
             round or, with the engine, in the previous one. ``TooManyErasures``: the plan does not tolerate the
             erased ranks. ``GroupClosed``: the call was compiled before the group was closed.
@@ -156,8 +158,8 @@ def coded_reduce(
 ) -> Any:
     """Return the sum of `coded_allreduce` on the root, and zeros elsewhere.
 
-    Arguments, results and errors are those of `coded_allreduce`, but it has no
-    transpose.
+    Arguments, results and errors are those of `coded_allreduce`, but `coded_reduce` has
+    no transpose.
     """
     check_open(group)
     return summed(
@@ -186,12 +188,13 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
     Returns:
         A pytree like ``x``, of JAX arrays; with a ``token`` a `Result` of it and the
         token for the next call. Integers keep 64 bits outside ``jit``, also without
-        ``jax_enable_x64``: those that JAX cannot hold are returned as NumPy arrays. It
-            has no transpose.
+        ``jax_enable_x64``: integers that JAX cannot hold are returned as NumPy arrays.
+        `tree_bcast` has no transpose.
 
     Raises:
         TypeError: a leaf is not made of numbers of whole bytes (text, int4).
-        ValueError: an integer does not fit: into 64 bits, or inside ``jit`` into JAX's.
+        ValueError: an integer does not fit into 64 bits, or inside ``jit`` into JAX's
+            integer dtype.
         GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
 
     Example:
@@ -268,8 +271,8 @@ def prepared(
 
     Args:
         x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.
-        apart: keys, see `Packing.apart`.
-        words: what else all ranks must agree on.
+        apart: the keys of leaves to separate, see `Packing.apart`.
+        words: a text on which all ranks must agree, too.
         does: other fields of the `Round`.
     """
     words = divided_by(divisor) + words
@@ -325,7 +328,7 @@ def sum_round(
     apart: Sequence[str] = (),
     **fields: Any,
 ) -> Round:
-    """Return the round that sums leaves like these, followed by vectors of the dtypes
+    """Return the round that sums leaves like these, and then vectors with the dtypes
     of ``probes``.
 
     Raises:
@@ -362,8 +365,8 @@ def sum_round(
 def results(
     out: Sequence[jax.Array], round: Round, packing: Packing
 ) -> tuple[Any, jax.Array | None]:
-    """Return the sum as a pytree, and its residual if requested. The count of examples
-    comes first, if any: the transport has checked it.
+    """Return the sum as a pytree, and its residual if requested. If there is a count of
+    examples, it comes first; the transport has checked it.
     """
     plan = find(round.group).plan
     found = residual_of(plan, out[-1]) if round.residual else None
@@ -387,7 +390,7 @@ def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
     exact, weights = atoms.deviation(plan)
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
-    # at 0 the root has no derivative: there it counts as 0, since NaN would spread
+    # the square root has no derivative at 0: it counts as 0 there, as NaN would spread
     exactly = square == 0
     return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
 
@@ -428,7 +431,8 @@ def _message(
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
-    """Refuse sums that rounding makes useless; warn if few digits are left."""
+    """Raise an error for sums that rounding makes useless; warn if few digits are
+    left."""
     rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:

@@ -24,8 +24,8 @@ def checked_operands(
     skip: Any = None,
     token: Any = None,
 ) -> tuple[Operands, dict[str, Any]]:
-    """Return the operands from these arguments, other than the vectors, and the
-    corresponding fields of the `Round`.
+    """Return the operands that these arguments give, in addition to the vectors, and
+    the corresponding fields of the `Round`.
 
     Raises:
         TypeError, ValueError: the message names the value and the remedy.
@@ -48,7 +48,7 @@ def checked_operands(
 
 
 def divided_by(divisor: Any) -> str:
-    """Return ``divisor`` as text, as far as it is known."""
+    """Return ``divisor`` as text. The value of a traced divisor is not known."""
     if divisor is None:
         return ""
     if isinstance(divisor, _jax_compat.Tracer):
@@ -105,7 +105,7 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
 
 
 def checked_params(params: Any) -> Any:
-    """Return the parameters as arrays, all of which can be differentiated."""
+    """Return the parameters as arrays. All of them can be differentiated."""
     check_no_batch(params)
 
     def taken(path: Any, leaf: Any) -> jax.Array:

@@ -1,11 +1,12 @@
 """Compare the results of two ranks for a block of shared work.
 
-Each block is computed by one rank, so there is no surplus to compare. In a group with a
+One rank computes each block, so there is no second result to compare. In a group with a
 ``check`` the engine lets a second rank compute one block of each round
-(``transport/cpp/node_audit.cpp``). Both report the result in one more vector of the
-sum: for each leaf the norm, and the sum of its numbers with pseudo-random signs. An
-error in any number changes that sum by as much. They are sent as multiples of a power
-of 2, together with it, so that they fit in float32.
+(``transport/cpp/node_audit.cpp``). Both ranks report their result in an additional
+vector of the sum. For each leaf they report the norm, and the sum of the leaf's numbers
+with pseudo-random signs. An error in any number changes the sum with signs by the same
+amount. Norm and sum are sent as multiples of a power of 2, so that they fit in float32.
+The exponent is sent with them.
 """
 
 import dataclasses
@@ -38,8 +39,8 @@ class Audit:
     def told(
         self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]
     ) -> jax.Array:
-        """Return a rank's addition to the vector for a block with these leaves;
-        ``kind``: the engine's answer on the block.
+        """Return what a rank adds to the vector for a block with these leaves. ``kind``
+        is the engine's answer on the block.
         """
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
         its = jax.lax.cond(
@@ -62,13 +63,13 @@ class Audit:
 
 
 def added(kind: jax.Array) -> jax.Array:
-    """Return whether such a block is a part of the sum."""
+    """Return whether a block of this kind is a part of the sum."""
     return kind != _ONLY_TOLD
 
 
 def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return an exponent of 2 and, in its units, the norm of a leaf and the sum of its
-    numbers with signs.
+    """Return an exponent of 2, the norm of a leaf, and the sum of the leaf's numbers
+    with signs. Norm and sum are multiples of 2 to this exponent.
     """
     x = leaf.reshape(-1)
     if jnp.finfo(x.dtype).bits < 32:

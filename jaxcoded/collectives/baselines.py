@@ -1,8 +1,9 @@
 """Uncoded all-reduces with mpi4jax, for comparison.
 
-All take any pytree of float arrays and a communicator, and sum over all ranks, so that
-one stuck rank stops all. They differentiate and batch like `jaxcoded.coded_allreduce`.
-Every rank's contribution counts once: no assignment, no weights.
+All of them take a pytree of float arrays and a communicator, and sum over all ranks.
+They wait for every rank, so one stuck rank stops all. They can be differentiated and
+batched like `jaxcoded.coded_allreduce`. Every rank's contribution counts once, without
+an assignment of examples or weights.
 """
 
 import abc
@@ -28,7 +29,7 @@ from jaxcoded.transport.traced import Traced
 
 
 def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """Sum by ``mpi4jax.allreduce``, one call per dtype; float16 and bfloat16 are sent
+    """Sum by ``mpi4jax.allreduce``, one call per dtype. This sends float16 and bfloat16
     as float32.
 
     Args:
@@ -92,7 +93,8 @@ def _sum(x: Any, kind: "type[_Baseline]", comm: MPI.Intracomm, *more: int) -> An
 
 
 class _Communicator:
-    """A communicator that equals others of its handle, so that ``jit`` caches hit."""
+    """A communicator that equals others with its handle, so that ``jit`` finds compiled
+    functions in its cache."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         check_communicator(comm)
@@ -109,7 +111,7 @@ class _Communicator:
 
 @functools.cache
 def _index(kind: "type[_Baseline]", communicator: _Communicator, *more: int) -> int:
-    """Return the index of a baseline, registered like a group's transport."""
+    """Return the index of a baseline, which is registered like a group's transport."""
     baseline = kind(communicator.comm, *more)
     registry.add(baseline)
     return baseline.index

@@ -34,7 +34,7 @@ def summed(
     """Return the coded sum of ``compute`` over the batch, see `over_batch.summed`.
 
     ``compute`` is a function of examples, their weights, and whether this rank is
-    behind, which returns its sum and auxiliary data.
+    behind. It returns a sum and auxiliary data.
     """
     plan, transport = group.plan, group._session.transport
     with group._session.failing(name):
@@ -72,7 +72,7 @@ def summed(
             )
         else:
             local, aux = compute(batch, coding, behind)
-        # the skipped gradient and its round are one: zeros can never enter a sum
+        # one operation decides to skip and calls the round: zeros never enter a sum
         round, operands, packing = prepared(
             *(local, group, counts),
             skip=behind,
@@ -95,11 +95,11 @@ def _encoded(
     send: Callable[[Encoded, int], jax.Array | None] | None,
     wire_dtype: np.dtype | None,
 ) -> tuple[Encoded, Any, jax.Array | None]:
-    """Return the coded message of the results of ``compute`` for every chunk in turn,
-    the stacked auxiliary data, and whether this rank is behind at the end.
+    """Compute every chunk in turn. Return the coded message of the results of
+    ``compute``, the stacked auxiliary data, and whether this rank is behind at the end.
 
-    With ``send`` every part but the last is sent when its chunks are done, and the
-    message is the last one.
+    With ``send``, every part except the last is sent when its chunks are done. The
+    returned message is then the last part.
     """
     chunks, chunk_size, _ = weights.shape
     multiple = plan.padding_multiple
@@ -122,13 +122,13 @@ def _encoded(
     )
 
     def steps(behind: jax.Array | None) -> Callable[..., tuple[Any, Any]]:
-        # a new function for each stage: `scan` would trace one only once, with the
-        # first stage's `behind`
+        # a new function for each stage: `scan` traces the same function only once, and
+        # would keep the first stage's `behind`
         def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
             chunk, mask, coefficients = operands
             local, aux = compute(chunk, mask, behind)
-            # padding is at the end of a chunk: the chunk's first example has the
-            # coefficients of all
+            # padding is at the end of a chunk, so the chunk's first example is a real
+            # one, and has the same coefficients as the others
             added = [
                 jax.vmap(
                     lambda row, v=vector: encode_vector(v[None], row[None], multiple)

@@ -34,34 +34,34 @@ def coded_sum(
     """Return a function that sums a value of each example over the global batch. The sum is exact, equal on all
     ranks, and differentiable.
 
-    So a loss may be any function of sums, ``f(Σ_j g_j(θ))``: JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
-    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` take it like a local function. The result is that
-    of one process with the whole batch. The sum is one round, and so is each derivative of it: the gradient of
-    ``f`` takes two rounds. A rank that is late in a round computes nothing for it, and gets the total. See
-    ``docs/composing.md``.
+    So a loss may be any function of sums, ``f(Σ_j g_j(θ))``. JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
+    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local function. The result equals
+    that of one process with the whole batch. The sum takes one round, and each derivative takes one more. So the
+    gradient of ``f`` takes two rounds. A rank that is late in a round computes nothing for the round, and gets the
+    total. See ``docs/composing.md``.
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
-            Complex numbers and integers as in `coded_allreduce`; derivatives are JAX's.
+            Complex numbers and integers as in `coded_allreduce`. Derivatives follow JAX's conventions.
         group: an open group.
         weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the
-            sum itself, of its examples with their ``weights``, ``(length,)``, so that
+            weighted sum over its examples, whose ``weights`` are ``(length,)``, so that
             the values of single examples are not kept. It must be linear in the
             weights; a result that does not depend on them is a ``ValueError``.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays are sent,
             see `coded_allreduce`.
 
     Returns:
-        A function ``(params, batch, *, token=None) -> sums``: a pytree like ``values``, without the leading axis;
-        with a ``token`` a `Result` of it, whose derivatives need a float32 token that is differentiated, too
-        (``docs/composing.md``). ``params`` is a pytree of arrays that are equal on all ranks, ``batch`` a `Batch`
-        of ``group.epoch`` or ``group.batch``, the same one on all ranks. Values that ``per_example`` closes over
-        count as parameters if they are differentiated.
+        A function ``(params, batch, *, token=None) -> sums``. It returns a pytree like ``values``, without the
+        leading axis. With a ``token`` it returns a `Result` with this pytree; derivatives then need a float32 token
+        that is differentiated, too (``docs/composing.md``). ``params`` is a pytree of arrays that are equal on all
+        ranks. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``, the same one on all ranks. Values that
+        ``per_example`` closes over count as parameters if they are differentiated.
 
-        It raises the errors of `coded_allreduce`; ``InconsistentMessages`` also if parameters, tangents or
+        It raises the errors of `coded_allreduce`, and ``InconsistentMessages`` also if parameters, tangents or
         cotangents differ between ranks. It raises ``TypeError`` if ``batch`` is not a `Batch`, and for integers
         that the code would round. It raises ``ValueError`` for a batch of another plan or rank, and for values
-        without the leading axis, and ``NotImplementedError`` if the examples are differentiated.
+        without the leading axis. It raises ``NotImplementedError`` if the examples are differentiated.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -86,7 +86,7 @@ def coded_sum(
         with group._session.failing(_NAME):
             unit = composed.unit(group, data, weights)
             sums = functools.partial(_sums, per_example, weighted, group, wire_dtype)
-            # traced once, so that the values that it closes over are known
+            # trace `per_example` once, to learn the values that it closes over
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
             check_alone("per_example", of)
             if weighted:
@@ -146,7 +146,7 @@ def coded_sum(
 
 def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
     """Raise unless all results depend on the weights, which are the last argument, and
-    divide nothing by them.
+    no value that depends on the weights is a divisor.
     """
     reached = _reached(jaxpr, {jaxpr.invars[-1]})
     paths = jax.tree_util.tree_leaves_with_path(shape)
@@ -160,7 +160,7 @@ def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
 
 
 def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
-    """Return the variables that depend on these. Raise if one divides."""
+    """Return the variables that depend on these. Raise if one of them is a divisor."""
     for equation in jaxpr.eqns:
         depends = [not isinstance(x, Literal) and x in reached for x in equation.invars]
         if not any(depends):
@@ -172,7 +172,7 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
                 "sum, and divide the total by batch.weights.examples"
             )
         inner = equation.params.get("jaxpr")
-        inner = getattr(inner, "jaxpr", inner)  # that of a closed one
+        inner = getattr(inner, "jaxpr", inner)  # the jaxpr of a closed jaxpr
         if inner is not None and len(inner.invars) == len(depends):
             _reached(inner, {x for x, it in zip(inner.invars, depends) if it})
     return reached
@@ -207,7 +207,7 @@ def _sums(
                 f"for each example, {_OTHERWISE}"
             )
         w = weights.reshape(-1, *(1 for _ in leaf.shape[1:]))
-        # padding has weight 0 and must not count, whatever its value
+        # padding has weight 0, and must not count even if its value is NaN
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             dtype = None if leaf.dtype == bool else leaf.dtype
             return jnp.where(w != 0, leaf, 0).sum(0, dtype=dtype)
@@ -221,6 +221,6 @@ def _sums(
         out = per_example(params, data, weights)
     else:
         out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
-    # refused here, where leaves have names
+    # raise errors here, where leaves have names
     floats.of(out, group, "the sum", wire_dtype)
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

@@ -1,11 +1,11 @@
-"""The primitive of sums over the global batch that JAX can differentiate any number of
-times.
+"""The JAX primitive for sums over the global batch. JAX can differentiate such a sum any
+number of times.
 
-A sum adds up a function of examples, their weights, in which it is linear, and
-arguments that are equal on all ranks. Its jvp is the sum of the function's jvp, and its
-transpose that of the function's transpose. So each is a sum again, of the arguments and
-of their tangents or cotangents, which are also equal on all ranks. Each takes one
-round.
+A sum adds up a function over the examples. The function depends on the examples, on
+their weights, in which it is linear, and on arguments that are equal on all ranks. The
+sum's jvp is the sum of the function's jvp. The sum's transpose is the sum of the
+function's transpose. So both are sums again, whose arguments include tangents or
+cotangents, which are also equal on all ranks. Each of these sums takes one round.
 """
 
 import dataclasses
@@ -32,33 +32,33 @@ _traced_once = functools.partial(jax.jit, inline=True)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
-    """The description of a sum. Sums are equal if they compute the same, so that JAX
-    compiles once where it calls them outside of ``jit``.
+    """The description of a sum. Descriptions are equal if they compute the same, so that
+    JAX compiles equal sums only once outside of ``jit``.
     """
 
     name: str
     group: CodedGroup
-    # A number for each argument. Arguments with the same number are compared between
-    # ranks together: 1 for parameters and other differentiated arguments, and another
-    # number for the tangents or cotangents of each derivative, which have different
-    # scales. Arguments with 0 are not compared.
+    # A number for each argument. The ranks compare all arguments that have one number
+    # together. Parameters and other differentiated arguments have 1. The tangents or
+    # cotangents of each derivative have another number, as their scales differ.
+    # Arguments with 0 are not compared.
     alike: tuple[int, ...]
     # the types of the examples and of the weights in one call of ``of``
     unit: tuple[Any, Any]
     rest: Any  # the structure of the batch's data and weights
     wire_dtype: Any  # see `jaxcoded.coded_allreduce`
     tokened: bool  # whether the last operand orders the round
-    # Whether it is the sum of a derivative. Each rank computes tangents and cotangents
-    # by a separate program, so that they may differ in rounding.
+    # Whether this is the sum of a derivative. Ranks may compute tangents and cotangents
+    # with different programs, so that these may differ in rounding.
     derived: bool = False
-    # A function of a list of arguments, of some examples, and of their weights, which
+    # A function of a list of arguments, of some examples, and of their weights. It
     # returns a list of results. A round and each derivative evaluate it several times,
     # so `jax.jit` keeps its trace.
     of: Any = None
     traced: Any = None  # its trace
 
     def adding(self, of: Callable[..., list[Any]], args: Sequence[Any]) -> "Sum":
-        """Return the sum of a function, for arguments of these types."""
+        """Return the description of a function's sum, for arguments of these types."""
         of = _traced_once(of)
         args = [_jax_compat.like(x, jnp.shape(x)) for x in args]
         traced = of.trace(args, *self.unit).jaxpr
@@ -87,7 +87,8 @@ class Sum:
         args: Sequence[Any],
         more: Sequence[Any],
     ) -> "Sum":
-        """Return the sum of another function of ``args``, and of ``more`` arguments."""
+        """Return the description of another function's sum. The function takes ``args`` and
+        ``more`` arguments."""
         alike = *alike, *(self.scales() + 1 for _ in more)
         name = f"{kind} of {self.name}"
         its = dataclasses.replace(self, name=name, alike=alike, derived=True)
@@ -152,7 +153,8 @@ def summed(
 
 
 def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
-    """Return the types of the examples and of the weights that a rank computes at once."""
+    """Return the types of the examples, and of their weights, that a rank computes at
+    once."""
     shape, dtype = weights.values.shape, jax.dtypes.canonicalize_dtype(weights.dtype)
     if group.plan.strategy.by_blocks:
         shape, dtype = shared.shape(weights, group)[1:], jnp.float32
@@ -182,7 +184,7 @@ mlir.register_lowering(sum_p, _lowering)
 
 
 def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
-    """Raise unless only arguments are differentiated, or batched."""
+    """Raise an error if the examples or their weights are differentiated or batched."""
     if any(sum.parts(moved)[1]):
         hint = (
             " In a function for jax.lax.custom_root or with a rule of its own, where JAX differentiates all that this "
@@ -198,7 +200,7 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
 def _moving(
     of: Any, which: Sequence[int], args: list[Any], *rest: Any
 ) -> Callable[..., list[Any]]:
-    """Return the function of some of its arguments alone."""
+    """Return the function with some of its arguments free and the others fixed."""
 
     def function(*moving: Any) -> list[Any]:
         all_ = list(args)
@@ -210,7 +212,7 @@ def _moving(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
-    """Differentiate forward by one more round, of the function's jvp."""
+    """Differentiate forward by one more round, which sums the function's jvp."""
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     _check(sum, "differentiated", moves)
     out = sum_p.bind(*primals, sum=sum)
@@ -249,7 +251,7 @@ ad.primitive_jvps[sum_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
-    """Transpose by one round, of the function's transpose."""
+    """Transpose by one round, which sums the function's transpose."""
     args, rest, token = sum.parts(operands)
     which = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     values = cotangents[: len(cotangents) - len(token)]
@@ -288,7 +290,7 @@ ad.primitive_transposes[sum_p] = _transpose
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
-    """Batch to one round with the stacked sums."""
+    """Batch by one round, which sums the stacked values."""
     _check(sum, "batched by vmap", [axis is not None for axis in axes])
     its, _, token = sum.parts(axes)
     if any(axis is not None for axis in token):

@@ -15,8 +15,9 @@ from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import counts
 
-# How much a count of examples may differ from their number: the smallest bound, as a share of
-# the number; and the roundings, in addition to one for each rank, that the code amplifies.
+# Two bounds on how much a count of examples may differ from their number: the smallest
+# bound, as a share of the number; and the number of roundings that the code amplifies, in
+# addition to one rounding for each rank.
 _MISCOUNT = 1e-6
 _ROUNDINGS = 64
 
@@ -24,11 +25,11 @@ _ROUNDINGS = 64
 class Count(NamedTuple):
     """The first vector that a rank adds to a sum, which counts its examples."""
 
-    # this rank's part of the count, ``(length of a message,)``, a NumPy array if the
-    # weights are; ``None`` if the sum may be approximate
+    # This rank's part of the count, ``(length of a message,)``. It is a NumPy array if
+    # the weights are one, and ``None`` if the sum may be approximate.
     vector: Any = None
     examples: tuple[float, float] | None = None  # see `Round`
-    words: str = ""  # what all ranks must agree on
+    words: str = ""  # a text on which all ranks must agree
     numbers: int = 1  # how many numbers the count has
 
 
@@ -65,9 +66,9 @@ def count(
     """Return the count for a sum of values with these weights.
 
     Args:
-        weights: a batch's `Weights`, or several batches'.
-        key: the key that ranks must have in common, see `jaxcoded.collectives.marks`.
-            Default: that of the batches.
+        weights: the `Weights` of a batch, or of several batches.
+        key: the key that must be equal on all ranks, see `jaxcoded.collectives.marks`.
+            Default: the key of the batches.
         present: whether to count the examples without padding in a second number, also for a sum that may be
             approximate.
 
@@ -101,7 +102,7 @@ def count(
         held = values.reshape(-1, parts, slices)[:, :, 0].sum(0)
         if xp is jnp:
             held = over_devices(held, _jax_compat.varying(values))
-        # as for a whole batch: transports check a number that is known at compile time
+        # scaled to a whole batch: transports check a number that is known at compile time
         examples = (
             int(each.examples) if host else jnp.asarray(each.examples, held.dtype)
         )
@@ -113,7 +114,7 @@ def count(
             number = jnp.asarray(each.number).astype(np.uint32)
             its = marks.of_batch(number) if key is None else key
             total = total + its.astype(held.dtype) * mark.astype(held.dtype)
-    # the first numbers of a vector that can be cut into slices
+    # the count takes the first numbers of a vector that can be cut into slices
     numbers = [total, there] if present else [total]
     length = len(numbers) * (plan.padding_multiple // slices - 1)
     vector = total
@@ -131,7 +132,7 @@ class _Fixed(NamedTuple):
 
     words: str
     examples: tuple[float, float]
-    # for each batch, this rank's addition to the count for a key of 1, part by part
+    # for each batch, the number that this rank adds to the count for a key of 1, part by part
     marks: tuple[np.ndarray, ...]
 
 
@@ -150,7 +151,7 @@ def _key_on_host(number: int) -> int:
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
-    """Return both numbers of `count` for shared work, before any block is computed."""
+    """Return the `count` for shared work, with both numbers, before any block is computed."""
     share = rounding(group.plan, np.float32)
     number = float(weights.batch_size)
     return Count(
@@ -162,7 +163,7 @@ def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
 
 
 def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
-    """Raise if a sum needs weights and has none.
+    """Raise an error if a sum needs weights and has none.
 
     Raises:
         TypeError: the message shows the call with weights.
@@ -179,7 +180,7 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _adds_up(plan: Plan) -> bool:
-    """Return whether a sum adds up the ranks' contributions, each once."""
+    """Return whether a sum adds up the contributions of all ranks, each once."""
     if any(len(holders) > 1 for holders in plan.placement.holders):
         return False
     codes = [coding.code.B for _, coding in plan.coded_parents]
@@ -187,7 +188,7 @@ def _adds_up(plan: Plan) -> bool:
 
 
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
-    """Return this rank's addition to the count for a key of 1, part by part."""
+    """Return the number that this rank adds to the count for a key of 1, part by part."""
     if not plan.strategy.by_blocks:
         return marks.of_rank(plan, rank, batch_size, share)
     own = list(plan.placement.owned(rank))
@@ -195,7 +196,7 @@ def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
 
 
 def rounding(plan: Plan, *dtypes: Any) -> float:
-    """Return the share of a count of examples that rounding in these dtypes explains."""
+    """Return the share by which rounding in these dtypes may change a count of examples."""
     eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
     return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
 
@@ -203,10 +204,10 @@ def rounding(plan: Plan, *dtypes: Any) -> float:
 def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     """Return the number of examples of a batch without padding, by which a mean is divided.
 
-    Transports check a number that is known at compile time. So the examples of a
-    smaller last batch count for more in the first number: ``batch_size`` in total. The
-    mean divides by the second number, which is the same on all ranks, even on one that
-    is late at another batch.
+    Transports check the first number of the count, which must be known at compile time.
+    So it is ``batch_size`` even for a smaller last batch, whose examples count for more.
+    The mean is divided by the second number. This one is the same on all ranks, even on
+    a late rank that is still at another batch.
     """
     there = counted[..., 1]
     if count.examples is None:  # without any example the mean is 0, like the sum
@@ -217,5 +218,5 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:
-    """Return the sum over the devices that a batch is split over, if it is."""
+    """Return the sum over the devices over which a batch is split, if it is split."""
     return jax.lax.psum(x, tuple(split)) if split else x

@@ -14,7 +14,7 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.leaves import array, check_no_key, named
 
 _BYTE = 256
-# This number of bytes adds up exactly in float32.
+# Sums of at most this number of bytes are exact in float32.
 _MOST = 2**24 // (_BYTE - 1)
 
 
@@ -25,13 +25,15 @@ def of(
     wire_dtype: Any = None,
     counted: bool = True,
 ) -> Any:
-    """Return the pytree with each leaf that is not floating point replaced by a tuple:
-    its real and imaginary parts, or the bytes of its integers, each a float32.
+    """Return the pytree with a tuple in place of each leaf that is not floating point.
+    The tuple has the real and imaginary parts of complex numbers, or the bytes of
+    integers, each as a float32.
 
     Raises:
-        TypeError: a leaf, named in the message, has integers. The sum may be approximate, the plan's codes would
-            multiply them, or the transport shows a wrong count of their examples, if ``counted``, as NaN.
-        ValueError: they would be rounded to the ``wire_dtype``.
+        TypeError: a leaf, named in the message, has integers, which this group cannot sum exactly. The sum may be
+            approximate, or the plan's codes would multiply integers. Or the transport reports a wrong count of the
+            examples, if ``counted``, as NaN, which integers do not have.
+        ValueError: integers would be rounded to the ``wire_dtype``.
     """
 
     def floats(path: Any, leaf: Any) -> Any:
@@ -44,7 +46,7 @@ def of(
             leaf = array(leaf, name)
             return leaf.real, leaf.imag
         if not _counts(dtype):
-            return leaf  # also leaves without numbers, which packing refuses
+            return leaf  # also leaves without numbers: packing raises an error for them
         _check(group, name, dtype, wire_dtype)
         if counted and not group._session.transport.refuses_miscounts:
             raise TypeError(
@@ -57,7 +59,7 @@ def of(
 
 
 def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
-    """Return what `of` returns for one NumPy array. Its integers keep their dtype."""
+    """Return what `of` returns for one NumPy array. But integers keep their dtype."""
     if array.dtype.kind == "c":
         return array.real, array.imag
     if not _counts(array.dtype):
@@ -67,12 +69,12 @@ def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
 
 
 def sum_on_host(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of a sum of NumPy arrays of this one."""
+    """Return the dtype of a sum of NumPy arrays of this dtype."""
     return np.dtype(np.int64) if dtype == bool else dtype
 
 
 def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
-    """Write the sum to ``out``, from that of the arrays of `on_host`, one after the other."""
+    """Write the sum to ``out``. ``total`` is the sum of the arrays of `on_host`, one after the other."""
     total = total.reshape(-1, *out.shape)
     if out.dtype.kind == "c":
         out.real, out.imag = total
@@ -83,7 +85,8 @@ def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
 
 
 def restored(total: Any, like: Any) -> Any:
-    """Return the sum of pytrees like this one, from that of `of`. Bools are counted."""
+    """Return the sum of pytrees like this one, from the sum of the results of `of`. The
+    sum of bools is the number of true values."""
     types = jax.tree.leaves(like)
     structure: Any = jax.tree.structure(like)
     leaves = structure.flatten_up_to(total)
@@ -100,7 +103,7 @@ def _restored(total: Any, like: Any) -> Any:
 
 
 def _integers(total: Any, dtype: np.dtype, xp: Any) -> Any:
-    """Return the integers of these sums of bytes."""
+    """Return the sums of integers, from the sums of their bytes."""
     wide = xp.uint64 if dtype.itemsize == 8 else xp.uint32
     out = xp.zeros((), wide)
     for k, each in enumerate(total):
@@ -109,7 +112,7 @@ def _integers(total: Any, dtype: np.dtype, xp: Any) -> Any:
 
 
 def _counts(dtype: Any) -> bool:
-    """Return whether these are integers or bools, and no durations."""
+    """Return whether a dtype has integers or bools, but not durations."""
     return dtype == bool or (
         jnp.issubdtype(dtype, jnp.integer) and np.dtype(dtype).kind != "m"
     )
@@ -127,7 +130,7 @@ def _bytes(leaf: Any, dtype: np.dtype) -> list[Any]:
 
 
 def _summed(dtype: Any) -> np.dtype:
-    """Return the dtype of sums: the same, and JAX's integers for bools."""
+    """Return the dtype of sums: for bools JAX's integers, otherwise the same dtype."""
     if dtype == bool:
         dtype = np.dtype(np.int64)
     return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
@@ -161,7 +164,7 @@ def _check(group: CodedGroup, name: str, dtype: Any, wire_dtype: Any) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _exact(plan: Plan) -> bool:
-    """Return whether all coefficients are 0 or 1, for encoding and decoding."""
+    """Return whether all coefficients for encoding and decoding are 0 or 1."""
     codes = [coding.code.B for _, coding in plan.coded_parents]
     whole = all(np.isin(B, (0, 1)).all() for B in codes)
     return whole and plan.amplification == 1 and not plan.encoded

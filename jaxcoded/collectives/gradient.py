@@ -26,8 +26,8 @@ def of_part(
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, as `floats`, and auxiliary data.
-    ``known``: see `check_axis`.
+    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, converted by `floats`, and the
+    auxiliary data. ``known``: see `check_axis`.
     """
     split = _jax_compat.varying(weights)
 
@@ -50,8 +50,8 @@ def of_part(
                 "(jax.lax.psum)"
             )
         w = weights.astype(accumulator(each.dtype))
-        # padding has weight 0 and must not count, whatever its loss; its gradient is
-        # finite, as padding repeats a real example
+        # padding has weight 0, and must not count even if its loss is NaN; its gradient
+        # is finite, as padding repeats a real example
         loss = jnp.sum(jnp.where(w != 0, w * each.astype(w.dtype), 0))
         return loss, aux
 
@@ -69,8 +69,8 @@ def _losses_of_examples(
     batch: Any,
 ) -> tuple[jax.Array, Any]:
     """Return the loss of each example, and the auxiliary data. A scalar loss is the
-    mean over its examples, so for a batch of one example it is the loss of this
-    example.
+    mean over the examples of a batch. So its value for a batch of one example is the
+    loss of this example.
     """
 
     @functools.partial(jax.jit, inline=True)  # traced once, also for its shape
@@ -101,7 +101,7 @@ def _losses_of_examples(
 
 
 def check_alone(name: str, traced: ClosedJaxpr) -> None:
-    """Raise a TypeError if a rank needs the others to compute this."""
+    """Raise a TypeError if a rank cannot compute this function without other ranks."""
     if ORDER in traced.effects:
         raise TypeError(
             f"{name} calls a collective, but a rank that is late skips {name}, and the others would wait for it: call "
@@ -117,8 +117,9 @@ def check_axis(
     examples: Any,
     known: set[Any],
 ) -> None:
-    """Raise a ValueError if the first axis of a result is not that of the examples, but
-    as long by chance. ``known``: the shapes of examples with which it is not so.
+    """Raise a ValueError if the first axis of a result is not the axis of the examples,
+    but has the same length by chance. ``known`` has the shapes of examples that have
+    already passed this check.
     """
     shapes = tuple(leaf.shape for leaf in jax.tree.leaves(examples))
     if shapes in known or not shapes:
@@ -147,9 +148,9 @@ def unless_behind(
     weights: jax.Array,
     behind: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Return the ``gradient`` of a batch, or zeros without computation if all weights
-    are 0 or this rank is ``behind``. All devices of a split batch decide together, as
-    they may need each other for the gradient.
+    """Return the ``gradient`` of a batch. If all weights are 0 or this rank is
+    ``behind``, return zeros without computing it. All devices of a split batch decide
+    together, as they may need each other for the gradient.
     """
 
     def compute() -> tuple[Any, Any]:

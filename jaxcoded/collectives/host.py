@@ -1,9 +1,9 @@
 """Collectives on NumPy arrays and on objects with the buffer protocol or DLPack,
 without JAX arrays or compilation.
 
-They serve programs that compute with other libraries, and do not start JAX if it has
+They serve programs that compute with other libraries. They do not start JAX if it has
 only the CPU, as with ``JAX_PLATFORMS=cpu``. They are ordinary rounds of the group: one
-rank may call these while others run a compiled step, if shapes and dtypes are equal.
+rank may call them while others run a compiled step, if shapes and dtypes are equal.
 They need a group with the engine.
 """
 
@@ -39,30 +39,30 @@ def allreduce(
     erasures: Sequence[bool] | np.ndarray | None = None,
     wire_dtype: Any = None,
 ) -> np.ndarray:
-    """Return `jaxcoded.coded_allreduce` of one array in this process's memory. It
-    blocks until the result is complete.
+    """Return the result of `jaxcoded.coded_allreduce` for one array in this process's
+    memory. The call blocks until the result is complete.
 
     Args:
-        array: this rank's contribution, contiguous; equal shapes and dtypes on all ranks: NumPy's, or an object with
-            the buffer protocol or DLPack, such as a tensor of PyTorch. Complex numbers, integers and bools as in
-            `jaxcoded.coded_allreduce`; the sum of bools is int64. The result has this machine's byte order.
+        array: this rank's contribution: a contiguous NumPy array, or an object with the buffer protocol or DLPack,
+            such as a tensor of PyTorch. Shape and dtype are equal on all ranks. Complex numbers, integers and bools
+            as in `jaxcoded.coded_allreduce`; the sum of bools is int64. The result has this machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
         weights: as for `jaxcoded.coded_allreduce`.
         out: an array like the result; may be ``array`` itself. Default: a
             new array.
-        skip: whether this rank contributes nothing, like a late one (`CodedGroup.lag`);
-            ``array`` then only gives the shape.
+        skip: whether this rank contributes nothing, as when it is late
+            (`CodedGroup.lag`); ``array`` then only gives the shape.
         erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
 
     Returns:
         The sum, a NumPy array, in the memory of ``out`` if given.
 
     Raises:
-        ValueError: an array is not contiguous, or ``out`` is not like ``array``,
-            read-only or overlaps ``array`` in part, ``erasures`` has a wrong shape, or
+        ValueError: an array is not contiguous; ``out`` is not like the result, is
+            read-only, or overlaps ``array`` in part; ``erasures`` has a wrong shape; or
             ``wire_dtype`` is another one.
-        TypeError: it is no array of numbers, or of integers that the code would round, or the group has slices or
-            parts.
+        TypeError: ``array`` is not an array of numbers, or has integers that the code would round; or the group has
+            slices or parts.
         CodedError: the errors during the round, as in `jaxcoded.coded_allreduce`, but
             raised directly as the classes `GroupMismatch`, `TooManyErasures`,
             `Desynchronized`, `GroupClosed`.
@@ -88,7 +88,7 @@ def summed(
     erasures: Sequence[bool] | np.ndarray | None = None,
     wire_dtype: Any = None,
 ) -> np.ndarray:
-    """Sum an array with any count."""
+    """Sum an array, with a given count."""
     check_open(group)
     group._session.check_alike()
     with group._session.failing(_NAME):
@@ -118,7 +118,7 @@ def summed(
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
         if result is not array:
-            # exact for contiguous arrays
+            # this answer is exact, as both arrays are contiguous
             overlap = np.may_share_memory(array, result)
             if overlap and array.ctypes.data != result.ctypes.data:
                 raise ValueError(
@@ -148,7 +148,7 @@ def _memory_of(out: Any) -> np.ndarray:
             dlpack = hasattr(out, "__dlpack__")
             viewed = np.from_dlpack(out) if dlpack else _arrays.viewed(out)
             if dlpack and not viewed.flags.writeable and hasattr(out, "__array__"):
-                # NumPy does not write by an older DLPack; PyTorch's __array__ has the same memory
+                # NumPy's arrays from an older DLPack are read-only; PyTorch's __array__ shares the memory
                 other = np.asarray(out)
                 if other.ctypes.data == viewed.ctypes.data:
                     viewed = other
@@ -172,7 +172,7 @@ def _sum_of(
     examples: tuple[float, float] | None,
     counts: np.dtype | None,
 ) -> Round:
-    """Return the round of such arrays, which counts in numbers of this dtype."""
+    """Return the round that sums such arrays. Its count of examples has this dtype."""
     its = group()
     assert its is not None  # the caller holds the group
     like = jax.tree.map(

@@ -1,10 +1,10 @@
 """Detect ranks that compute with other parameters, or at another batch.
 
-The code counts the examples, or the blocks do with shared work. Every atom of the batch
-(`jaxcoded.plan.atoms`; with shared work, every block) adds its mark times a key to that
-count. The key is a number that depends on the batch and the parameters. The marks of
-all atoms add up to 0, so the count is right if all ranks in the sum have one key;
-otherwise it is off by more than rounding explains.
+A sum also counts its examples. Every atom of the batch (`jaxcoded.plan.atoms`; with
+shared work, every block) has a mark, and adds this mark times a key to the count. The
+key is a number that depends on the batch and the parameters. The marks of all atoms add
+up to 0. So the count is right if all ranks in the sum have the same key. Otherwise it
+is wrong by more than rounding explains.
 """
 
 import functools
@@ -19,21 +19,23 @@ import numpy as np
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.plan.placement import Placement
 
-_MOST = 64  # of a block's mark, in the smallest
+_MOST = 64  # the largest mark of a block, as a multiple of the smallest one
 _KEYS = 63
-_LEAST, _LARGEST = 2.0**-12, 2.0**-6  # of an atom's, as parts of the batch
-_OF_EACH = 256  # numbers of a leaf that are compared
-_SMALL, _SMALLER = math.log2(0.01), -20  # of numbers that may be rounding alone
-_SWING = 16  # their largest effect on the key
+# bounds of the largest mark of an atom, as parts of the batch
+_LEAST, _LARGEST = 2.0**-12, 2.0**-6
+_OF_EACH = 256  # how many numbers of a leaf are compared
+# log2 of numbers so small that they may consist of rounding errors only
+_SMALL, _SMALLER = math.log2(0.01), -20
+_SWING = 16  # the largest effect of a leaf's numbers on the key
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
-    """Return one rank's addition to its count for a key of 1, part by part: float64 ``(P,)``, of marks that add up
-    to 0.
+    """Return the sum of one rank's marks, which it adds to its count for a key of 1, part by part: float64
+    ``(P,)``. The marks of all atoms add up to 0.
 
     Args:
-        rounding: the share of the count that rounding explains, which marks must
-            exceed. They are so small that they add little to it.
+        rounding: the share of the count that rounding explains. Marks must be larger,
+            but so small that they increase rounding only a little.
     """
     weighed = atoms.coefficients(plan, rank)[:, :, 0]
     marks = np.random.default_rng(0).uniform(-1, 1, len(weighed))
@@ -42,16 +44,16 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
 
 
 def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
-    """The mark of each block, float32 ``(blocks,)``. They add up to 0, but those of one
-    owner do not. Sums of them, times an integer key, are exact when added to the number
-    of examples.
+    """Return the mark of each block, float32 ``(blocks,)``. The marks of all blocks add
+    up to 0, but the marks of one owner's blocks do not. A sum of marks times an integer
+    key has no rounding error when it is added to the number of examples.
     """
     owners = len(placement.ranks)
     own = np.random.default_rng(0).integers(1, _MOST, (owners, placement.blocks))
     if owners == 1:
         return np.zeros(placement.blocks, np.float32)
     own[1::2] = -own[: owners - 1 : 2]
-    if owners % 2:  # the last three together
+    if owners % 2:  # the marks of the last three owners add up to 0 together
         own[-2] = abs(own[-2])
         own[-1] = -own[-2] - own[-3]
     unit = 2.0 ** (math.floor(math.log2(batch_size)) - 15)
@@ -61,13 +63,13 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
 def key(
     number: Any, params: Any, moving: Sequence[Any] = (), *, to_the_bit: bool
 ) -> jax.Array:
-    """Return the key of a batch's number, an int32, of a pytree of parameters, and of
-    pytrees of tangents or cotangents, each on a separate scale. It is a float32, mostly
-    from −16 to 78, with 16 more either way for each of ``moving``. Consecutive batches
-    have different keys.
+    """Return the key for a batch's number, which is an int32, and a pytree of parameters.
+    ``moving`` has pytrees of tangents or cotangents, each on a separate scale.
 
-    Parameters that differ only in rounding have nearly the same key, unless they must
-    be equal ``to_the_bit``, as integers always must.
+    The key is a float32, mostly from −16 to 78. Each pytree in ``moving`` extends this
+    range by 16 at both ends. Consecutive batches have different keys. Parameters that
+    differ only in rounding have nearly the same key, unless they must be equal
+    ``to_the_bit``, as integers always must.
     """
     params, moving = jax.lax.stop_gradient((params, moving))
     out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))
@@ -76,7 +78,7 @@ def key(
 
 
 def of_batch(number: Any) -> Any:
-    """Return the key of a batch alone, uint32 from 0 to 62, from its number."""
+    """Return the key for a batch's number without parameters: uint32 from 0 to 62."""
     return 9 * (number % 7) + mixed(number) % 9
 
 
@@ -88,7 +90,8 @@ def mixed(x: Any) -> Any:
 
 
 def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
-    """Return a checksum of all bits of its arrays, or of those without rounding, uint32."""
+    """Return a uint32 checksum of all bits of the pytree's arrays. Unless ``to_the_bit``,
+    leave out arrays whose numbers may be rounded."""
     out = jnp.uint32(0)
     for leaf in map(_plain, jax.tree.leaves(pytree)):
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not to_the_bit:
@@ -110,11 +113,12 @@ def _plain(leaf: Any) -> jax.Array:
 
 
 def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
-    """Return a float32, mostly from −16 to 16, that depends on a few finite numbers of
-    each array without integers, with ``scaled`` on all of them. A small relative change
-    of one array's numbers changes it by little more than 16 times as much. Arrays of
-    small numbers count less: below 0.01, or with ``scaled`` below a millionth of the
-    largest number.
+    """Return a float32, mostly from −16 to 16, that depends on the finite numbers of
+    each array without integers: on a few of them, or with ``scaled`` on all.
+
+    If an array's numbers change by a small relative amount, the result changes by
+    little more than 16 times this amount. Arrays of small numbers count less: below
+    0.01, or with ``scaled`` below a millionth of the largest number.
     """
     leaves = map(_plain, jax.tree.leaves(pytree))
     parts = [
@@ -124,7 +128,7 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     ]
     if not parts:
         return jnp.float32(0)
-    # leaf by leaf, as arrays on several devices are not gathered
+    # one leaf after the other, so that arrays on several devices are not gathered
     largest = [jnp.log2(jnp.max(jnp.abs(x))).astype(jnp.float32) for x in parts]
     least = jnp.float32(_SMALL)
     if scaled:
@@ -135,7 +139,7 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
         log = jnp.maximum(log, least)
         root = jnp.exp2(
             (-log / 2).astype(x.dtype)
-        )  # its square may be beyond the dtype
+        )  # the square of the scale may be beyond the dtype
         x = (x * root * root).astype(jnp.float32)  # at most about 1
         size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
         out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)
@@ -143,7 +147,7 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
 
 
 def _across(x: jax.Array, number: int) -> jax.Array:
-    """Return the sum of an array's numbers with signs that depend on their places."""
+    """Return the sum of an array's numbers, each with a sign that depends on its place."""
     place = jnp.full(x.shape, number, jnp.uint32)
     for axis in range(x.ndim):
         place = 31 * place + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
@@ -151,7 +155,8 @@ def _across(x: jax.Array, number: int) -> jax.Array:
 
 
 def _finite(leaf: jax.Array) -> jax.Array:
-    """Return real numbers, float32 or wider. Others than finite ones do not matter."""
+    """Return a leaf as real numbers, float32 or wider, with 0 in place of NaN and
+    infinities."""
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if jnp.finfo(leaf.dtype).bits < 32:
@@ -160,7 +165,7 @@ def _finite(leaf: jax.Array) -> jax.Array:
 
 
 def _corner(leaf: jax.Array) -> jax.Array:
-    """Return numbers of one corner, as there may be many parameters."""
+    """Return only the numbers in one corner of a leaf, as there may be many."""
     last = min(leaf.ndim, 2)
     ends = (
         [1] * (leaf.ndim - last) + [round(_OF_EACH ** (1 / last))] * last

@@ -35,13 +35,13 @@ class Handle:
     """Rounds that `coded_allreduce_start` has started, for `coded_allreduce_done`.
 
     A pytree, which can leave and enter ``jit``, and be carried through a ``scan``. It is valid only in this run of
-    this process: keep none in a checkpoint.
+    this process, so do not save it in a checkpoint.
 
     Attributes:
-        rounds: for each round the uint32 number by which the engine knows it; with the mpi4jax transport its
-            vectors, which are complete.
+        rounds: for each round, its uint32 number in the engine; with the mpi4jax transport the vectors of the
+            result, which are complete.
         divisor: the divisor of the sum.
-        ends: for each round, its end.
+        ends: for each round, the operation that completes it.
         packings: for each round, the pytree that it sums.
         structure: the pytree of the leaves of all rounds, if several.
         tokened: whether a token orders the calls.
@@ -70,44 +70,43 @@ def coded_allreduce_start(
 ) -> Any:
     """Begin a `coded_allreduce`, and continue to compute.
 
-    A round takes its place in the order of the group's rounds when it is started: all
-    ranks start rounds, and call the group's other collectives, in one order, whenever
-    they call `coded_allreduce_done`. One rank may start a round for which another one
-    calls `coded_allreduce`.
+    A round takes its place in the order of the group's rounds when it starts. So all
+    ranks must start rounds, and call the group's other collectives, in one order. The
+    order of `coded_allreduce_done` does not matter. One rank may start a round for which
+    another rank calls `coded_allreduce`.
 
-    The engine copies the vectors and carries the rounds while the rank computes. With
-    the mpi4jax transport, whose messages block, the whole round takes place in this
-    call, so that rounds have the same order. Then it hides no communication, and raises
-    the errors of the round.
+    The engine copies the vectors and carries out the rounds while the rank computes. The
+    messages of the mpi4jax transport block, so with it the whole round takes place in
+    this call. The call then hides no communication, and raises the errors of the round.
 
-    Usable inside ``jit``, ``scan``, ``while_loop`` and ``cond``; it can be neither
+    Usable inside ``jit``, ``scan``, ``while_loop`` and ``cond``. It can be neither
     differentiated nor batched by ``vmap``.
 
     Args:
         x, weights, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
-        group: as for `coded_allreduce`; or several of one plan, between which the
-            rounds of ``bucket_bytes`` alternate. The rounds of a group follow each
-            other, and those of several groups overlap: with slow cables, the end of one
-            does not delay the next.
+        group: as for `coded_allreduce`; or several groups of one plan, between which the
+            rounds of ``bucket_bytes`` alternate. The rounds of one group follow each
+            other, and rounds of several groups overlap. So on a slow network the end of
+            one round does not delay the next round.
         bucket_bytes: start several rounds, each with leaves of about this many bytes (≥
             1), at most 64 rounds. A bucket is sent as soon as its leaves are computed.
-            The one with the last leaves comes first, in the order of a backward pass.
+            The bucket with the last leaves comes first, in the order of a backward pass.
             Default: one round.
         token: orders the calls instead of JAX's effects, see `coded_allreduce`. Pass
-            the returned one to the next call, also to `coded_allreduce_done`.
+            the returned token to the next call, also to `coded_allreduce_done`.
 
     Returns:
         A `Handle`; with a ``token`` a `Result` of it and the token for the next call.
 
         The engine keeps rounds that were started and not done: up to 64 of a group,
-            each with a copy of its vectors. For one more it waits for the end of the
-            oldest, and drops its result.
+            each with a copy of its vectors. Before it starts one more, it waits for the
+            end of the oldest round, and drops that round's result.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
         TypeError: ``bucket_bytes`` is given with an `Encoded`, which is one message.
         ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds
-            of a group; or no groups are given, or groups of several plans.
+            of a group; no groups are given; or the groups have different plans.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -146,7 +145,7 @@ def started(
     divisor: Any = None,
     **asked: Any,
 ) -> Any:
-    """Start the rounds of a requested sum, see `prepared`."""
+    """Start the rounds of a sum with these options, see `prepared`."""
     groups = _taking_turns(group)
     with groups[0]._session.failing("coded_allreduce"):
         buckets, structure = _buckets(x, bucket_bytes, groups)
@@ -184,14 +183,15 @@ def coded_allreduce_done(
 
     Args:
         handle: the handle of `coded_allreduce_start`, which can be used once.
-        after: pytree of arrays to compute before this waits. XLA starts ready
-            operations in any order, and this occupies one of its threads: name the
-            computation that should hide the communication.
+        after: pytree of arrays that are computed before this call waits. Pass the
+            results of the computation that should hide the communication: XLA starts
+            ready operations in any order, and a waiting call occupies one of its
+            threads.
         token: the token of the last call, if a token orders the calls.
 
     Returns:
-        The result of `coded_allreduce`. A ``residual`` of several rounds is the largest
-        one.
+        The result of `coded_allreduce`. For several rounds, the ``residual`` is the
+        largest of their residuals.
 
     Raises:
         TypeError: ``handle`` is not a `Handle`.
@@ -254,8 +254,8 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
             "would be sums of different assignments: open the others with "
             "CodedGroup(comm, group.plan)"
         )
-    # if a round ends as it starts, this gains nothing, and nothing orders rounds of two
-    # groups
+    # If a round ends within the call that starts it, several groups gain nothing, and
+    # nothing orders the rounds of two groups.
     return groups if _go_on(groups) else groups[:1]
 
 
@@ -267,8 +267,8 @@ def _go_on(groups: Sequence[CodedGroup]) -> bool:
 def _buckets(
     x: Any, bucket_bytes: int | None, groups: tuple[CodedGroup, ...]
 ) -> tuple[list[Any], Any]:
-    """Return the buckets to start, the last leaves first, and their pytree; ``None`` if
-    that is the first bucket.
+    """Return the buckets to start, the last leaves first, and the pytree's structure.
+    The structure is ``None`` if the whole pytree is the only bucket.
     """
     if bucket_bytes is None:
         return [x], None

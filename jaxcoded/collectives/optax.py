@@ -15,8 +15,8 @@ class SumGradientsState(NamedTuple):
 
     Attributes:
         token: the number that orders the calls, see `jaxcoded.coded_allreduce`;
-            ``None`` without ``carry_token``. Its value has no meaning, so a state from
-            a checkpoint works like a new one.
+            ``None`` without ``carry_token``. The token's value has no meaning, so a
+            state from a checkpoint works like a new state.
     """
 
     token: jax.Array | None
@@ -39,16 +39,17 @@ def sum_gradients(
 
     Args:
         group: an open group.
-        divisor: the global batch size to divide by. Default: the sum.
+        divisor: a number by which the sum is divided, such as the global batch size.
+            Default: no division.
         wire_dtype: as for `jaxcoded.coded_allreduce`.
         carry_token: whether to order the calls by a number in the state, which is
             faster to dispatch. Then the step must make no other call of this group.
 
     Returns:
-        A ``GradientTransformationExtraArgs``; ``update`` raises the errors of
-        `jaxcoded.coded_allreduce`, and ``ValueError`` for a gradient that
-        `coded_value_and_grad` or another transformation has already summed in the same
-        ``jit``, or outside.
+        A ``GradientTransformationExtraArgs``. ``update`` raises the errors of
+        `jaxcoded.coded_allreduce`. It raises ``ValueError`` for a gradient that
+        `coded_value_and_grad` or another transformation has already summed, if both
+        calls are in the same ``jit``, or both outside.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded, optax

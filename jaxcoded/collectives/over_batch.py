@@ -34,10 +34,10 @@ def summed(
         alike: pytree of values that must be equal on all ranks, in addition to the
             batch.
         eps: the precision of ``compute``, see `_jax_compat.coarsest_eps`.
-        same_bits: whether ``alike`` is equal on all ranks to the bit, not only up to
-            rounding.
-        moving: pytrees that must also be equal on all ranks, each on a separate scale:
-            tangents or cotangents.
+        same_bits: whether ``alike`` has the same bits on all ranks, and not only the
+            same values up to rounding.
+        moving: pytrees of tangents or cotangents that must also be equal on all ranks,
+            each on a separate scale.
         name, token, asked: see `coded.summed`.
 
     Returns:
@@ -51,10 +51,10 @@ def summed(
             transport.computes_with(eps)
         key = None
         if not group.approximate:
-            # compared messages may differ in rounding
+            # messages that the check compares may differ in rounding
             same_bits &= group.options.check == DEBUG and not transport.compares
             key = marks.key(weights.number, alike, moving, to_the_bit=same_bits)
-            # one key for all devices of a split batch, like the count
+            # all devices of a split batch have one key together, as they have one count
             key = over_devices(key, _jax_compat.varying(key))
     how = shared.summed if group.plan.strategy.by_blocks else coded.summed
     return how(compute, batch, weights, group, key, name=name, token=token, **asked)

@@ -6,15 +6,15 @@ from typing import Any
 
 import jax
 
-# By the `id` of an array, or of its tracer: the object and its group. Values computed
-# from it are other objects.
+# Maps the `id` of an array or tracer to the object and the index of its group. A value
+# computed from the object is another object, which is not in this dictionary.
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def note(pytree: Any, group: int) -> None:
     """Note that these leaves are reduced over the group with this index."""
     for leaf in jax.tree.leaves(pytree):
-        # its argument, the dead reference, is the default of `pop`
+        # the callback's argument, the dead reference, becomes the default of `pop`
         forget = functools.partial(_known.pop, id(leaf))
         _known[id(leaf)] = weakref.ref(leaf, forget), group
 

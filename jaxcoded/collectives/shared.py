@@ -35,13 +35,13 @@ def summed(
 ) -> tuple[Result, Any, jax.Array, Count]:
     """Return the sum of ``compute`` over the blocks of the batch, see
     `over_batch.summed`. The auxiliary data are stacked over the blocks that this rank
-    holds, zeros for those that it has not computed.
+    holds, with zeros for blocks that it has not computed.
 
-    The engine says which blocks this rank computes. The rank adds them to vectors that
-    others fetch while it waits for its next block. So the vectors are the leaves
-    themselves, without copies. ``compute`` is a function of a block's examples, ``(size,
-    …)``, and their weights, float32 ``(size,)``, 0 for padding. The strategy refuses
-    ``erasures``.
+    The engine says which blocks this rank computes. The rank adds the results to vectors
+    that other ranks fetch while it waits for its next block. So the vectors are the
+    leaves themselves, without copies. ``compute`` is a function of a block's examples,
+    ``(size, …)``, and their weights, float32 ``(size,)``, 0 for padding. With
+    ``erasures`` the strategy raises an error.
     """
     del erasures
     placement = group.plan.placement
@@ -77,8 +77,8 @@ def summed(
             **fields,
         )
     nonempty = [(kind, n) for kind, n in zip(packing.kinds, packing.counts) if n]
-    # one more vector: the blocks in a sum that may lack a part of the batch, or the
-    # results of audits in a group with a check
+    # One more vector. If the sum may lack a part of the batch, it shows which blocks are
+    # in the sum. In a group with a check, it has the results of audits.
     probes, audited = [], None
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
@@ -101,15 +101,16 @@ def summed(
     )
 
     def flat(pytree: Any) -> list[jax.Array]:
-        """Return the nonempty leaves, in the dtypes of their sums."""
+        """Return the leaves that are not empty, in the dtypes of their sums."""
         leaves = [leaf for leaf in jax.tree.leaves(pytree) if leaf.size]
         return [leaf.reshape(-1).astype(accumulator(leaf.dtype)) for leaf in leaves]
 
     def take(
         sums: Sequence[jax.Array], token: jax.Array | None, number: int = 1
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return the next block, or -1 at the end. Then a number that is not 0 if the sums must be zeroed before
-        the block is added, and one that says whether the block is added, reported for comparison, or both."""
+        """Return three numbers. The first is the next block, or -1 at the end. The second is not 0 if the sums
+        must be zeroed before the block is added. The third says whether the block is added, reported for
+        comparison, or both."""
         asked = round.step("take", number=number)
         (work,), token = run(asked, operands._replace(vectors=sums, token=token))
         return work, token
@@ -141,7 +142,7 @@ def summed(
             total += key * jnp.asarray(marked)[block]
         added = [jnp.stack([total, there]), *flat(local)]
         if audited is not None:
-            # results only for comparison are not added
+            # results that are only for comparison are not added
             added = [jnp.where(audit.added(kind), x, 0) for x in added]
             aux = jax.tree.map(
                 lambda all, one: jnp.where(audit.added(kind), one, all[at]), auxes, aux
@@ -180,7 +181,8 @@ def summed(
 
 
 def shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
-    """Return the number of blocks that a rank holds, and their examples with padding."""
+    """Return the number of blocks that a rank holds, and the number of examples of a
+    block, with padding."""
     blocks = max(len(group.plan.placement.held(group.rank)), 1)
     assert len(weights) % blocks == 0, (len(weights), blocks)
     return blocks, len(weights) // blocks

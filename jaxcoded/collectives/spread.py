@@ -17,12 +17,14 @@ _NAME = "spread"
 def spread(params: Any, group: CodedGroup) -> Any:
     """Return the same values, whose gradients are summed over the ranks.
 
-    `coded_sum` does this to its parameters itself. With `coded_allreduce` it makes a
-    function of a sum differentiable: spread the common values, compute this rank's
-    contribution from them, and sum it. The transpose of the sum passes the cotangent,
-    equal on all ranks, to each rank. The gradient through the contribution is again a
-    contribution, and the transpose of ``spread`` sums it in one more round. The sum and
-    ``spread`` are each other's transposes, like ``psum`` and ``jax.lax.pvary`` in
+    `coded_sum` applies ``spread`` to its parameters itself. Together with
+    `coded_allreduce`, ``spread`` makes a function of a sum differentiable: spread the
+    common values, compute this rank's contribution from them, and sum contributions.
+
+    The transpose of the sum passes the cotangent, which is equal on all ranks, to each
+    rank. The gradient through a rank's contribution is only one part of the whole
+    gradient. The transpose of ``spread`` sums these parts in one more round. So the sum
+    and ``spread`` are each other's transposes, like ``psum`` and ``jax.lax.pvary`` in
     ``shard_map``.
 
     All differentiated inputs of the contribution must come through ``spread``: other

@@ -36,48 +36,49 @@ def coded_value_and_grad(
     """Return a function like ``jax.value_and_grad`` of the mean loss of the global batch. Its results are exact and
     equal on all ranks.
 
-    Encoding is linear, so without slices the coding coefficients are loss weights and there is one backward pass:
-    ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. With slices or parts the gradient of every chunk is encoded separately, one
-    after the other in a ``scan``. A code with several parts sends each as soon as it is ready (with the engine,
-    without ``erasures``), so that a slow rank's finished parts count. A rank (or chunk) whose weights are all 0
-    computes no gradient. Neither does a rank that is behind (`CodedGroup.lag`), as its round is decided. The loss
-    must be a sum over examples, which batch normalisation is not. Random keys must belong to the example, not to
-    the rank.
+    Encoding is linear: ``Σ_j b_j ∇ℓ_j = ∇ Σ_j b_j ℓ_j``. So without slices the coding coefficients are loss weights,
+    and one backward pass suffices. With slices or parts the gradient of every chunk is encoded separately, one after
+    the other in a ``scan``. A code with several parts sends each part as soon as it is ready (with the engine,
+    without ``erasures``). So the finished parts of a slow rank count.
 
-    The same code counts the examples. The count shows if ranks have different parameters, are at different batches
+    A rank (or chunk) whose weights are all 0 computes no gradient. A rank that is behind (`CodedGroup.lag`) computes
+    none either, as its round is decided. The loss must be a sum over examples, so it must not use batch
+    normalisation. Random keys must belong to the example, not to the rank.
+
+    The code also counts the examples. The count shows if ranks have different parameters, are at different batches
     of ``group.epoch``, or have changed the values of weights. Then the round fails with ``InconsistentMessages`` on
     all ranks (limits: ``docs/sharp-bits.md``). With the mpi4jax transport, or under ``vmap`` with ``mean``, loss
     and gradient are NaN instead.
 
     Args:
-        losses: ``(params, data) -> losses`` of shape ``(length,)``, one for each example; or a scalar, their mean,
-            as a usual ``loss(params, batch)`` returns. A scalar loss is computed by ``jax.vmap`` over batches of one
-            example, see ``docs/training.md``. With ``has_aux``, ``(losses, aux)``.
+        losses: ``(params, data) -> losses`` of shape ``(length,)``, one for each example. Or it returns the mean
+            loss as a scalar, like the usual ``loss(params, batch)``. A scalar loss is computed by ``jax.vmap`` over
+            batches of one example, see ``docs/training.md``. With ``has_aux``, ``(losses, aux)``.
         group: an open group.
-        has_aux: whether it returns auxiliary data, a pytree of arrays. They are this rank's, not reduced, and zeros
-            if it computed nothing. They are stacked over the chunks with slices, and over the examples with a
-            scalar loss.
+        has_aux: whether ``losses`` returns auxiliary data, a pytree of arrays. The auxiliary data are not reduced:
+            each rank gets its own data, or zeros if it computed nothing. They are stacked over the chunks with
+            slices, and over the examples with a scalar loss.
         mean: divide loss and gradient by the number of examples in the global batch, without padding; ``False``
             gives the sum. With an approximate code, or ``on_deadline="approximate"``, divide by the weight of the
             examples in the sum.
-        residual: return the residual too: ``√Σ_k p_k (c_k − 1)²`` for the coefficients
+        residual: also return the residual ``√Σ_k p_k (c_k − 1)²``, for the coefficients
             ``c_k`` of the batch's atoms ``p_k`` in the sum, see `coded_allreduce`.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
-            arrays are sent, see `coded_allreduce`. It does not affect the computation
-            and encoding of gradients, and loss and count keep all digits.
+            arrays are sent, see `coded_allreduce`. The option does not affect how
+            gradients are computed and encoded. Loss and count keep all digits.
 
     Returns:
-        A function ``(params, batch, *, erasures=None, token=None) -> (loss, grads)``, or ``((loss, aux), grads)``;
-        with a ``residual`` or a ``token``, a `Result` whose ``value`` this is. ``batch`` is a `Batch` of
-        ``group.epoch`` or ``group.batch``, the same one on all ranks. The loss is a scalar of at least float32;
-        ``grads`` is like ``params``. Do not pass them to `jaxcoded.optax.sum_gradients`, which would sum them
-        again: in the same ``jit`` that is an error, otherwise the result is wrong. Outside ``jax.jit`` it compiles
-        itself, once for equal shapes, ``losses`` and options; the last 16 of them are kept.
+        A function ``(params, batch, *, erasures=None, token=None) -> (loss, grads)``, or ``((loss, aux), grads)``.
+        With a ``residual`` or a ``token`` it returns a `Result` with this tuple as its ``value``. ``batch`` is a
+        `Batch` of ``group.epoch`` or ``group.batch``, the same one on all ranks. The loss is a scalar of at least
+        float32; ``grads`` is like ``params``. Do not pass ``grads`` to `jaxcoded.optax.sum_gradients`, which would
+        sum them again: in the same ``jit`` that is an error, otherwise the result is wrong. Outside ``jax.jit`` the
+        function compiles itself, once for equal shapes, ``losses`` and options; the last 16 programs are kept.
 
-        It raises the errors of `coded_allreduce`, and ``TypeError`` if ``batch`` is not a `Batch`, or losses or
-        leaves of ``params`` are not floating point (partition the model). It raises ``ValueError`` for a batch of
-        another plan or rank, and for shapes that do not fit, ``GroupMismatch`` also if ranks differ in the batch
-        size, and ``InconsistentMessages`` as above.
+        It raises the errors of `coded_allreduce`, and ``InconsistentMessages`` as above. It raises ``TypeError`` if
+        ``batch`` is not a `Batch`, or losses or leaves of ``params`` are not floating point (partition the model).
+        It raises ``ValueError`` for a batch of another plan or rank, and for shapes that do not fit. It raises
+        ``GroupMismatch`` also if ranks differ in the batch size.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -99,7 +100,7 @@ def coded_value_and_grad(
     def reduce(
         params: Any, data: Any, weights: Weights, erasures: Any, token: Any
     ) -> Result:
-        # the shapes are needed for every chunk, so trace it once
+        # every chunk needs the shapes, so trace `losses` once
         of_part = jax.jit(
             functools.partial(gradient.of_part, losses, has_aux, group, known)
         )

@@ -1,1 +1,1 @@
-"""Groups: a plan on the ranks of a communicator, and the telemetry of its rounds."""
+"""Groups: the ranks of a communicator with a plan, and the telemetry of rounds."""

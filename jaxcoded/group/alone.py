@@ -1,12 +1,12 @@
-"""Tasks that a launcher has started together, but that MPI takes for separate jobs."""
+"""Detect tasks that one launcher has started, but that MPI treats as separate jobs."""
 
 import os
 from collections.abc import Mapping
 
 _MPIRUN = "with the mpirun of the MPI that mpi4py uses"
-# The variable with each launcher's number of tasks, and the command that makes them
-# ranks of one job. An allocation's number, such as SLURM_NTASKS, does not help: single
-# processes and several jobs run in an allocation.
+# For each launcher, the variable with its number of tasks, and the command that makes
+# these tasks ranks of one job. The number of tasks of an allocation, such as SLURM_NTASKS,
+# does not help: single processes and several jobs run in an allocation.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "by `srun --mpi=pmix` (`srun --mpi=list` names what yours has)",
     "FLUX_JOB_SIZE": "by `flux run -o pmi=pmix`",
@@ -21,17 +21,17 @@ def warning() -> str:
     """Return the warning for this rank, or an empty text."""
     from mpi4py import MPI
 
-    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # the numbers belong to its parents
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # its parents were launched
         return ""
     return words(MPI.COMM_WORLD.size)
 
 
 def words(ranks: int, variables: Mapping[str, str] = os.environ) -> str:
-    """Return the warning if MPI has this many ranks; empty if a launcher has started
-    only so few, or no launcher is known.
+    """Return the warning if a launcher has started more tasks than MPI has ``ranks``.
+    Return an empty text if it has not, or no launcher is known.
 
-    mpirun may run in a step of more tasks, and neither variable tells which launcher is the inner one. So all
-    numbers must be larger. In a terminal, single processes are intended."""
+    mpirun may run in a step of more tasks, and neither variable shows which launcher is the inner one. So the
+    warning appears only if all numbers of tasks are larger. In a terminal, single processes are intended."""
     tasks = {
         name: int(said)
         for name in _TASKS

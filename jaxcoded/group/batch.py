@@ -25,11 +25,11 @@ _LOADER = (
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """A rank's part of a batch, for `coded_value_and_grad`; made by `CodedGroup.epoch` and `CodedGroup.batch`.
+    """A rank's part of a batch, for `coded_value_and_grad`. `CodedGroup.epoch` and `CodedGroup.batch` make it.
 
-    A pytree of arrays, which goes into ``jit`` as one argument. Their leading axes belong together. The batch size,
-    the plan and the rank are static, and everything else is data. So another seed, another epoch or a smaller last
-    batch recompiles nothing.
+    A batch is a pytree of arrays, which can be passed to ``jit`` as one argument. The leading axis of every array is
+    the axis of examples. The batch size, the plan and the rank are static, and everything else is data. So another
+    seed, another epoch or a smaller last batch recompiles nothing.
 
     Attributes:
         data: pytree of the examples, each leaf ``(length, …)``. ``None`` until `of` is called, if the batch was made
@@ -86,9 +86,9 @@ def check_length(data: Any, length: int) -> None:
 
 
 def number_of_examples(data: Any) -> int:
-    """Return how many examples a data set has; ``data`` may also be this number itself. A
-    TypeError or ValueError names a leaf that is not an array with this number of
-    examples along its first axis.
+    """Return the number of examples of a data set. ``data`` may also be this number.
+    Raise a TypeError or ValueError that names the leaf if a leaf is not an array with
+    this number of examples along its first axis.
     """
     if isinstance(data, numbers.Integral):
         return _require.integer(
@@ -119,14 +119,14 @@ def number_of_examples(data: Any) -> int:
 
 
 def read(data: Any, indices: np.ndarray) -> Any:
-    """Return examples of a data set; ``None`` if only their number is known."""
+    """Return examples of a data set, or ``None`` if only their number is known."""
     if isinstance(data, numbers.Integral):
         return None
     return jax.tree.map(lambda leaf: leaf[indices], data)
 
 
 def check_batch(batch: Any) -> None:
-    """Raise a TypeError, with the remedy, unless this is a `Batch` with examples."""
+    """Raise a TypeError, with the remedy, unless ``batch`` is a `Batch` with examples."""
     if not isinstance(batch, Batch):
         raise TypeError(
             f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "

@@ -19,9 +19,10 @@ class Block:
     """A part of the batch for this rank to compute.
 
     Attributes:
-        number: among all blocks, from 0.
-        indices: int64 ``(examples,)``, into the global batch, rising. Empty for some blocks if the batch has fewer
-            examples than blocks, or some examples cost more than a block.
+        number: the number of this block among all blocks, from 0.
+        indices: int64 ``(examples,)``, the places of its examples in the global batch, in increasing order. Some
+            blocks are empty if the batch has fewer examples than blocks, or if some examples cost more than a
+            block.
     """
 
     number: int
@@ -29,8 +30,8 @@ class Block:
     _result: Any = None
 
     def done(self, result: Any) -> None:
-        """Set the pytree of arrays, such as the sum so far, that must be computed before this rank counts as done
-        with the block. Default: all of JAX's pending work."""
+        """Set the result of the block: a pytree of arrays, such as the sum so far. The rank has finished the block
+        when these arrays are computed. Default: all of JAX's pending work."""
         self._result = result
 
 
@@ -67,10 +68,10 @@ class Blocks:
                 "blocks are for one loop within their with statement: "
                 "with group.blocks(batch_size) as blocks: for block in blocks: ..."
             )
-        # a second loop would be another round, with another sum
+        # a second loop over the same object would be another round, with another sum
         self._begun = True
         self._session.blocks = True
-        primitive.effects_barrier()  # rounds that are in flight come before
+        primitive.effects_barrier()  # rounds in flight come before this one
         failed = _failed()
         number = self._work.take_block(self._words, first=True, costs=self._costs)
         while number is not None:
@@ -101,8 +102,8 @@ class Blocks:
 
 
 def _failed() -> list[jax.Array]:
-    """Return the arrays without a value: the program that should have computed them has
-    failed, and got the error when it waited.
+    """Return the arrays without a value, because their computation has failed. The
+    program got the error when it waited for them.
     """
     failed = []
     for array in _live():
@@ -114,7 +115,7 @@ def _failed() -> list[jax.Array]:
 
 
 def _wait_for(block: Block, failed: list[jax.Array]) -> None:
-    """Wait until the block is computed: JAX returns before."""
+    """Wait until the block is computed, since JAX returns before that."""
     if block._result is not None:
         jax.block_until_ready(block._result)
         return

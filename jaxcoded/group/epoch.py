@@ -1,4 +1,4 @@
-"""The batches of an epoch, and the examples that a rank reads of each."""
+"""The batches of an epoch, and the examples that a rank reads from each batch."""
 
 import operator
 import zlib
@@ -18,7 +18,7 @@ class Epoch:
     """See `CodedGroup.epoch`.
 
     Attributes:
-        batch_size: the number of examples in a batch; a smaller last one has fewer.
+        batch_size: the number of examples in a batch; a smaller last batch has fewer.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Epoch:
         batch, positions, values = self.indices(number), self._positions, self._weights
         counted = self._first + operator.index(number) % len(self)
         if len(batch) < self.batch_size:
-            # The missing examples are the last of the batch, and so of each chunk and block, which keep their first
-            # example. A real example replaces the missing ones, with weight 0: its gradient is finite, while that
+            # The missing examples are at the end of the batch, and of each chunk and block, which keep their first
+            # example. A real example with weight 0 replaces each missing one. Its gradient is finite. The gradient
             # of made-up numbers could be NaN, and 0 · NaN is NaN.
             there = positions < len(batch)
             filler = positions[there.argmax()] if there.any() else 0
@@ -92,8 +92,9 @@ class Epoch:
         return Batch(read(self._data, indices), indices, weights)
 
     def indices(self, number: int) -> np.ndarray:
-        """Return the places of all examples of one batch, the same on all ranks: int64 ``(batch_size,)``, or fewer in
-        a smaller last one, into the data set. Read-only. An IndexError if there is no such batch."""
+        """Return the places in the data set of all examples of one batch: int64 ``(batch_size,)``, or fewer for a
+        smaller last batch. The array is read-only, and the same on all ranks. Raise an IndexError if there is no such
+        batch."""
         if isinstance(number, slice):
             raise TypeError(
                 "an epoch has no slices: take itertools.islice(epoch, start, stop)"

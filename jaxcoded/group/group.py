@@ -36,22 +36,22 @@ class CodedGroup:
     The group works on a duplicate of ``comm``, so its messages never mix with others. Two groups are never equal,
     and never share a compiled function.
 
-    No round is decided without the root (rank 0 unless the plan says otherwise): see `recovered`.
+    No round is decided without the root (rank 0 unless the plan says otherwise). If the root dies, see `recovered`.
 
     Args:
         comm: an mpi4py intra-communicator.
-        strategy: how the work of a step is laid out: `Shared`, `Coded` or `Uncoded`; or a
-            `Plan` for as many ranks as ``comm`` has. Default: ``Shared()``, on any number of
-            ranks.
+        strategy: how the work of a step is divided: `Shared`, `Coded` or `Uncoded`; or a
+            `Plan` for the number of ranks of ``comm``. Default: ``Shared()``, on any number
+            of ranks.
         transport: ``"engine"``, which does not wait for stragglers; ``"mpi4jax"``, in which every rank takes part
-            in every round; or ``"auto"``: the engine if all ranks have it, otherwise mpi4jax with a warning, which
-            shared work refuses.
-        options: how the group makes its rounds: deadlines, memory, telemetry and
+            in every round; or ``"auto"``. This takes the engine if all ranks have it, otherwise mpi4jax with a
+            warning. Shared work needs the engine.
+        options: how the group runs its rounds: deadlines, memory, telemetry and
             checks; see `Options`.
-        record: with shared work, a file in which rank 0 writes which blocks each rank has computed in each round,
-            in which order.
-        replay: a file written with ``record`` by a group of the same plan. Each round is divided as it was then, so
-            that sums have the same bits, and waits for late ranks; see ``docs/sharing.md``.
+        record: with shared work, a file to which rank 0 writes which blocks each rank has computed in each round,
+            and in which order.
+        replay: a file written with ``record`` by a group of the same plan. Each round then divides its work as the
+            recorded round did, so that sums have the same bits, and waits for late ranks; see ``docs/sharing.md``.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator, or ``strategy`` is not a strategy or plan.
@@ -59,7 +59,7 @@ class CodedGroup:
             ``check`` is given without the engine, without any redundancy, or
             with ``on_deadline="approximate"``. Raised on every rank.
         GroupMismatch: ranks gave different arguments, or run different builds of jaxcoded.
-            Raised on every rank; the message names them.
+            Raised on every rank; the message names these ranks.
 
     Example:
         >>> from mpi4py import MPI
@@ -100,25 +100,25 @@ class CodedGroup:
         transport: str = "auto",
         options: Options | None = None,
     ) -> "CodedGroup":
-        """Return a group with the strategy and pieces that make a step fastest, as simulated from measured links
-        and ranks. Collective; takes some seconds (``docs/planning.md``).
+        """Measure links and ranks, simulate steps, and return a group with the fastest strategy and size of pieces.
+        Collective; takes some seconds (``docs/planning.md``).
 
-        The group may be uncoded. `planned` says why.
+        The group may be uncoded. `planned` gives the reason for the choice.
 
         Args:
             comm: as for the constructor.
-            payload: bytes that a step sums.
+            payload: number of bytes that a step sums.
             work: a function ``work(part)`` that computes what a rank would compute for a
-                part of the batch, a number up to 1. It is called for about a second
-                after a first call, with ``1/(N−1)`` each time. Or the seconds that a
-                usual rank would take for the whole batch on its own, as in ``jaxcoded
-                plan --compute``: then a loop measures how much ranks differ.
-            seed: of random codes.
-            replicas: other ranks that may hold each rank's part of the batch, to share the
-                work (``docs/sharing.md``): 0 for a program that cannot, such as one with
-                plain sums only. Default: all.
-            reading: seconds that a rank would take to read the data of the whole batch,
-                if it reads what it holds in every step.
+                part of the batch, a number up to 1. After a first call, this calls it for
+                about a second, with ``1/(N−1)`` each time. Or a number: the seconds that a
+                typical rank would take for the whole batch on its own, as in ``jaxcoded
+                plan --compute``. Then a loop measures how much ranks differ.
+            seed: the seed of random codes.
+            replicas: how many other ranks may hold each rank's part of the batch, to share
+                the work (``docs/sharing.md``). 0 for a program that cannot share work, such
+                as one with plain sums only. Default: all.
+            reading: seconds that a rank would take to read the data of the whole batch, if
+                it reads its examples again in every step.
             transport, options: as for the constructor, without ``piece_bytes``.
 
         Raises:
@@ -135,7 +135,7 @@ class CodedGroup:
             'one rank: nothing to plan'
         """
 
-        # other groups do not need the planner
+        # import the planner here, as other groups do not need it
         from jaxcoded.tools.planner.automatic import Automatic
 
         check_joined()
@@ -153,7 +153,7 @@ class CodedGroup:
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         self._callback: Callable[[RoundSeen], Any] | None = None
-        # if warnings are errors, the others still have the group
+        # if warnings are errors, the other ranks still have the group
         for warning in session.warnings:
             if session.rank == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=3)
@@ -171,20 +171,20 @@ class CodedGroup:
 
     @property
     def options(self) -> Options:
-        """How the group makes its rounds."""
+        """How the group runs its rounds."""
         return self._session.options
 
     @property
     def planned(self) -> str:
-        """What `CodedGroup.auto` chose and why, in words; empty for other groups."""
+        """A text that says what `CodedGroup.auto` chose and why; empty for other groups."""
         return self._session.planned
 
     @property
     def alike(self) -> bool:
-        """Whether this rank has received the same sums as the others, including those of the group that `recovered`
-        replaced. If not, or if ranks have joined (`extended`), sums are an error until one `tree_bcast` has sent the
-        root's whole state; after it this is true. The root of such a group is one of the ranks with the most
-        results."""
+        """Whether all ranks have received the same sums, including the sums of the group that `recovered` replaced.
+        It is false if they have not, or if ranks have joined (`extended`). Then sums raise an error until one
+        `tree_bcast` has sent the root's whole state. After that it is true. The root of such a group is one of the
+        ranks with the most results."""
         return self._session.alike
 
     @property
@@ -199,17 +199,17 @@ class CodedGroup:
 
     @property
     def comm(self) -> MPI.Intracomm:
-        """The group's own duplicate of the communicator it was made with."""
+        """The group's own duplicate of the communicator from which it was made."""
         return self._session.comm
 
     @property
     def approximate(self) -> bool:
-        """Whether sums may be approximate: by the code, or after the deadline."""
+        """Whether sums may be approximate, because of the code or after a deadline."""
         return self.plan.approximate or self.options.waits.approximates
 
     @property
     def rounds(self) -> int:
-        """Rounds of this group that this rank has called."""
+        """The number of this group's rounds that this rank has called."""
         check_open(self)
         return self._session.transport.rounds()
 
@@ -222,7 +222,7 @@ class CodedGroup:
         """Return this rank's part of one fixed batch.
 
         Args:
-            data: as for `epoch`, of the examples of the batch.
+            data: the examples of the batch, as for `epoch`.
             multiple: as for `epoch`.
 
         Raises:
@@ -252,57 +252,58 @@ class CodedGroup:
         multiple: int = 1,
         costs: Any = None,
     ) -> Epoch:
-        """Return the minibatches of one pass over a data set, with what this rank reads of each.
+        """Return the minibatches of one pass over a data set, each with the examples that this rank reads.
 
             for batch in group.epoch((x, y), batch_size=256, seed=0, epoch=epoch):
                 params, loss = step(params, batch)
 
-        With your own loader, pass the number of examples, and load what the indices name:
+        With your own loader, pass the number of examples, and load the examples at the given indices:
 
             for part in group.epoch(len(dataset), batch_size=256, seed=0, epoch=epoch):
                 batch = part.of(load(part.indices))
 
         All batches have the same shapes, even a smaller last one, so nothing is compiled again. Padding has weight
-        0, and ``batch.weights.examples`` is the number of examples. `coded_value_and_grad` divides a mean by it.
+        0. `coded_value_and_grad` divides a mean by ``batch.weights.examples``, the number of examples.
 
-        The batches follow from the number of examples, ``seed`` and ``epoch`` alone, on any number of ranks and
-        with any plan; so does the order within a batch, without ``costs``. So a checkpoint needs only the number of
-        finished batches. After `replan` or `recovered` the new group's epoch continues at the same batch:
+        The batches depend only on the number of examples, ``seed`` and ``epoch``, and not on the number of ranks or
+        the plan. The same holds for the order within a batch, unless ``costs`` are given. So a checkpoint needs only
+        the number of finished batches. After `replan` or `recovered` the new group's epoch continues at the same
+        batch:
 
             epoch = group.epoch((x, y), batch_size=256, seed=0, epoch=3)
             for number in range(done, len(epoch)):
                 batch = epoch[number]
 
-        ``epoch.indices(number)`` are all examples of a batch, for `blocks`. See ``docs/data.md``.
+        ``epoch.indices(number)`` has the places of all examples of a batch, for `blocks`. See ``docs/data.md``.
 
-        Arguments and data are the same on all ranks. `coded_value_and_grad` raises
-        ``GroupMismatch`` if ``batch_size`` is not, and ``InconsistentMessages`` for batches of another seed, epoch
+        Arguments and data must be the same on all ranks. `coded_value_and_grad` raises
+        ``GroupMismatch`` if ``batch_size`` differs, and ``InconsistentMessages`` for batches of another seed, epoch
         or number of examples.
 
         Args:
-            data: pytree of arrays of NumPy or JAX, or memory maps, whose first axis is that of all examples; or the
-                number of examples.
-            batch_size: of the global batch.
-            seed: of the shuffling; ``None``: the examples in their order, as for an evaluation.
-            epoch: the number of this pass, for another order in each.
+            data: pytree of arrays of NumPy or JAX, or memory maps, whose first axis has all examples of the data
+                set; or the number of examples.
+            batch_size: the number of examples in a global batch.
+            seed: the seed of the shuffling. ``None`` keeps the order of the examples, as for an evaluation.
+            epoch: the number of this pass; each pass has another order.
             drop_last: leave out a smaller last batch.
-            multiple: pad what a rank reads to a multiple of this, such as the number of devices
-                over which it splits a batch (``docs/devices.md``).
-            costs: what each example costs, finite numbers ≥ 0 with shape ``(examples,)``, such as seconds or
+            multiple: pad the part that a rank reads to a multiple of this number, such as the number of devices
+                over which the rank splits a batch (``docs/devices.md``).
+            costs: the cost of each example: finite numbers ≥ 0 with shape ``(examples,)``, such as seconds or
                 lengths; only ratios count. The examples of a batch are then ordered so that the parts of all ranks,
                 and their blocks, cost about the same. The numbers of examples do not change. Default: all cost the
                 same.
 
         Returns:
-            An `Epoch`: a sequence of `Batch`, which reads each on request. It keeps the order, ``8 n`` bytes. Each
-            batch has one length ≥ 1 on all ranks; with ``speeds``, a different length on each. Padding repeats one
+            An `Epoch`: a sequence that reads each `Batch` on request. It keeps the order, ``8 n`` bytes. Each batch
+            has the same length ≥ 1 on all ranks; with ``speeds``, a different length on each rank. Padding repeats one
             of the rank's own examples (the first one of the batch on a rank without data) with weight 0.
 
         Raises:
             TypeError: a leaf of ``data`` is not an array, or ``costs`` are not numbers.
-            ValueError: a leaf has no axis of examples, or another number of them; or ``costs`` have another shape,
-                or are negative or not finite. Also if an argument is not an integer as described, ``drop_last``
-                leaves no batch, or ``multiple`` is given with slices, parts or shared work.
+            ValueError: a leaf has no axis of examples, or another number of examples; or ``costs`` have another
+                shape, or are negative or not finite. Also if an argument is not an integer as described,
+                ``drop_last`` leaves no batch, or ``multiple`` is given with slices, parts or shared work.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -332,32 +333,32 @@ class CodedGroup:
         """Return the blocks of a batch that this rank computes, for programs that add up gradients over
         microbatches. The group must share its work (`Shared`).
 
-        A rank that has finished gets blocks of a late one. Once all blocks are computed, the loop ends on all
-        ranks, and the next collective sums what they have added up:
+        A rank that has finished gets blocks of a late rank. Once all blocks are computed, the loop ends on all
+        ranks, and the next collective adds up their sums:
 
             with group.blocks(batch_size) as blocks:
                 for block in blocks:
                     total = add(total, gradient(params, load(block.indices)))
             total = jaxcoded.coded_allreduce(total, group, divisor=batch_size)
 
-        A rank that gets no block contributes zeros, with the shapes and dtypes of the others' sums. An exception in
-        the loop, or leaving it early, is reported to the others with their next call; they compute this rank's
-        blocks. If a rank dies after the loop and before its sum is fetched, the round is an error on all ranks:
-        repeat the step. The loop waits for JAX's pending work before it asks for the next block, so that ranks are
-        timed correctly; `Block.done` says what to wait for instead.
+        A rank that gets no block contributes zeros, with the shapes and dtypes of the other ranks' sums. If a rank
+        raises an exception in the loop or leaves it early, the other ranks learn this in their next call, and compute
+        the rank's blocks. If a rank dies after the loop and before its sum is fetched, the round is an error on all
+        ranks: repeat the step. The loop waits for JAX's pending work before it asks for the next block, so that ranks
+        are timed correctly. With `Block.done` it waits for other arrays instead.
 
         Args:
             batch_size: the number of examples in the global batch, the same on all ranks.
-            costs: what each of them costs, finite numbers ≥ 0 with shape ``(batch_size,)``, the same on all ranks;
-                NumPy's, or of the buffer protocol or DLPack. Only ratios count. A rank then begins with its part of the
-                cost, not of the examples, cut into blocks of about the same cost (``docs/sharing.md``). Default: all
-                cost the same.
+            costs: the cost of each example: finite numbers ≥ 0 with shape ``(batch_size,)``, the same on all ranks, in
+                a NumPy array or an object with the buffer protocol or DLPack. Only ratios count. Each rank then begins
+                with its share of the cost instead of its share of the examples. This share is cut into blocks of about
+                the same cost (``docs/sharing.md``). Default: all cost the same.
 
         Raises:
             TypeError: ``costs`` are not numbers.
             ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape, or one is negative or not
                 finite; or the group does not share its work.
-            GroupMismatch: ranks gave different costs or batch sizes. On every rank, in the loop.
+            GroupMismatch: ranks gave different costs or batch sizes. Raised on every rank, in the loop.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -370,7 +371,7 @@ class CodedGroup:
             ...     jaxcoded.host.allreduce(total, group)
             array([10.])
 
-            Sequences of different lengths, which cost what they are long:
+            Sequences whose cost is their length:
 
             >>> sequences = [np.ones(8), np.ones(2), np.ones(3), np.ones(2)]
             >>> with jaxcoded.CodedGroup(MPI.COMM_SELF, jaxcoded.Shared(blocks=2)) as group:
@@ -403,23 +404,23 @@ class CodedGroup:
     def lag(self, *, token: jax.Array) -> Result: ...
 
     def lag(self, *, token: jax.Array | None = None) -> int | jax.Array | Result:
-        """Return how many rounds of this group are decided, as far as this rank knows, that it has not called yet.
+        """Return the number of decided rounds of this group that this rank has not called yet, as far as it knows.
 
-        While it is not 0, the next collective returns an existing result and drops this rank's contribution. So the
-        rank can leave out its gradient, as `coded_value_and_grad` does. On a rank in time it is 0; with the mpi4jax
-        transport, always.
+        While this number is not 0, the next collective returns an existing result and drops this rank's
+        contribution. So the rank need not compute its gradient: `coded_value_and_grad` leaves it out. The number is 0
+        on a rank in time, and always 0 with the mpi4jax transport.
 
-        Outside ``jit`` this waits for this rank's own rounds in flight; pass the token to include calls that a
-        token orders. To leave out your own gradient, pass ``skip=True`` to that call of `jaxcoded.coded_allreduce`:
-        zeros alone would count as a contribution if the round is not decided yet.
+        Outside ``jit`` this call waits for this rank's own rounds in flight. Pass the token to include calls that a
+        token orders. To leave out your own gradient, pass ``skip=True`` to the call of `jaxcoded.coded_allreduce`.
+        Zeros alone would count as a contribution if the round is not decided yet.
 
         Args:
             token: orders this call, see `jaxcoded.coded_allreduce`.
 
         Returns:
             A number; inside ``jit`` an int32 scalar, read in the order of the
-            collectives; with a ``token``, inside and outside, a `Result` of that and the
-            token for the next call.
+            collectives. With a ``token``, inside and outside ``jit``, a `Result` of an
+            int32 scalar and the token for the next call.
 
         Raises:
             TypeError: ``token`` is not an int32 or float32 number.
@@ -434,12 +435,12 @@ class CodedGroup:
         return self._session.transport.host_lag()
 
     def snapshot(self, state: Any, *, every: int = 16) -> bool:
-        """Keep a copy of this rank's state for ranks that must continue from one; see `resync`.
+        """Keep a copy of this rank's state for ranks that must continue from a copy; see `resync`.
 
-        Call it on every rank after each step, with what the step returned: parameters, optimizer state, step
-        number, position of the sampler. It waits for this rank's own steps only. Late ranks can use the copy while
-        the results of the rounds after it are kept, so ``every`` steps must have fewer rounds than the history (64
-        or more).
+        Call it on every rank after each step, with the state that the step returned: parameters, optimizer state,
+        step number, position of the sampler. It waits for this rank's own steps only. Late ranks can use the copy as
+        long as the results of all later rounds are kept. So ``every`` steps must have fewer rounds than the history
+        (64 or more).
 
         Args:
             state: pytree of arrays, equal on all ranks.
@@ -459,16 +460,16 @@ class CodedGroup:
         self._snapshots += 1
         if (self._snapshots - 1) % every:
             return False
-        # every round that was started before belongs to the state
+        # every round that was started before this call belongs to the state
         primitive.effects_barrier()
         snapshots.keep(self._session.transport, state)
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
-        """Continue from the newest snapshot of the nearest rank above.
+        """Continue from the newest snapshot of the nearest rank above this one in the tree.
 
-        For a rank whose calls raise `Desynchronized`. Its next collectives are those
-        that followed the snapshot: their results come from the history.
+        For a rank whose calls raise `Desynchronized`. The rank then repeats the
+        collectives that followed the snapshot; their results come from the history.
 
         Args:
             like: pytree of arrays or ``jax.ShapeDtypeStruct``: only structure, shapes
@@ -479,8 +480,8 @@ class CodedGroup:
             The state, a pytree of arrays.
 
         Raises:
-            Desynchronized: no rank above has a snapshot or answers in time, or there was a `replan` since.
-            ValueError: the snapshot is of another state.
+            Desynchronized: no rank above has a snapshot or answers in time, or the group has called `replan` since.
+            ValueError: the snapshot has another structure, or other shapes or dtypes.
         """
         check_open(self)
         primitive.effects_barrier()
@@ -488,10 +489,11 @@ class CodedGroup:
         return snapshots.newest(self._session.transport, like, timeout)
 
     def telemetry(self) -> Telemetry:
-        """Return what this rank has seen of the latest rounds: which ranks were late and by how much, which message
-        decided, what took how long. Neither waits nor communicates.
+        """Return this rank's record of the latest rounds: which ranks were late and by how much, which message decided
+        a round, and how long each step took. This call neither waits nor communicates.
 
-        The root sees its own children like any parent, and also knows how fast all ranks are (`Telemetry.speeds`).
+        Like every parent, the root has records of its own children. It also knows how fast all ranks are
+        (`Telemetry.speeds`).
 
         Raises:
             NotImplementedError: with the mpi4jax transport, where all ranks wait for
@@ -505,9 +507,10 @@ class CodedGroup:
         """Return the engine's counts on this rank since the group was made; empty with the mpi4jax transport.
 
         Returns:
-            ``compared_rounds``, in which this rank had messages to compare (``docs/verify.md``); ``fetched_bytes``
-            of other ranks' messages and results; ``formed_bytes`` of sections (``docs/engine.md``). In use now:
-            ``history_bytes`` for results that late ranks may lack, and ``memory_bytes`` in all.
+            A dictionary of counts. ``compared_rounds``: rounds in which this rank had messages to compare
+            (``docs/verify.md``). ``fetched_bytes``: bytes of other ranks' messages and results. ``formed_bytes``:
+            bytes of sections (``docs/engine.md``). Two entries are memory in use now: ``history_bytes`` for results
+            that late ranks may lack, and ``memory_bytes`` in total.
         """
         check_open(self)
         transport = self._session.transport
@@ -517,10 +520,10 @@ class CodedGroup:
         """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
         rank's rounds, for loggers.
 
-        It runs on a separate thread, in the order of the rounds, and delays no round. If 65,536 rounds wait for it,
-        it misses the oldest. Errors that it raises are logged. A group has one such function, the latest. It still
-        sees all rounds after the group is closed. The groups that `replan` and `recovered` return continue to call
-        it.
+        The function runs on a separate thread, in the order of the rounds, and delays no round. If 65,536 rounds wait
+        for the function, it misses the oldest. Errors that it raises are logged. A group has only one such function:
+        the latest. After the group is closed, the function still gets all remaining rounds. The groups that `replan`
+        and `recovered` return continue to call it.
         """
         check_open(self)
         self._callback = callback
@@ -528,12 +531,12 @@ class CodedGroup:
         report(transport.reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
-        """Return the group with its data assigned again, in proportion to these speeds.
+        """Return a new group whose data is assigned in proportion to these speeds.
 
-        A round like any other: all ranks call it between the same two rounds, and no rank waits for a late one. The
-        root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: use the new group's
-        `epoch`, and compile the step with the new group. A ``with`` block of this group closes the new one at its
-        end.
+        The call is a round like any other: all ranks call it between the same two rounds, and no rank waits for a
+        late rank. Only the root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: use
+        the new group's `epoch`, and compile the step with the new group. At its end, a ``with`` block of this group
+        closes the new group.
 
         Args:
             speeds: relative speed of each rank, positive; see `Coded`.
@@ -543,10 +546,10 @@ class CodedGroup:
             the same.
 
         Raises:
-            ValueError: there is no such plan, or the strategy takes no speeds. On every rank; this
-                group stays open.
-            GroupMismatch: other ranks called something else. The root's speeds may have reached only some ranks by
-                then. Sums of ranks with different plans raise this error, too, until all have replanned.
+            ValueError: there is no such plan, or the strategy takes no speeds. Raised on every
+                rank; this group stays open.
+            GroupMismatch: other ranks made another call. By then the root's speeds may have reached only some ranks.
+                Until all ranks have replanned, sums of ranks with different plans raise this error, too.
 
         Example:
             >>> from mpi4py import MPI
@@ -581,42 +584,42 @@ class CodedGroup:
         timeout: float = 60.0,
         put_out: bool = False,
     ) -> "CodedGroup":
-        """Return the group without its dead ranks, with its tolerance restored and the data divided among the
-        living; see ``docs/recovery.md``.
+        """Return a new group without the dead ranks. The new group tolerates as many stragglers as before, and its
+        data is divided among the living ranks; see ``docs/recovery.md``.
 
-        Collective of the living ranks, between the same two rounds. It waits for all of them, so call it only every
-        few steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: use
-        the new group's `rank`, `size` and `epoch`, and compile the step with it. A ``with`` block of this group
-        closes the new one at its end. Ranks keep their order, except for a new root; parameters and state stay
-        where they are.
+        All living ranks call it between the same two rounds. It waits for all of them, so call it only every few
+        steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: use the new
+        group's `rank`, `size` and `epoch`, and compile the step with the new group. At its end, a ``with`` block of
+        this group closes the new group. Ranks keep their order, except for a new root. Parameters and state stay on
+        their ranks.
 
         After a failed step, call it if the root has died. Some ranks may have received the sum of the last round,
-        and others an error. So the group is not `alike`: sums are an error until the root has sent its state with
+        and others an error. So the group is not `alike`: sums raise an error until the root has sent its state with
         `tree_bcast`.
 
         A living rank that does not call this, because its program hangs or its process is stopped, keeps the others
-        waiting. With ``put_out`` its process is killed after ``timeout``, and it counts as dead. This also hits a
-        rank that is only slow. But no rank is killed while rounds continue without the caller.
+        waiting. With ``put_out`` its process is killed after ``timeout``, and the rank counts as dead. This also
+        kills a rank that is only slow. But no rank is killed while rounds continue without the caller.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
         Args:
-            strategy: of the new group, the same on all ranks. Default: that of this group, with the
-                speeds of the living ranks.
-            options: of the new group. Default: those of this group.
+            strategy: the strategy of the new group, the same on all ranks. Default: this group's strategy, with
+                the speeds of the living ranks.
+            options: the options of the new group. Default: this group's options.
             timeout: seconds to wait for living ranks that do not call this.
-            put_out: whether to kill the processes of such ranks then (``SIGKILL``). Any rank in the call on the
-                same host and in the same pid namespace does it, if it has permission. The root's value counts, if
+            put_out: whether to kill the processes of such ranks after that (``SIGKILL``). Any rank in the call on the
+                same host and in the same pid namespace kills them, if it has permission. The root's value counts, if
                 the root takes part.
 
         Raises:
             ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; this group's
                 strategy fits only its own ranks (``Coded(parents=…)``) and no other is given; or the group has a
-                ``record`` or ``replay``. On every rank; this group stays open.
-            TypeError: ``strategy`` or ``put_out`` is something else.
+                ``record`` or ``replay``. Raised on every rank; this group stays open.
+            TypeError: ``strategy`` or ``put_out`` has another type.
             CodedError: a living rank did not call this, and was not or could not be killed; another rank died while
-                the new group was made; or rounds of this group were decided. Raised on every rank in the call; this
-                group stays open, and all may call this again.
+                the new group was made; or rounds of this group were decided meanwhile. Raised on every rank in the
+                call; this group stays open, and all ranks may call this again.
         """
         check_open(self)
         return self._followed_by(
@@ -632,13 +635,14 @@ class CodedGroup:
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> "CodedGroup":
-        """Return the group with this many more ranks, in processes that it starts; see ``docs/recovery.md``.
+        """Start processes, and return a new group with these additional ranks; see ``docs/recovery.md``.
 
         Experimental: it relies on the behaviour of one MPI, Open MPI 5.
 
-        Collective, between the same two rounds, of a group without dead ranks: call `recovered` first. The
-        processes run this program, and get the group from `joining`. They know nothing of the training. So the new
-        group is not `alike`, on any rank, and sums are an error until a `tree_bcast` has sent the root's state:
+        All ranks of a group without dead ranks call it between the same two rounds. Call `recovered` first. The new
+        processes run this program, and get the group from `joining`. They do not have the state of the training. So
+        the new group is not `alike`, on any rank, and sums raise an error until a `tree_bcast` has sent the root's
+        state:
 
             group = group.recovered()
             if group.size < size:
@@ -646,23 +650,23 @@ class CodedGroup:
             if not group.alike:
                 number, params, state = jaxcoded.tree_bcast((number, params, state), group)
 
-        This group is closed then: use the new group's `rank`, `size` and `epoch`, and
-        compile the step with it. A ``with`` block of this group closes the new one at
-        its end. The root stays the root. The others keep their order, and new ranks
-        come after them. MPI.COMM_WORLD does not change on old ranks, and holds only the
-        new ranks on new ones: use ``group.comm`` instead.
+        The call closes this group: use the new group's `rank`, `size` and `epoch`, and
+        compile the step with the new group. At its end, a ``with`` block of this group
+        closes the new group. The root stays the root. The other ranks keep their order,
+        and new ranks come after them. Use ``group.comm`` instead of MPI.COMM_WORLD, which
+        does not change on old ranks, and has only the new ranks on a new rank.
 
-        On several hosts the new ranks run on the host with the fewest ranks of the group. It needs Open MPI 5 and
-        ``jaxcoded run --ft``.
+        On several hosts the new ranks run on the host with the fewest ranks of the group. `extended` needs Open MPI 5
+        and ``jaxcoded run --ft``.
 
         Args:
-            ranks: how many join, ≥ 1.
-            strategy: of the new group, the same on all old ranks. Default: that of this group.
-            options: of the new group. Default: those of this group.
+            ranks: the number of new ranks, ≥ 1.
+            strategy: the strategy of the new group, the same on all old ranks. Default: this group's strategy.
+            options: the options of the new group. Default: this group's options.
             command: starts each new process. Default: the command that started the job's first ranks. It runs in
                 the folder in which the rank that starts the processes has imported jaxcoded.
             timeout: seconds to wait for ranks that do not call this, and then for all processes to call `joining`.
-                After that the group must be made within half of it, but at least 30 s.
+                After that, making the group may take half of this time, but at least 30 s.
 
         Returns:
             A group of all old and new ranks.
@@ -672,7 +676,7 @@ class CodedGroup:
                 the strategy does not fit the new number of ranks; this group's strategy fits only its own ranks
                 (``Coded(parents=…)``) and no other is given; or the group has a ``record`` or ``replay``. Raised on
                 every rank; this group stays open.
-            TypeError: ``strategy``, ``options`` or ``command`` is something else.
+            TypeError: ``strategy``, ``options`` or ``command`` has another type.
             GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
             CodedError: some ranks of this group are dead, or did not call this; or a new process was late, ended or
                 died, in which case all new processes are ended. Raised on every rank in the call; this group stays
@@ -693,14 +697,14 @@ class CodedGroup:
         )
 
     def _followed_by(self, session: Session) -> "CodedGroup":
-        """Return the group of a session on which all ranks have agreed; it may be this one."""
+        """Return the group of a session on which all ranks have agreed. It may be this group."""
         if session is self._session:
             return self
         other = self._successor = self._of(session)
         session.transport.enter()
         if self._callback is not None:
             other.on_round(self._callback)
-        # all ranks are in this call and know all results, so no rank has to wait
+        # all ranks are in this call and know all results, so no rank needs to wait
         self._session.withdraw()
         return other
 
@@ -709,9 +713,9 @@ class CodedGroup:
         """Return the group that a process started by `extended` joins; None in all other processes. Experimental,
         like `extended`.
 
-        Call it where the program would make its group, as early as possible, since the others wait. The group is
-        not `alike` yet: take part in the `tree_bcast` that the others call next. Its values, such as the number of
-        the step, tell the program where to continue (``docs/recovery.md``).
+        Call it instead of making a group, as early as possible, since the other ranks wait. The group is not `alike`
+        yet: take part in the `tree_bcast` that the other ranks call next. The values that it returns, such as the
+        number of the step, tell the program where to continue (``docs/recovery.md``).
 
         Raises:
             CodedError: the group did not accept this process, or the process has called this before.
@@ -725,21 +729,21 @@ class CodedGroup:
         return None if session is None else cls._of(session)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Finish pending rounds and give the communicator back. Collective; does
-        nothing the second time.
+        """Finish pending rounds and free the communicator. Collective; does nothing the
+        second time.
 
-        Calls ordered by a token must have ended: wait for the last one's result. A later
-        call of a collective on this group, compiled or not, raises
+        Calls ordered by a token must have ended: wait for the result of the last call. A
+        later call of a collective on this group, compiled or not, raises
         `GroupClosed`. With the engine a rank leaves once the ranks below it have left,
-        so that late ones can still get their results.
+        so that late ranks can still get their results.
 
         Args:
-            timeout: seconds after which the engine leaves anyway. A warning names the ranks that are absent then.
+            timeout: seconds after which the engine leaves anyway. A warning then names the ranks that are absent.
 
         Raises:
             ValueError: ``timeout`` is not a number ≥ 0; the group stays open.
-            GroupMismatch: other ranks called a collective instead. With the mpi4jax transport raised on all; with
-                the engine on those that wait for more ranks than their code tolerates.
+            GroupMismatch: other ranks called a collective instead. The mpi4jax transport raises it on all ranks. The
+                engine raises it on ranks that wait for more ranks than their code tolerates.
         """
         timeout = _require.not_negative("timeout", timeout)
         if self.closed:
@@ -758,8 +762,8 @@ class CodedGroup:
         if error is None:
             group.close()
         elif not group.closed:
-            # the other ranks may be anywhere: do not wait for them, and leave them a
-            # communicator to fail on
+            # The other ranks may be in any call: do not wait for them. Keep the
+            # communicator, so that their calls on it can fail.
             group._session.withdraw(error)
 
     def __repr__(self) -> str:
@@ -768,7 +772,7 @@ class CodedGroup:
 
 
 def check_open(group: object) -> None:
-    """Raise a TypeError unless this is a group, `GroupClosed` if it was closed."""
+    """Raise a TypeError unless ``group`` is a group, and `GroupClosed` if it was closed."""
     if not isinstance(group, CodedGroup):
         raise TypeError(
             f"group must be a jaxcoded.CodedGroup, got {_require.kind(group)}"

@@ -22,7 +22,7 @@ logger = logging.getLogger("jaxcoded")
 
 
 def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return a duplicate that only the group's messages use. Collective: MPI waits silently for all ranks."""
+    """Return a duplicate for the group's messages only. Collective: MPI waits silently for all ranks."""
     words = "rank %d has waited %g s for others to make a group: ranks without this message have ended, or not called it yet"
     waits = threading.Timer(LONG, logger.warning, (words, comm.rank, LONG))
     waits.daemon = True
@@ -34,9 +34,9 @@ def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
-    """Return the plan for a rank on each of these hosts, from a strategy or a plan; by
-    default from the strategy that works on any number of ranks. A TypeError or
-    ValueError if it is neither, or does not fit the number of ranks.
+    """Return the plan for one rank on each of these hosts, from a strategy or a plan.
+    The default strategy works on any number of ranks. Raise a TypeError or ValueError
+    if ``strategy`` is neither, or does not fit the number of ranks.
     """
     if not isinstance(strategy, Plan):
         return make_plan(
@@ -56,9 +56,9 @@ def agreed_plan(
     request: dict[str, Any],
     planner: Callable[[], Plan],
 ) -> Plan:
-    """Return this rank's plan, once all ranks have the same plan and the same request.
-    Otherwise raise the same error on all of them: that of ``planner``, if it is the same
-    on all, or a GroupMismatch. Collective.
+    """Return this rank's plan if all ranks have the same plan and the same request.
+    Otherwise raise the same error on all ranks: the error of ``planner`` if it is the
+    same on all, or a GroupMismatch. Collective.
     """
     plan: Plan | None = None
     failure: BaseException | None = None
@@ -96,9 +96,9 @@ def agreed_transport(
     explicit: bool,
 ) -> tuple[Transport, Options, list[str]]:
     """Return the requested transport, the same on all ranks, its options, and a warning
-    or an empty text. Collective. A ValueError on every rank if the transport is not
-    available, or does not support the options. ``explicit``: whether a call asked for a
-    ``check``, not the environment.
+    or an empty text. Collective. Raise a ValueError on every rank if the transport is
+    not available, or does not support the options. ``explicit``: whether a call, and
+    not the environment, requested a ``check``.
     """
     reason = "" if transport == "mpi4jax" else engine.missing()
     reasons = gathered(comm, reason)
@@ -141,7 +141,7 @@ def agreed_transport(
 
 
 def why_not_shared(transport: str, reasons: list[str]) -> str:
-    """Return why this group cannot share work; empty if it can."""
+    """Return why this group cannot share work, or an empty text if it can."""
     if transport == "mpi4jax" or any(reasons):
         said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
         return f"needs the engine: {said}"
@@ -151,9 +151,9 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
 def _checking(
     plan: Plan, transport: str, options: Options, explicit: bool
 ) -> tuple[Options, list[str]]:
-    """Return the options with the ``check`` that this group supports, if requested, and
-    a warning or an empty text. A ValueError if it does not support a check that a call
-    requested.
+    """Return the options and a warning or an empty text. If a ``check`` was requested,
+    the options have the check that this group supports. Raise a ValueError if a call
+    requested a check that the group does not support.
     """
     if not isinstance(check := options.check, Check):
         return options, []
@@ -168,8 +168,8 @@ def _checking(
 
 
 def has_died(failure: BaseException | None) -> bool:
-    """Return whether a rank's death may explain why not all ranks have made a group.
-    ``failure`` is this rank's error, if any; errors of other kinds are the same on all
-    ranks.
+    """Return whether a rank's death may be the reason that not all ranks have made a
+    group. ``failure`` is this rank's error, if any; errors that no death can cause are
+    the same on all ranks.
     """
     return failure is None or isinstance(failure, MPI.Exception | Unreadable)

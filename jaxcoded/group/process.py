@@ -11,10 +11,10 @@ STATE, PARENT, BEGAN = 0, 1, 19  # fields of `stat`
 
 
 class Process(NamedTuple):
-    """A process, distinguished from later ones with the same number."""
+    """A process, distinguished from later processes with the same number."""
 
     host: str  # the name of its host
-    numbers: str  # the scope of its number: a boot of the host and a pid namespace
+    numbers: str  # where its number is unique: a boot of the host and a pid namespace
     pid: int  # its number
     started: int  # its start time in ticks of the kernel's clock
 
@@ -31,11 +31,11 @@ class Process(NamedTuple):
         return cls(MPI.Get_processor_name(), numbers, pid, started)
 
     def reachable(self, other: "Process") -> bool:
-        """Return whether the other process can signal this one, given permission."""
+        """Return whether the other process can signal this one if it has permission."""
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:
-        """Kill just this process, even a stopped one. Return 0, or an error number."""
+        """Kill only this process, even a stopped one. Return 0 or an error number."""
         try:
             # while this is open, the kernel does not confuse it with a later process
             handle = os.pidfd_open(self.pid)
@@ -50,10 +50,11 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Return whether no other live process of this host has called this for it."""
+        """Return whether no other live process of this host has made this call for the
+        same process."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # an abstract name, which a single process can hold
+            # the abstract name of a socket, which only one process can hold
             line.bind(f"\0jaxcoded.{self.pid}.{self.started}")
         except OSError as error:
             line.close()
@@ -66,6 +67,7 @@ class Process(NamedTuple):
 
 
 def stat(pid: int) -> list[str]:
-    """Return a process's fields in proc(5), after its name; else an OSError."""
+    """Return the fields of a process's ``stat`` file in proc(5) that follow its name.
+    Raise an OSError if the file cannot be read."""
     text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return text.rpartition(")")[2].split()

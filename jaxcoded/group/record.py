@@ -25,11 +25,12 @@ Path = str | os.PathLike[str]
 
 
 class Record:
-    """The ledger that a group writes to ``path``, and the ledger of another run that it
-    follows from ``replay``, if given. Only the root reads and writes.
+    """The record that a group writes to ``path``, and the record of another run in
+    ``replay`` that the group follows. Both are optional. Only the root reads and writes.
 
-    A file has a line of JSON for its plan, and one for each round with shared work: its
-    number, the call's description if it has changed, and the blocks of each rank.
+    A file has a line of JSON for its plan, and one line for each round with shared work.
+    This line has the round's number, the call's description if it has changed, and the
+    blocks of each rank.
 
     Attributes:
         request: the given arguments, by name.
@@ -44,7 +45,7 @@ class Record:
         self._thread: threading.Thread | None = None
 
     def check(self, plan: Plan, deadline: Deadline) -> None:
-        """Raise an error with the remedy unless a group of this plan supports it."""
+        """Raise an error with the remedy unless a group of this plan supports records."""
         for name, path in self.request.items():
             if not isinstance(path, str | os.PathLike):
                 raise TypeError(f"{name} must be the path of a file, got {path!r}")
@@ -62,8 +63,8 @@ class Record:
             )
 
     def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
-        """Read the file to follow, and begin the file to write. Collective; a
-        CodedError on every rank if the root cannot.
+        """Read the file to follow, and begin the file to write. Collective. Raise a
+        CodedError on every rank if the root cannot do this.
         """
 
         def mine() -> None:
@@ -78,7 +79,7 @@ class Record:
             on_all(comm, mine, undo=lambda _: self.close())
 
     def follow(self, transport: Transport) -> None:
-        """Connect the rounds of this transport with the files."""
+        """Let this transport follow one file, and write its rounds to the other."""
         if self._replay is not None:
             Engine.of(transport, _NEEDED).replay(self._rounds)
         if self._writer is not None:
@@ -89,7 +90,7 @@ class Record:
             )
 
     def close(self) -> None:
-        """Wait until everything is written, after the last round."""
+        """Wait, after the last round, until everything is written."""
         if self._thread is not None:
             self._thread.join()
         if self._writer is not None:
@@ -97,8 +98,8 @@ class Record:
 
 
 class Writer:
-    """A writer of rounds to a file. If a write fails, as on a full disk, it logs that
-    and writes no more. An OSError if the file cannot be made.
+    """A writer of rounds to a file. If a write fails, as on a full disk, the writer logs
+    the failure and stops writing. Raise an OSError if the file cannot be made.
     """
 
     def __init__(self, path: Path, plan: Plan) -> None:
@@ -127,7 +128,7 @@ class Writer:
     def while_whole(
         self, following: Callable[[], Dealt | None]
     ) -> Callable[[], Dealt | None]:
-        """Return the source of the next round, until an earlier one is lost."""
+        """Return the source of the next round, until an earlier round is lost."""
 
         def whole() -> Dealt | None:
             try:
@@ -155,8 +156,8 @@ class Writer:
 
 
 def read(path: Path, plan: Plan) -> list[Dealt]:
-    """Return the rounds of a record, for a group of this plan to follow; a ValueError
-    if it is no record, or one of another plan."""
+    """Return the rounds of a record, for a group of this plan to follow. Raise a
+    ValueError if the file is not a record, or is a record of another plan."""
     # the last line of a killed job may be incomplete
     head, *lines = contents(path).split(b"\n")[:-1] or [b""]
     fields = _parsed(head)
@@ -192,7 +193,7 @@ def read(path: Path, plan: Plan) -> list[Dealt]:
 
 
 def _divides(division: Any, ranks: int, blocks: int) -> bool:
-    """Return whether a division gives each block to one of the ranks."""
+    """Return whether a division gives each block to exactly one rank."""
     if not (
         isinstance(division, list)
         and len(division) == ranks

@@ -27,7 +27,7 @@ class Choice(NamedTuple):
 
     plan: Plan  # the group's plan
     piece: int | None  # bytes of a piece of its messages; ``None``: the default
-    # bytes from which on it forms sums in sections; ``None``: the default
+    # Messages with at least this many bytes form sums in sections; ``None``: the default.
     sections_from: int | None
     words: str  # the reason for the choice
 
@@ -36,7 +36,8 @@ _MOST_KEPT = 16
 
 
 class _Failing(NamedTuple):
-    """The context of `Session.failing`: a generator would take a short round's time."""
+    """The context manager of `Session.failing`. A generator would take as long as a
+    short round."""
 
     session: "Session"
     call: str
@@ -51,27 +52,28 @@ class _Failing(NamedTuple):
 
 
 class Session:
-    """The parts of a group. Collective: all ranks of the group's communicator make it,
-    or none. Arguments and errors are those of `CodedGroup`, and:
+    """The parts of a group. Collective: either all ranks of the group's communicator
+    make the session, or none. Arguments and errors are those of `CodedGroup`, and:
 
     Args:
         request: the other arguments, by name.
-        planner: a function that makes this rank's plan, for a rank on each of these
-            hosts.
+        planner: a function that makes this rank's plan from a list of hosts, one for
+            each rank.
         chooser: a function that chooses another plan for the final options, once all
-            ranks have the first one.
-        ahead: if ranks have different numbers of results, how many different smaller
-            numbers other ranks have.
+            ranks have the first plan.
+        ahead: how many different numbers of results the ranks have below the largest
+            number; ``None`` if all ranks have the same results.
 
     Attributes:
         wanted: the options that a replacing group requests.
         planned: the reason for the chosen plan, as text.
-        words: the plan's description in coded calls: some ranks may have missed a
-            replan.
+        words: the plan's description in coded calls. It shows if some ranks have missed
+            a replan.
         spreads: whether `jaxcoded.spread` was called; otherwise a sum has no reverse
             mode.
         blocks: whether the program loops over blocks, whose sums need no weights.
-        hands_on: whether the root hands its state on. The engine knows whether it has.
+        hands_on: whether the root must send its state to the other ranks. The engine
+            knows whether it has done so.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class Session:
         except Exception as error:
             self.record.close()
             if opening.has_died(error) and engine.fault_tolerant():
-                comm.Revoke()  # free the others that wait in it
+                comm.Revoke()  # free the ranks that wait in it
             raise
         self.record.follow(self.transport)
         self.wanted = dataclasses.replace(self.options, check=given.check)
@@ -142,7 +144,7 @@ class Session:
         try:
             session = cls(own, *arguments, **options)
         except Exception as error:
-            # a communicator in which others wait is not freed: see `agreed`
+            # do not free a communicator in which other ranks wait: see `agreed`
             if not (opening.has_died(error) and engine.fault_tolerant()):
                 own.Free()
             raise
@@ -160,7 +162,8 @@ class Session:
         planner: Callable[[Sequence[str]], Plan],
         ahead: int | None,
     ) -> Self:
-        """Return a session that replaces another, once all agree that they have it."""
+        """Return a session that replaces another one, once all ranks agree that they
+        have it."""
         session = cls(comm, "engine", options, request, planner, ahead=ahead)
         if ahead is not None:
             session.engine.expect_state()
@@ -189,7 +192,7 @@ class Session:
         return self.ahead is None or self.engine.alike()
 
     def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return the cached value of this key, if it is among the latest ones; otherwise make it."""
+        """Return the cached value of this key if it is among the latest. Otherwise make the value."""
         try:
             made = self._kept.pop(key, None)
         except TypeError:  # the key is not hashable
@@ -200,8 +203,8 @@ class Session:
         return made
 
     def check_alike(self) -> None:
-        """Raise a CodedError unless all ranks have had the sums of the same rounds:
-        otherwise some would continue with other values than the rest.
+        """Raise a CodedError unless all ranks have received the sums of the same rounds.
+        Otherwise some ranks would continue with other values than the rest.
         """
         if not (self.hands_on or self.alike):
             raise CodedError(
@@ -210,11 +213,11 @@ class Session:
             )
 
     def failing(self, call: str) -> "_Failing":
-        """Record an error in this rank's arguments, which keeps it from a round.
+        """Record an error in this rank's arguments, which prevents a round on this rank.
 
         Other ranks may be in that round already. They get the error when this rank
-        begins its next one; if all ranks had errors, all continue. A computation that
-        JAX repeats to locate NaN has had its round.
+        begins its next round. If all ranks had errors, all continue. A computation that
+        JAX repeats to locate NaN has already had its round.
         """
         return _Failing(self, call)
 
@@ -234,11 +237,11 @@ class Session:
         call: str,
         whose: str,
     ) -> Plan:
-        """Return the plan of a replacing group of other ranks, or raise a ValueError.
+        """Return the plan of a replacing group with other ranks, or raise a ValueError.
 
         Args:
-            speeds: the speed of each rank; none if they count as equal.
-            strategy: the strategy to use instead, if given.
+            speeds: the speed of each rank; empty if all speeds count as equal.
+            strategy: a strategy in place of this session's strategy, if given.
             call, whose: names of the call and of the ranks, for errors.
         """
         if self.record.request:
@@ -263,7 +266,7 @@ class Session:
         try:
             absent = self.transport.close(timeout)
         except GroupClosed:
-            return ""  # another thread has closed it meanwhile
+            return ""  # another thread has closed the session meanwhile
         finally:
             registry.remove(self.index)
         self.record.close()
@@ -278,7 +281,8 @@ class Session:
         )
 
     def withdraw(self, error: BaseException | None = None) -> None:
-        """Leave the session: some ranks lack it, or this one must (``error``)."""
+        """Leave the session, because some ranks do not have it, or because of an
+        ``error`` on this rank."""
         registry.remove(self.index)
         if error is None:
             self.transport.close(0.0)

@@ -26,7 +26,7 @@ def keep(transport: Transport, state: Any) -> None:
 
 
 def newest(transport: Transport, like: Any, timeout: float) -> Any:
-    """Return the nearest rank's newest state to continue from, see `resync`."""
+    """Return the newest state of the nearest rank that has one, see `resync`."""
     above = Engine.of(transport, "resync needs")
     round_, data = above.fetch_state(timeout)
     if not round_:
@@ -54,8 +54,8 @@ def _digest_of_plan(transport: Transport) -> np.ndarray:
 
 
 def to_bytes(state: Any) -> np.ndarray:
-    """Return the leaves of a pytree one after the other, after a digest of its
-    structure, shapes and dtypes: uint8 ``(bytes,)``. Wait until they are computed. A
+    """Return a digest of a pytree's structure, shapes and dtypes, and then its leaves
+    one after the other: uint8 ``(bytes,)``. Wait until the leaves are computed. Raise a
     TypeError if a leaf is not an array of numbers or random keys.
     """
     leaves = [
@@ -66,10 +66,12 @@ def to_bytes(state: Any) -> np.ndarray:
 
 
 def from_bytes(data: bytes, like: Any) -> Any:
-    """Return the pytree that `to_bytes` was given. Its leaves have the types of
-    ``like``, a pytree of the same structure, shapes and dtypes: Python numbers, NumPy
-    arrays, random keys, and otherwise JAX arrays (NumPy if JAX has no 64 bits). A
-    ValueError if these differ, or the data are damaged.
+    """Return the pytree that `to_bytes` converted to ``data``.
+
+    ``like`` is a pytree of the same structure, shapes and dtypes. The leaves of the
+    result have the types of its leaves: Python numbers, NumPy arrays, random keys, and
+    otherwise JAX arrays (NumPy if JAX has no 64 bits). Raise a ValueError if structure,
+    shapes or dtypes differ, or the data are damaged.
     """
     if data[:_DIGEST] != _digest(like).tobytes():
         state = Packing.of(jax.tree.map(_aval, like))
@@ -122,7 +124,7 @@ def _digest(pytree: Any) -> np.ndarray:
         its = _aval(leaf)
         # not the structure, which may contain addresses of functions
         name = jax.tree_util.keystr(path)
-        order = getattr(its.dtype, "byteorder", "")  # keys have none
+        order = getattr(its.dtype, "byteorder", "")  # the dtypes of keys have no byte order
         table.append((name, its.shape, its.dtype.name, order))
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)

@@ -14,17 +14,17 @@ from jaxcoded.transport.following import follow
 
 logger = logging.getLogger("jaxcoded")
 
-# A rank that was almost never active still gets some data.
+# The smallest speed, so that a rank that was almost never active still gets some data.
 SLOWEST = 0.05
 # A child that is late in more than this share of the rounds is called late.
 _OFTEN = 0.1
-# A rank is called slow if it takes this many times as long as the median rank, times
+# A rank is called slow if it takes longer than the median rank by this factor, times
 # the variation of rounds.
 _SLOW = 2.0
 # A live rank reports once a second, and after each of its rounds.
 TOLD = 1.0
-# Granting and reporting a block costs about as much as computing one of fewer seconds
-# than this.
+# Below this number of seconds, computing a block takes about as long as granting and
+# reporting it.
 _SHORT = 1e-3
 _DONE = 1  # the outcome of a successful round
 
@@ -52,43 +52,45 @@ class Telemetry:
     seconds on this rank's monotonic clock, NaN if something did not happen.
 
     Attributes:
-        rank: the rank that recorded it.
-        plan: the group's, as text; see `Plan.from_json`.
+        rank: the rank that recorded this telemetry.
+        plan: the group's plan as text; see `Plan.from_json`.
         parents: int64 ``(N,)``, the parent of each rank, -1 at the root.
         loads: float64 ``(N,)``, the part of the batch that each rank computes.
-        rounds: int64 ``(R,)``, their numbers, in order.
-        work: float64 ``(R,)``, seconds from the end of the previous call to this one.
-        started: float64 ``(R,)``, when this rank called.
+        rounds: int64 ``(R,)``, the numbers of the rounds, in order.
+        work: float64 ``(R,)``, seconds from the end of the previous call to this call.
+        started: float64 ``(R,)``, when this rank made the call.
         decided: float64 ``(R,)``, when its sum was complete; NaN if it was late or has
             no children.
         ended: float64 ``(R,)``, when this rank had the result.
         decided_by: int64 ``(R,)``, the child or this rank whose message or call
             completed the sum; -1 if none did.
         failed: bool ``(R,)``, whether the round ended with an error.
-        payload: int64 ``(R,)``, bytes of the result.
+        payload: int64 ``(R,)``, size of the result in bytes.
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
         approximate: bool ``(R,)``, whether this rank continued after its deadline with
-            the messages that had come.
+            the messages that had arrived.
         shared: bool ``(R,)``, whether the round had shared work (``docs/sharing.md``).
-        loop: bool ``(R,)``, whether it was a loop over `CodedGroup.blocks`, whose sum is
-            the next round.
+        loop: bool ``(R,)``, whether the round was a loop over `CodedGroup.blocks`, whose
+            sum is the next round.
         busy: float64 ``(R,)``, seconds for which this rank computed blocks of the
             round.
-        blocks: int64 ``(R,)``, number of these blocks, including unused ones.
-        computed: int64 ``(R, N, 3)``, on the root: for each rank its number of own
-            blocks and of others' blocks in the sum, and of unused blocks, as far as the
-            root knows. Zeros elsewhere.
+        blocks: int64 ``(R,)``, number of blocks that this rank computed, including
+            unused ones.
+        computed: int64 ``(R, N, 3)``, on the root: three counts for each rank, as far as
+            the root knows. They count the rank's own blocks in the sum, other ranks'
+            blocks in the sum, and unused blocks. Zeros on other ranks.
         children: int64 ``(C,)``, this rank's children.
         arrived: float64 ``(R, C)``, when the first message of each child in that round,
-            or in a later one, arrived.
-        used: bool ``(R, C)``, whether its message entered the sum.
-        peers: int64 ``(L,)``, ranks.
-        link_bytes: int64 ``(L,)``, bytes received from each since the group was made.
-        link_seconds: float64 ``(L,)``, seconds for which vectors were on their way.
-        step_times: float64 ``(N,)``, median seconds of work in each rank's latest
-            rounds, for this rank and those below it. Reports are up to a second old for
-            each layer. With shared work it is the time of the rank's own blocks at the
-            pace of the blocks that it has computed.
+            or in a later round, arrived.
+        used: bool ``(R, C)``, whether the child's message entered the sum.
+        peers: int64 ``(L,)``, the ranks from which this rank has received data.
+        link_bytes: int64 ``(L,)``, bytes received from each peer since the group was
+            made.
+        link_seconds: float64 ``(L,)``, seconds for which these bytes were on their way.
+        step_times: float64 ``(N,)``, median seconds of work in the latest rounds, for
+            this rank and the ranks below it. Reports are up to a second old for each
+            layer. With shared work, the value estimates the time for the rank's own
+            blocks from its time for each block that it has computed.
         silent: float64 ``(N,)``, seconds since a rank's last sign of life when the
             newest round ended; 0 for ranks in time.
 
@@ -172,8 +174,8 @@ class Telemetry:
     @property
     def lateness(self) -> np.ndarray:
         """Return the seconds by which each child's message missed the sum: float64
-        ``(R, C)``. Not positive if it was in time, infinite if it never arrived, NaN in
-        rounds in which this rank formed no sum.
+        ``(R, C)``. A value is not positive if the message was in time, infinite if it
+        never arrived, and NaN in rounds in which this rank formed no sum.
         """
         decided = np.broadcast_to(self.decided[:, None], self.arrived.shape)
         missing = np.isnan(self.arrived) & ~np.isnan(decided)
@@ -184,10 +186,11 @@ class Telemetry:
         """Return each rank's speed relative to the fastest: float64 ``(N,)`` in
         `SLOWEST` … 1, for `CodedGroup.replan`.
 
-        A speed is the load divided by the time between calls. If a rank has been silent
-        for longer than that, and longer than the second between two signs of life, the
-        time of its silence counts. Only the root knows all ranks. A rank without
-        measurements or data counts as the median of the others.
+        A speed is the load divided by the time between calls. A live rank gives a sign
+        of life every second. If a rank has been silent for longer than that, and longer
+        than its time between calls, the time of its silence counts instead. Only the
+        root knows all ranks. A rank without measurements or data counts as the median
+        of the others.
         """
         known = self.measured
         if not known.any():
@@ -199,7 +202,8 @@ class Telemetry:
 
     @property
     def _seconds(self) -> np.ndarray:
-        """Return the seconds of a round of each rank, without waits for others."""
+        """Return the seconds that each rank needs for a round, without the time for
+        which it waits for other ranks."""
         told = np.isnan(self.step_times) | (self.silent > TOLD)
         return np.fmax(self.step_times, np.where(told, self.silent, 0.0))
 
@@ -248,9 +252,9 @@ class Telemetry:
         return "\n".join(lines)
 
     def _slow_ranks(self) -> list[str]:
-        """Return lines on ranks far from the median rank. Processes that share cores take turns, so the fastest is
-        no measure, and one that had few turns is not slow: the more rounds differ, the farther a slow rank must
-        be."""
+        """Return lines on ranks far from the median rank. Processes that share cores take turns, so the fastest
+        process is no measure, and a process with few turns is not slow. So the more rounds differ, the farther
+        from the median a slow rank must be."""
         known = self.measured
         if not known.any():
             return []
@@ -276,12 +280,12 @@ class Telemetry:
         return np.asarray(self.computed.any(axis=(1, 2)))
 
     def _divided_work(self) -> list[str]:
-        """Return lines on which rank has computed how much."""
+        """Return lines that say how much each rank has computed."""
         lines = []
         placement = Plan.from_json(self.plan).placement
         own = self.shared & (self.blocks > 0)
         if own.any():
-            # the first rounds compile
+            # leave out the first rounds, which compile
             each = np.median(self.busy[own] / self.blocks[own])
             lines.append(
                 f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "
@@ -324,7 +328,7 @@ class Telemetry:
                     break
                 missed = lateness[lateness[:, column] > 0, column]
                 known = missed[np.isfinite(missed)]
-                # a rank that is always late differs from a dead one only by a recent
+                # a rank that is always late differs from a dead rank only by a recent
                 # sign of life
                 silent = self.silent[self.children[column]]
                 signs = f"its last sign of life was {_format.seconds(silent)} old"
@@ -342,7 +346,8 @@ class Telemetry:
         return lines
 
     def _usually_late(self) -> float:
-        """Return how often a child that is as fast as the others is too late."""
+        """Return the share of rounds in which a child is too late although it is as fast
+        as the others."""
         coding = Plan.from_json(self.plan).codings[self.rank]
         return coding.code.stragglers / len(self.children) if coding else 0.0
 
@@ -352,18 +357,18 @@ class Telemetry:
         An existing file is replaced completely, or stays unchanged.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         with replacing(path) as file:
             np.savez(file, **dataclasses.asdict(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Load what `save` has written.
+        """Load telemetry from a file that `save` has written.
 
         Raises:
-            ValueError: the file is something else, or inconsistent.
-            OSError: it cannot be read.
+            ValueError: the file has other contents, or is inconsistent.
+            OSError: the file cannot be read.
         """
         return cls(**telemetry_file.read(path, _ARRAYS))
 
@@ -379,13 +384,14 @@ def report(
     following: Callable[[], tuple[Any, ...] | None],
     callback: Callable[[RoundSeen], Any],
 ) -> None:
-    """Call ``callback`` in a thread with each round that ``following`` waits for."""
+    """Call ``callback`` in a thread with each round, in the order in which ``following``
+    gets them."""
 
     def seen(values: tuple[Any, ...]) -> None:
         record = RoundSeen(*values)
         try:
             callback(record._replace(failed=record.failed != _DONE))
-        # Also errors that would end this thread, and with it the reports.
+        # Log every error, since it would end this thread and its reports.
         except BaseException:
             logger.exception("the function given to on_round raised")
 

@@ -17,9 +17,9 @@ _LONGEST = 1e15  # seconds
 def read(
     path: str | os.PathLike[str], arrays: Mapping[str, tuple[type, str]]
 ) -> dict[str, Any]:
-    """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote; a
-    ValueError if it is something else, or inconsistent. ``arrays``: the dtype and the
-    axes of each array.
+    """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote.
+    Raise a ValueError if the file has other contents, or is inconsistent. ``arrays`` has
+    the dtype and the axes of each array.
 
     This unpickles nothing, and takes no more memory than the length of the file."""
     values = _arrays(contents(path))
@@ -35,7 +35,7 @@ def read(
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays by name; none if it is no file of arrays."""
+    """Return the arrays by name. Return none if the data is not a file of arrays."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             members = file.infolist()

@@ -37,18 +37,19 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any
 class Weights:
     """The coding weights of the examples of a `Batch`.
 
-    A pytree, so they go into ``jit`` like an array, and compute like one: ``weights @ losses``, ``jnp.sum(weights *
-    losses)``, ``weights.shape``. The results, slices too, are plain arrays.
+    Weights are a pytree. They can be passed to ``jit`` and used in computations like an array: ``weights @
+    losses``, ``jnp.sum(weights * losses)``, ``weights.shape``. The results, including slices, are plain arrays.
 
     Attributes:
-        values: the array: read-only from NumPy or, after a use by JAX, a ``jax.Array``.
+        values: the array: a read-only NumPy array or, after a use by JAX, a
+            ``jax.Array``.
         examples: the batch's number of examples, int32, for divisions: ``batch_size``,
             or fewer in a smaller last batch. It is a leaf of the pytree, so that a
-            smaller batch compiles no other program.
-        number: int32, the same on all ranks: it identifies the batch, the epoch and the
-            data set. Also a leaf.
+            smaller batch does not compile another program.
+        number: int32, the same on all ranks, also a leaf. It identifies the batch, the
+            epoch and the data set.
         batch_size: the number of examples in the global batch.
-        plan: the fingerprint of the plan, equal for equal plans.
+        plan: the fingerprint of the plan; equal plans have equal fingerprints.
         rank: the rank of these weights.
 
     Example:
@@ -69,8 +70,8 @@ class Weights:
 
     @property
     def counts(self) -> dict[Any, Any] | None:
-        """Return the cache of counts of these examples, by plan and rank; ``None`` if
-        the values may still change, as they are not a read-only NumPy array.
+        """Return the cache of counts of these examples, by plan and rank. Return
+        ``None`` if the values may still change: they are not a read-only NumPy array.
         """
         values = self.values
         fixed = (
@@ -81,7 +82,8 @@ class Weights:
         return vars(self).setdefault("_counts", {}) if fixed else None
 
     def check(self, plan: Plan, rank: int) -> None:
-        """Raise a ValueError unless they are of this rank and plan, not narrowed."""
+        """Raise a ValueError unless the weights belong to this rank and plan, and their
+        dtype has not been narrowed."""
         remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(
@@ -99,7 +101,7 @@ class Weights:
                 "digits of them: convert batch.data alone"
             )
 
-    # Like an array.
+    # The methods and operators of an array.
 
     # NumPy leaves operators to this class
     __array_priority__ = 100
@@ -111,7 +113,7 @@ class Weights:
         return jnp.asarray(self.values)
 
     def __getattr__(self, name: str) -> Any:
-        # code that looks up special methods would find those of this class
+        # code that looks for special methods must not find the array's methods here
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.values, name)
@@ -136,7 +138,7 @@ class Weights:
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
-    __hash__ = None  # type: ignore[assignment]  # as arrays
+    __hash__ = None  # type: ignore[assignment]  # like arrays
 
 
 def assigned(
@@ -156,5 +158,5 @@ def assigned(
         indices = np.append(indices, np.repeat(indices[:1], padding))
         weights = np.append(weights, np.zeros(padding))
     weights = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
-    weights.setflags(write=False)  # all batches of an epoch have the same
+    weights.setflags(write=False)  # all batches of an epoch share it
     return indices, weights

@@ -1,8 +1,8 @@
 """The batch cut into atoms: parts whose examples have the same coefficients on every
 rank.
 
-The coefficients of all atoms in a sum describe it: they are 1 if it is exact. With
-shared work the atoms are the blocks, which are assigned to ranks during the round.
+The coefficients of all atoms in a sum describe the sum. They are 1 if the sum is exact.
+With shared work the atoms are the blocks, which are assigned to ranks during the round.
 """
 
 import functools
@@ -23,8 +23,9 @@ def sizes(plan: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def coefficients(plan: Plan, rank: int) -> np.ndarray:
-    """Return one rank's weight of each atom: float64 ``(atoms, P, M)``, 0 if it does
-    not hold the atom. ``P`` and ``M`` are `Plan.parts_above` and `Plan.slices_above`.
+    """Return one rank's weight of each atom: float64 ``(atoms, P, M)``. The weight is 0
+    if the rank does not hold the atom. ``P`` and ``M`` are `Plan.parts_above` and
+    `Plan.slices_above`.
     """
     bounds = _bounds(plan)
     place = {bound: i for i, bound in enumerate(bounds)}
@@ -35,13 +36,13 @@ def coefficients(plan: Plan, rank: int) -> np.ndarray:
 
 
 def probe(plan: Plan, rank: int) -> np.ndarray:
-    """Return what one rank adds to a round to measure the coefficients of the atoms: float64 ``(P · F · atoms · F /
-    M,)``, the message for known gradients.
+    """Return the vector that one rank adds to a round to measure the coefficients of the atoms: float64 ``(P · F ·
+    atoms · F / M,)``. It is the rank's message for known gradients.
 
-    The gradient of atom ``c`` has ``F · atoms · F`` numbers, ``F`` slices as fine as
-    any rank's: 1 at place ``(c, v)`` of slice ``v``, 0 elsewhere. So the sum has the
-    coefficient of slice ``v`` of atom ``c`` in slice ``u`` of the result at place
-    ``(c, v)`` of slice ``u``.
+    The gradient of atom ``c`` has ``F · atoms · F`` numbers, in ``F`` slices, which are
+    as fine as any rank's slices. It is 1 at place ``(c, v)`` of slice ``v``, and 0
+    elsewhere. Then place ``(c, v)`` of slice ``u`` of the sum shows a coefficient: how
+    much slice ``v`` of atom ``c`` contributes to slice ``u`` of the result.
     """
     weights = coefficients(plan, rank)
     atoms, parts, slices = weights.shape
@@ -54,8 +55,8 @@ def probe(plan: Plan, rank: int) -> np.ndarray:
 
 
 def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Return the exact sum of all probes, and the weight of a deviation from it: float64 ``(F · atoms · F,)``. The
-    residual is ``√Σ weights · (sum − exact)²``."""
+    """Return the exact sum of all probes, and the weights of deviations from it, both float64 ``(F · atoms · F,)``.
+    The residual is ``√Σ weights · (sum − exact)²``."""
     fine, lengths = plan.padding_multiple, sizes(plan)
     shape = fine, len(lengths), fine
     exact = np.broadcast_to(np.eye(fine)[:, None, :], shape)

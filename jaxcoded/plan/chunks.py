@@ -36,8 +36,9 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
 
 def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:
-    """Return positions of examples with equal coefficients, in runs of at most
-    ``chunk_size``; stages follow each other, with equally many chunks.
+    """Return the positions of examples in chunks of at most ``chunk_size``. The
+    examples of a chunk have equal coefficients. The stages follow each other, each with
+    the same number of chunks.
     """
     stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
     for stage, alike in _alike(coefficients):
@@ -54,7 +55,8 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
 
 
 def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return positions with equal coefficients, and their stage: their first part."""
+    """Return the positions with equal coefficients, and their stage, which is the first
+    part to which they contribute."""
     _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
@@ -66,11 +68,11 @@ def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
-    """Return the number and size of chunks, the same for all of these ranks. They hold
-    every rank's examples, alike in a chunk, with the least padding, and then with the
-    largest chunks.
+    """Return the number and size of chunks, the same for all of these ranks. The chunks
+    can hold every rank's examples, with equal coefficients in each chunk. Among such
+    sizes, this takes the least padding, and then the largest chunks.
     """
-    # for every rank, the numbers of alike examples by stage
+    # for every rank, the numbers of examples with equal coefficients, by stage
     sizes: list[list[list[int]]] = []
     for rank in ranks:
         sizes.append([[] for _ in range(plan.parts_above[rank])])

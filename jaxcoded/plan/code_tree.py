@@ -143,7 +143,7 @@ class CodeTree(Strategy, named=False):
         )
 
     def _needed(self, slices: int) -> int:
-        """Return how many children a parent needs, by the least demanding code."""
+        """Return how many children a parent needs for the least demanding code."""
         texts: list[Any] = (
             [self.code] if isinstance(self.code, str) else list(self.code)
         )
@@ -162,7 +162,7 @@ class CodeTree(Strategy, named=False):
     bounds = staticmethod(dealing.bounds)
     cuts = staticmethod(dealing.cuts)
 
-    # What fits.
+    # Checks whether the strategy fits.
 
     def why_not_split(self, plan: Plan) -> str:
         return (
@@ -194,7 +194,7 @@ class CodeTree(Strategy, named=False):
     # Replacements.
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
-        its: Any = self  # a dataclass, as all kinds are
+        its: Any = self  # a dataclass, like every kind of strategy
         return dataclasses.replace(its, speeds=tuple(speeds) or None)
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:

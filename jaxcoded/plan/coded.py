@@ -23,32 +23,34 @@ class Coded(CodeTree):
             parent with too few children tolerates as many as it can, and
             `Plan.describe` says so.
         fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
-            n^L`` gives the paper's regular tree. Default: the smallest one that reaches
-            ``size`` at the smallest depth, with at most 8 children (or ``2 (s + m)``)
-            to a parent.
-        code: ``"auto"`` (fractional repetition if it fits) or the text of a code
-            such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``, see
-            `codes.named`, for every parent. Or one for each layer of parents, the
+            n^L`` gives the paper's regular tree. Default: the smallest number that
+            reaches ``size`` at the smallest depth, with at most 8 children (or ``2 (s +
+            m)``) for each parent.
+        code: the code of every parent: ``"auto"`` (fractional repetition if it fits) or
+            the text of a code such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``,
+            see `codes.named`. Or a list with one code for each layer of parents, the
             root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
             parent with a tolerance of 0 and one slice is uncoded if the text of its
             code has no arguments.
-        slices: ``m``; every layer's messages are ``1/m`` as long as those above, at a
-            load as if ``s + m − 1`` could be missing.
+        slices: ``m``; every layer's messages are ``1/m`` as long as the messages of the
+            layer above. The load is the same as if ``s + m − 1`` children could be
+            missing.
         root_computes: whether the root holds data too. No other rank can replace its work.
         speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of the
-            fastest. Every rank's load is in proportion, but no rank is assigned more
-            than its parent's whole set: `Plan.describe` names these ranks. Default: all
-            equal.
-        by_host: instead of ``fanout``, a tree that follows hosts: one rank of each is
-            the root's child, and the others there its children. With all ranks on one
-            host it has no effect.
-        seed: of random codes; equal seeds give equal plans.
+            fastest. Every rank's load is proportional to its speed. But no rank is
+            assigned more than its parent's whole set; `Plan.describe` names ranks whose
+            load this limits. Default: all equal.
+        by_host: instead of ``fanout``, a tree that follows hosts: one rank of each host
+            is the root's child, and the host's other ranks are its children. With all
+            ranks on one host it has no effect.
+        seed: the seed of random codes; equal seeds give equal plans.
         parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
 
     Raises:
         ValueError: an argument is not as described. The message names the value and the
             remedy.
-        TypeError: ``root_computes`` or ``by_host`` is not a bool, or ``code`` no text.
+        TypeError: ``root_computes`` or ``by_host`` is not a bool, or ``code`` is not a
+            text.
 
     Example:
         >>> import jaxcoded
@@ -96,7 +98,7 @@ class Coded(CodeTree):
 def _checked_code(code: Any) -> str | tuple[Any, ...]:
     """Return a code's text, one text for each layer, or pairs of a rank and its text."""
     if isinstance(code, Mapping):
-        # JSON has texts as keys
+        # keys are texts in JSON
         ranks = {int(k) if str(k).isdecimal() else k: text for k, text in code.items()}
         pairs = [(_require.integer("code", rank, 0), ranks[rank]) for rank in ranks]
         texts: tuple[Any, ...] = tuple(text for _, text in pairs)

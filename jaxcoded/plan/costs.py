@@ -12,13 +12,13 @@ _LEAST = 1e-3  # least cost of a block, relative to the mean
 
 
 def checked(costs: Any, examples: int) -> np.ndarray:
-    """Return the costs of the examples relative to the largest, float64
-    ``(examples,)``, read-only; a TypeError or ValueError with the remedy unless each is
-    a finite number ≥ 0.
+    """Return the costs of the examples relative to the largest cost: float64
+    ``(examples,)``, read-only. Raise a TypeError or ValueError with the remedy unless
+    each cost is a finite number ≥ 0.
     """
     try:
         given = np.asarray(_arrays.viewed(costs))
-        # also of dtypes of ml_dtypes, such as bfloat16, which are of the kind "V"
+        # this includes the dtypes of ml_dtypes, such as bfloat16, which have the kind "V"
         real = given.dtype.kind in "fiu" or (
             given.dtype.kind == "V" and given.dtype.type is not np.void
         )
@@ -46,13 +46,13 @@ def checked(costs: Any, examples: int) -> np.ndarray:
 
 
 def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
-    """Return the examples of each place. The most expensive example is assigned first, each to the place with the
-    least cost so far that has room (longest processing time first; Graham 1969). ``rooms``: the number of examples that
-    each place takes, in total at least all. A place's share of the cost is in proportion.
+    """Return the examples of each place. The most expensive example is assigned first. Each example goes to the place
+    with the least cost so far that has room (longest processing time first; Graham 1969). ``rooms`` is the number of
+    examples that each place takes, in total at least all. A place's share of the cost is in proportion to its room.
     """
     places: list[list[int]] = [[] for _ in rooms]
-    # with equal costs the place with fewer examples, so that free examples are divided,
-    # too
+    # among places of equal cost, take the one with fewer examples, so that examples with
+    # cost 0 are divided, too
     heap = [(0.0, 0, place) for place, room in enumerate(rooms) if room]
     for example in np.argsort(-costs, kind="stable").tolist():
         cost, count, place = heap[0]
@@ -69,9 +69,10 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
     """Return the examples of each block, divided among ranks, and then among each
     rank's blocks.
 
-    The blocks of a rank cost about the same, so that others can take any of them. An
-    example that costs more than a block is a separate block, the rank's first.
-    ``rooms``: for each rank, the number of examples that each of its blocks takes.
+    The blocks of a rank cost about the same, so that other ranks can take any of them.
+    An example that costs more than a block becomes a separate block, which the rank
+    computes first. ``rooms``: for each rank, the number of examples that each of its
+    blocks takes.
     """
     out = []
     for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):
@@ -80,6 +81,7 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
 
 
 def relative(costs: Sequence[float]) -> list[float]:
-    """Return blocks' costs as multiples of the mean, ≥ 1/1000: none takes no time."""
+    """Return the costs of blocks as multiples of the mean, at least 1/1000, as every
+    block takes some time."""
     mean = sum(costs) / len(costs)
     return [max(float(cost / mean), _LEAST) if mean else 1.0 for cost in costs]

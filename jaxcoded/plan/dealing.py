@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Neighbouring examples and their coefficients ``(P, M)`` in a rank's message, with ``P``
-    and ``M`` as in `Plan.parts_above` and `Plan.slices_above`."""
+    """Consecutive examples and their coefficients ``(P, M)`` in a rank's message. ``P`` is
+    `Plan.parts_above`, and ``M`` is `Plan.slices_above`."""
 
     start: Fraction
     end: Fraction
@@ -31,14 +31,18 @@ def dealt(
     """Return the runs that ranks compute themselves, in each rank's order.
 
     A rank keeps ``v/c`` of its assigned set (``v``: its speed, 1 if all are equal;
-    ``c``: the capacity of its subtree), see `Plan.own_share`, and codes the rest over
-    its children. Coefficients multiply down the path; with slices, a coefficient is a
-    vector, and slice ``u`` of a parent cut into ``m`` is slices ``u·m … u·m + m−1`` of
-    the child. With parts there is one such vector for each, and part ``p`` of a parent
-    with ``P'`` parts to a child is parts ``p·P' … p·P' + P'−1`` of the child.
+    ``c``: the capacity of its subtree), see `Plan.own_share`. It codes the rest over
+    its children. A rank's coefficients are the products of the coefficients on the path
+    from the root.
+
+    With slices, a coefficient is a vector. If a parent's code has ``m`` slices, the
+    parent's slice ``u`` consists of the child's slices ``u·m … u·m + m−1``. With parts,
+    each part has such a vector. If each child sends ``P'`` parts for one part of its
+    parent, the parent's part ``p`` consists of the child's parts ``p·P' … p·P' +
+    P'−1``.
 
     Args:
-        ranks: the wanted ranks, and all above them.
+        ranks: the requested ranks, and all ranks above them.
         whole: whether the batch consists of ``size`` examples, which are not cut.
     """
     assigned = {plan.root: [Run(Fraction(0), size, np.ones((1, 1)))]}
@@ -74,17 +78,17 @@ def dealt(
 
 
 def kept(plan: Plan, rank: int, assigned: Fraction, *, whole: bool) -> Fraction:
-    """Return how much of its subtree's assigned set a rank computes itself."""
+    """Return the part of its subtree's assigned set that a rank computes itself."""
     share = plan.own_share(rank) * assigned
     return Fraction(math.ceil(share)) if whole else share
 
 
 def _between(runs: list[Run], start: Fraction, end: Fraction) -> list[Run]:
-    """Return the runs between two positions of runs laid end to end."""
+    """Return the part of some runs, laid end to end, that is between two positions."""
     out = []
     position = Fraction(0)
     for run in runs:
-        # from positions in the run to positions in the batch
+        # convert positions in the run to positions in the batch
         shift = run.start - position
         position += run.end - run.start
         first, last = max(start + shift, run.start), min(end + shift, run.end)
@@ -121,12 +125,12 @@ def shares(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.ndarr
 
 
 def bounds(plan: Plan) -> tuple[Fraction, ...]:
-    """Return the positions at which a batch of length 1 is cut into runs, on any rank."""
+    """Return all positions at which a batch of length 1 is cut into the ranks' runs."""
     return _ends(plan, Fraction(1), whole=False)
 
 
 def cuts(plan: Plan, batch_size: int) -> list[np.ndarray]:
-    """Return the positions at which a batch is cut this way, run by run."""
+    """Return the positions at which a batch of examples is cut into runs, run by run."""
     ends = _ends(plan, Fraction(batch_size), whole=True)
     return [np.array(pair, np.int64) for pair in itertools.pairwise(ends)]
 

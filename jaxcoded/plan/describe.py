@@ -97,7 +97,7 @@ def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
 
 
 def _span(values: Iterable[Any], show: Callable[[Any], str] = str) -> str:
-    """Return the value, or the smallest and the largest one."""
+    """Return the value if all are equal, otherwise the smallest and the largest value."""
     ordered = sorted(values)
     if not ordered:
         return "-"

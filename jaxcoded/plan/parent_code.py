@@ -29,7 +29,8 @@ class Coding:
 
     @property
     def copies(self) -> int:
-        """The number of children that send each message, one of which suffices."""
+        """The number of children that send the same message. One of these messages
+        suffices."""
         code = self.code
         alike = np.bincount(code.classes)
         # an approximate code waits for any n − s, with or without copies
@@ -38,9 +39,9 @@ class Coding:
 
     @property
     def needs(self) -> int:
-        """The number of messages that suffice, with copies counted once. If neither
-        their number nor the copies decide alone, any ``n − s`` children count as
-        sufficient.
+        """The number of messages that suffice, with copies counted once. Some codes need
+        more than a number of messages or of copies to decide this. For them, any ``n −
+        s`` children count as sufficient.
         """
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers
@@ -48,15 +49,16 @@ class Coding:
     def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
         """Return the positions, from 0 to ``size``, at which a set of this size is cut
         into the ``k`` partitions. ``whole``: the set consists of examples, which are
-        not cut; a cyclic run of partitions misses its share by less than 1.
+        not cut. The size of a cyclic run of partitions then differs from its share by
+        less than 1.
         """
         ends = [end * size for end in _ends(self.code.sizes)]
         return [Fraction(math.floor(end)) for end in ends] if whole else ends
 
 
 def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
-    """Return the largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: every example on
-    ``holders`` distinct children."""
+    """Return the largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: the size of a set
+    whose examples are each on ``holders`` distinct children."""
     row = np.array([capacities], object)
     return largest_coded_sets(row, np.array([len(capacities)]), np.array([holders]))[0]
 
@@ -64,13 +66,13 @@ def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
 def largest_coded_sets(
     capacities: np.ndarray, counts: np.ndarray, holders: np.ndarray
 ) -> np.ndarray:
-    """`largest_coded_set` of many parents, ``(parents,)``.
+    """Return the `largest_coded_set` of many parents, ``(parents,)``.
 
-    Replace the ``j`` largest capacities by ``Q`` and sum all: the smallest such sum over
+    Replace the ``j`` largest capacities by ``Q`` and sum all. The smallest such sum over
     ``j`` is the sum of ``min(c, Q)``. So ``Q`` is the smallest of ``(sum of all but the j
     largest) / (holders − j)`` over ``j < holders``. ``counts`` are the numbers of children.
     ``capacities`` have the shape ``(parents, most children)``; rows with fewer children
-    are filled up with infinity.
+    end with infinities.
     """
     ordered = np.sort(capacities, axis=1)
     ordered[ordered == np.inf] = 0
@@ -90,12 +92,12 @@ def coding_of(
     capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
 ) -> Coding:
     """Return the coding of a parent whose children have these capacities, in rank order
-    and in units of one rank's load; a ValueError if there is no such code.
+    and in units of one rank's load. Raise a ValueError if there is no such code.
 
-    ``kind`` is the text of a code, see `codes.named`; or ``"auto"``, which takes
-    fractional repetition if it wastes no capacity, else cyclic repetition if all
-    children are alike, else a random generator. Parents with equal children have equal
-    codes, as the ``seed`` is the only other input.
+    ``kind`` is the text of a code, see `codes.named`, or ``"auto"``. This takes
+    fractional repetition if it wastes no capacity. Otherwise it takes cyclic repetition
+    if all children have equal capacities, and a random generator if not. Parents with
+    equal children have equal codes, as the ``seed`` is the only other input.
     """
     n = len(capacities)
     check_size(n, n, slices)
@@ -120,7 +122,7 @@ def coding_of(
         code = dataclasses.replace(code, sizes=sizes)
         return Coding(code, tuple(range(n)), largest)
     code = codes.named(kind, n, stragglers, slices, seed=seed)
-    # children that can hold more get the rows that hold more
+    # children with larger capacities get the rows with more partitions
     rows = _ranked(capacities, code.shares)
     capacity = min(
         capacities[child] / share for child, share in zip(rows, code.shares) if share
@@ -131,7 +133,8 @@ def coding_of(
 def _ranked(
     capacities: Sequence[Fraction], shares: Sequence[Fraction]
 ) -> tuple[int, ...]:
-    """Return the child of each row: larger children get rows that hold more."""
+    """Return the child of each row. Children with larger capacities get rows with more
+    partitions."""
     n = len(shares)
     children = sorted(range(n), key=lambda child: -capacities[child])
     rows = sorted(range(n), key=lambda row: -shares[row])
@@ -142,7 +145,8 @@ def _ranked(
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
-    """Return the coding of groups of similar children: each gets what its weakest child can hold."""
+    """Return the coding with groups of similar children. Each group is assigned what its weakest child
+    can hold."""
     n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
@@ -159,18 +163,18 @@ def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
 
 def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
     """Lay shares (each ≤ 1, adding up to an integer h) end to end on a circle of length
-    1: bool support ``(n, k)`` and the ``k`` sizes.
+    1. Return the bool support ``(n, k)`` and the ``k`` sizes of the partitions.
 
-    Every point of the circle lies on exactly ``h`` distinct children (McNaughton's
-    rule). The partitions are the arcs between the ends of shares, at most ``n`` of
-    them."""
+    The shares of exactly ``h`` distinct children cover each point of the circle
+    (McNaughton's rule). The partitions are the arcs between the ends of shares. There
+    are at most ``n`` of them."""
     ends = _ends(shares)
     cuts = sorted({end % 1 for end in ends} | {Fraction(1)})
     support = np.zeros((len(shares), len(cuts) - 1), bool)
     for child, (start, end) in enumerate(itertools.pairwise(ends)):
         for j, cut in enumerate(cuts[:-1]):
-            # the copy of the cut at or after the start of the share, counted in whole
-            # turns
+            # move the cut by whole turns, to its first place at or after the start of
+            # the share
             turns = -((cut - start) // 1)
             support[child, j] = start <= cut + turns < end
     return support, tuple(end - start for start, end in itertools.pairwise(cuts))

@@ -5,16 +5,17 @@ import numpy as np
 
 from jaxcoded.plan.costs import divided
 
-MOST_BLOCKS = 1 << 20  # of all ranks together
+MOST_BLOCKS = 1 << 20  # the most blocks of all ranks together
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The blocks of a batch, and the ranks that hold them.
 
-    Every computing rank owns equally many blocks, which it computes itself if no rank
-    is late. ``replicas`` other ranks, in turn, also hold their data, so that as many
-    ranks as possible hold blocks of one rank.
+    Every computing rank owns the same number of blocks, which it computes itself if no
+    rank is late. The data of each block is also on ``replicas`` other ranks. These are
+    different ranks for each block, so that as many ranks as possible hold blocks of one
+    rank.
 
     Example:
         >>> from jaxcoded.plan.placement import Placement
@@ -59,8 +60,8 @@ class Placement:
         return (*own, *others)
 
     def examples(self, batch_size: int) -> np.ndarray:
-        """Return the beginning of each block in a batch, and the end: int64 ``(blocks +
-        1,)``. Sizes differ by 1 at most.
+        """Return the beginning of each block in a batch, and the end of the batch:
+        int64 ``(blocks + 1,)``. The sizes of blocks differ by at most 1.
         """
         number = len(self.holders)
         starts = [block * batch_size // number for block in range(number + 1)]

@@ -25,18 +25,18 @@ class Plan:
     """A plan: which part of a batch each rank holds, what it sends to its parent, and
     how parents rebuild the sums.
 
-    `make_plan` makes it; this constructor takes the defining attributes, and everything
-    else is derived from them. Equality and hash are by value. CodedReduce, Reisizadeh
-    et al. 2021 (arXiv 1902.01981), generalised to any tree, to slices and to unequal
-    subtrees (``docs/theory.md``).
+    Use `make_plan` to make a plan. This constructor takes the two attributes that define
+    a plan, and derives everything else from them. Equality and hash are by value.
+    CodedReduce, Reisizadeh et al. 2021 (arXiv 1902.01981), generalised to any tree, to
+    slices and to unequal subtrees (``docs/theory.md``).
 
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
-        strategy: the strategy of their work.
+        strategy: the strategy that divides the work.
 
     Raises:
         ValueError: no such plan exists. The message names the value and the remedy.
-        TypeError: ``strategy`` is no strategy.
+        TypeError: ``strategy`` is not a strategy.
 
     Example:
         >>> import jaxcoded
@@ -58,17 +58,17 @@ class Plan:
         if strategy.speeds and len(set(strategy.speeds)) == 1:  # no effect
             strategy = dataclasses.replace(strategy, speeds=None)
         object.__setattr__(self, "strategy", strategy)
-        # build every code now, so that an impossible one is an error here
+        # build every code now, so that an impossible code is an error here
         self.codings  # noqa: B018
 
     @property
     def speeds(self) -> tuple[Fraction, ...]:
-        """Relative speed of each rank, the fastest 1; empty if all are equal."""
+        """Relative speed of each rank; the fastest rank has 1. Empty if all are equal."""
         return self.strategy.speeds or ()
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """The placement of the batch's blocks; none with codes."""
+        """The placement of the batch's blocks, without blocks if the plan has codes."""
         return self.strategy.placement(self.size)
 
     # The tree.
@@ -89,14 +89,15 @@ class Plan:
         return self.tree.root
 
     def coded_children(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's children in the order of its code's rows; a leaf has none."""
+        """Return a rank's children in the order of its code's rows. A leaf has no
+        children."""
         coding = self.codings[rank]
         rows = () if coding is None else coding.rows
         return tuple(self.tree.children[rank][row] for row in rows)
 
     def speed(self, rank: int) -> Fraction:
-        """Return how much data a rank can hold itself, relative to the fastest one: 0
-        for a root without data, unless it is the only rank.
+        """Return how much data a rank can hold itself, relative to the fastest rank. It
+        is 0 for a root without data, unless the root is the only rank.
         """
         if rank == self.root and not self.strategy.root_computes and self.size > 1:
             return Fraction(0)
@@ -164,13 +165,14 @@ class Plan:
 
     @functools.cached_property
     def parts_above(self) -> tuple[int, ...]:
-        """The number ``P`` of vectors in each rank's message, by the codes above."""
+        """The number ``P`` of vectors in each rank's message. The codes of its ancestors
+        determine it."""
         return self._product_above(lambda code: code.parts)
 
     @functools.cached_property
     def encoded(self) -> bool:
-        """Whether messages are not single weighted gradients: they are shorter vectors
-        (slices), or several (parts).
+        """Whether messages are not single weighted gradients, but shorter vectors
+        (slices) or several vectors (parts).
         """
         return max(self.slices_above) > 1 or max(self.parts_above) > 1
 
@@ -181,7 +183,8 @@ class Plan:
 
     @property
     def padding_multiple(self) -> int:
-        """Gradients are padded to a multiple of this, which all slices divide."""
+        """The number to whose multiple gradients are padded. All numbers of slices divide
+        it."""
         return math.lcm(*self.slices_above)
 
     def result_length(self, rank: int, length: int) -> int:
@@ -192,15 +195,15 @@ class Plan:
         self, rank: int, erased: Sequence[bool] | np.ndarray | None = None
     ) -> np.ndarray:
         """Return the coefficients with which a rank combines its children's messages:
-        float64 ``(m, n · parts)`` over `coded_children` and the parts of each, ``(1,
-        0)`` at a leaf.
+        float64 ``(m, n · parts)`` over `coded_children` and the parts of each child,
+        ``(1, 0)`` at a leaf.
 
         Args:
-            rank: the rank of the coefficients.
-            erased: bool ``(size,)``, the ranks whose messages are left out. Default
-                none. Children that lack too many of theirs are left out, too; see
-                `missing`. If the rest does not suffice, the result is the least-squares
-                coefficients; see `unrecoverable`.
+            rank: the rank that combines the messages.
+            erased: bool ``(size,)``, the ranks whose messages are left out. Default:
+                none. Children that lack too many of their own children are left out,
+                too; see `missing`. If the remaining messages do not suffice, the result
+                is the least-squares coefficients; see `unrecoverable`.
         """
         coding = self.codings[rank]
         if coding is None:
@@ -210,15 +213,15 @@ class Plan:
         return coding.code.decode(answered).coefficients
 
     def missing(self, erased: Sequence[bool] | np.ndarray) -> np.ndarray:
-        """Return the ranks whose messages are missing without the erased ones: bool
-        ``(size,)``. They are the erased ones, and every parent that lacks too many
+        """Return the ranks whose messages are missing if these ranks are erased: bool
+        ``(size,)``. They are the erased ranks, and every parent that lacks too many
         children, as it has no sum to send.
 
         Args:
             erased: bool ``(size,)``.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: ``erased`` has another shape.
         """
         missing = np.array(erased, bool)
         if missing.shape != (self.size,):
@@ -233,14 +236,14 @@ class Plan:
         return missing
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
-        """Return the parents that cannot rebuild their sums without the erased ranks, so that the root cannot
-        either; the root first. Empty if the plan tolerates these erasures.
+        """Return the parents that cannot rebuild their sums without the erased ranks, and prevent the root
+        from rebuilding its sum. The root comes first. Empty if the plan tolerates these erasures.
 
         Args:
             erased: bool ``(size,)``.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: ``erased`` has another shape.
         """
         missing = self.missing(erased)
         failed: list[int] = []
@@ -252,7 +255,8 @@ class Plan:
         return failed
 
     def why_not(self, erased: Sequence[bool] | np.ndarray) -> str:
-        """Return why the plan does not tolerate the erased ranks; empty if it does.
+        """Return why the plan does not tolerate the erased ranks, or an empty text if it
+        does.
 
         Args:
             erased: bool ``(size,)``.
@@ -276,7 +280,8 @@ class Plan:
         )
 
     def tolerance(self, rank: int) -> int:
-        """Return how many arbitrary children of a rank may be missing; a leaf: 0."""
+        """Return how many children of a rank, whichever they are, may be missing. It is 0
+        for a leaf."""
         coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 
@@ -284,8 +289,8 @@ class Plan:
     def load(self) -> Fraction:
         """``r``: the largest part of the batch that a rank computes.
 
-        ``1 / c(root)`` if all ranks are equally fast, so ``1 / Σ_l (n/(s+m))^l`` on an
-        (n, L)-regular tree (CodedReduce, for ``m = 1``).
+        If all ranks are equally fast, it is ``1 / c(root)``. On an (n, L)-regular tree
+        this is ``1 / Σ_l (n/(s+m))^l`` (CodedReduce, for ``m = 1``).
         """
         if not self.speeds:
             return 1 / self.capacities[self.root]
@@ -297,17 +302,18 @@ class Plan:
         return own / self.capacities[self.root]
 
     def own_share(self, rank: int) -> Fraction:
-        """Return the part of its subtree's assigned set that a rank computes itself; it
-        codes the rest over its children.
+        """Return the part of its subtree's assigned set that a rank computes itself. The
+        rank codes the rest over its children.
         """
         return self.speed(rank) / self.capacities[rank]
 
     @functools.cached_property
     def checked(self) -> tuple[int, ...]:
-        """The parents that can check their children's messages, once all have answered:
-        their code has redundancy, and the codes below are exact.
+        """The parents that can check their children's messages once all children have
+        answered. The code of such a parent has redundancy, and the codes below it are
+        exact.
         """
-        blurred = [False] * self.size  # a rank's message may be approximate
+        blurred = [False] * self.size  # whether a rank's message may be approximate
         found = []
         for rank, coding in reversed(self.coded_parents):
             below = any(blurred[child] for child in self.tree.children[rank])
@@ -344,7 +350,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Inverse of `to_json`.
+        """Return the plan from the text of `to_json`.
 
         Raises:
             ValueError: the text is not a plan.
@@ -375,8 +381,8 @@ class Plan:
         """Hexadecimal digest of the plan and of the values of its codes, equal on all
         machines for equal plans.
 
-        Codes enter with 6 digits. Their last bits differ between linear algebra
-        libraries; a different draw differs more.
+        The digest uses 6 digits of each code's values. Their last bits differ between
+        linear algebra libraries, but a code from a different random draw differs more.
         """
         digest = hashlib.sha256(self.to_json().encode())
         for coding in dict.fromkeys(
@@ -411,7 +417,7 @@ def make_plan(
     Raises:
         ValueError: the strategy does not fit this number of ranks. The message names
             the value and the remedy.
-        TypeError: ``strategy`` is no strategy.
+        TypeError: ``strategy`` is not a strategy.
 
     Example:
         >>> import jaxcoded

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class Shared(Strategy):
     """Every rank computes its own blocks of the batch, and then blocks of ranks that are late.
 
-    This is the default, for any number of ranks. No block is computed twice: a step
+    This is the default, for any number of ranks. No block is computed twice, so a step
     costs as much as without a code. It needs the engine; see ``docs/sharing.md``.
 
     Attributes:
-        replicas: the number of other ranks that hold the data of each block, ≥ 0: any
-            that many ranks but the root may be missing. A single rank computes
-            everything.
+        replicas: the number of other ranks that hold the data of each block, ≥ 0. The
+            same number of arbitrary ranks may be missing, except the root. A single rank
+            computes everything.
         blocks: the number of blocks of each rank, ≥ 1. A single rank has one.
         root_computes: whether the root owns blocks too.
 
@@ -82,7 +82,7 @@ class Shared(Strategy):
     def placement(self, size: int) -> Placement:
         first = 0 if self.root_computes or size == 1 else 1
         ranks = tuple(range(first, size))
-        # a single rank has no one to share with, so it computes its batch as a whole
+        # a single rank has no other rank to share with, so it computes its whole batch
         blocks = self.blocks if len(ranks) > 1 else 1
         return Placement(ranks, min(self.replicas, len(ranks) - 1), blocks)
 
@@ -139,7 +139,7 @@ class Shared(Strategy):
 
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
         """Return the blocks that a rank holds, its own first, padded to one size.
-        Weights are 1 in its own, which it adds to a sum without sharing.
+        Weights are 1 in its own blocks, which it adds to a sum without sharing.
         """
         placed = plan.placement
         starts = placed.examples(batch_size)

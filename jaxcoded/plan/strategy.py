@@ -24,16 +24,16 @@ _KINDS: dict[str, type[Strategy]] = {}
 class Strategy(abc.ABC):
     """How the work of a step is divided: `Shared`, `Coded` or `Uncoded`.
 
-    It is a value for any number of ranks, from which `make_plan` and `CodedGroup` make
-    a `Plan`. Its `repr` names the fields that differ from their defaults, and is valid
-    Python.
+    A strategy does not depend on the number of ranks; `make_plan` and `CodedGroup` make
+    a `Plan` from it. Its `repr` names the fields that differ from their defaults, and is
+    valid Python.
 
     Attributes:
         by_blocks: whether ranks compute blocks of each other, which are assigned during
-            the round. It needs the engine.
+            the round. This needs the engine.
         by_host: whether the tree follows hosts.
-        speeds: relative speed of each rank, the fastest 1, in fractions of 1000; ``None``: all
-            are equal.
+        speeds: relative speed of each rank, in multiples of 1/1000; the fastest has 1.
+            ``None``: all are equal.
         root_computes: whether the root holds data.
 
     Example:
@@ -53,8 +53,8 @@ class Strategy(abc.ABC):
         if named:
             _KINDS[cls.__name__] = cls
 
-    # A plan: its tree, codes and blocks, and the examples of each rank. Each raises a
-    # ValueError with the remedy if the strategy does not fit.
+    # The functions that define a plan: its tree, codes and blocks, and the examples of
+    # each rank. Each raises a ValueError with the remedy if the strategy does not fit.
 
     @property
     def root(self) -> int:
@@ -67,14 +67,14 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def check(self, tree: Tree) -> None:
-        """Raise unless the strategy fits a tree."""
+        """Raise a ValueError unless the strategy fits a tree."""
 
     @abc.abstractmethod
     def coding(self, tree: Tree, rank: int, capacities: tuple[Fraction, ...]) -> Coding:
         """Return the coding of a parent whose children have these capacities."""
 
     def placement(self, size: int) -> Placement:
-        """Return the placement of a batch's blocks; none with codes."""
+        """Return the placement of a batch's blocks. With codes it has no blocks."""
         del size
         return NOTHING
 
@@ -87,28 +87,28 @@ class Strategy(abc.ABC):
         """Return the number of distinct examples that each rank computes, int64 ``(size,)``.
 
         If the partitions of a child lie side by side on a circle, no rank exceeds ``⌈load · batch_size⌉`` by more than
-        the depth of the tree. With block designs, expanders and random approximate codes, it exceeds it by less than
-        one example for each partition that it holds.
+        the depth of the tree. With block designs, expanders and random approximate codes, a rank exceeds this number
+        by less than one example for each partition that it holds.
         """
 
     @abc.abstractmethod
     def shares(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
         """Return the examples of one rank, int64 ``(load,)``, and their coefficients in its message, float64 ``(load,
-        P, M)`` with ``P = plan.parts_above[rank]`` and ``M = plan.slices_above[rank]``: this rank adds ``Σ_u
-        coefficients[e, p, u] · gradient_e[slice u of M]`` to part ``p`` for every example ``e``.
+        P, M)`` with ``P = plan.parts_above[rank]`` and ``M = plan.slices_above[rank]``. For every example ``e``, this
+        rank adds ``Σ_u coefficients[e, p, u] · gradient_e[slice u of M]`` to part ``p``.
         """
 
     @abc.abstractmethod
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
         """Return the examples that one rank reads, int64 ``(length,)``, and their coding weights. They are padded to
-        one length for all ranks, or to a separate length with unequal speeds: padding repeats one of the rank's own
-        examples (example 0 on a rank without data) with weight 0.
+        one length for all ranks, or with unequal speeds to a separate length for each rank. Padding repeats one of
+        the rank's own examples (example 0 on a rank without data) with weight 0.
 
-        With shared work, weights are 1 for the examples of the rank's own blocks, which come first, and 0 for those
-        that it holds for others. Without slices and parts they are those of the local loss. Otherwise ``(chunks,
-        length // chunks, P · M)``: the coefficients of the ``M`` slices of each example's gradient in the ``P`` parts
-        of the message, equal within a chunk but for padding. The number of chunks is a multiple of ``P``, and the
-        first ``(p + 1) / P`` of them are all of part ``p``.
+        With shared work, weights are 1 for the examples of the rank's own blocks, which come first, and 0 for examples
+        that it holds for other ranks. Without slices and parts, the weights are factors of the examples' losses.
+        Otherwise they are ``(chunks, length // chunks, P · M)``: the coefficients of the ``M`` slices of each
+        example's gradient in the ``P`` parts of the message. They are equal within a chunk, except for padding. The
+        number of chunks is a multiple of ``P``. Part ``p`` is complete after the first ``(p + 1) / P`` of the chunks.
         """
 
     @abc.abstractmethod
@@ -117,15 +117,15 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
-        """Return the positions at which a batch of examples is cut this way, in rising
-        order, as runs that are assigned together, each from the end of the previous
-        one.
+        """Return the positions at which a batch of examples is cut into its atoms, in
+        increasing order. Each array has the positions of one run that is assigned
+        together, and begins at the end of the previous run.
         """
 
-    # Support of features by its groups.
+    # Which features the groups of a strategy support.
 
     def require_blocks(self, what: str) -> None:
-        """Raise a ValueError unless ranks compute blocks of each other, as ``what`` needs it."""
+        """Raise a ValueError unless ranks compute blocks of each other. ``what`` needs such a strategy."""
         if not self.by_blocks:
             raise ValueError(
                 f"{what} needs a group that shares its work, but this one has {self!r}: make it "
@@ -139,14 +139,16 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:
-        """Return why devices cannot split a rank's examples; empty if they can."""
+        """Return why devices cannot split a rank's examples, or an empty text if they
+        can."""
 
     @abc.abstractmethod
     def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
-        """Return why a group cannot have a `Check` with this ``wait``; empty if it can."""
+        """Return why a group cannot have a `Check` with this ``wait``, or an empty text."""
 
     def gaps(self, plan: Plan) -> str:
-        """Return which mistakes a ``check`` cannot detect here; empty if none."""
+        """Return which mistakes a ``check`` cannot detect with this plan, or an empty
+        text."""
         del plan
         return ""
 
@@ -154,10 +156,12 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
-        """Return the strategy for ranks of these speeds; a ValueError if it takes none."""
+        """Return the strategy for ranks with these speeds. Raise a ValueError if the
+        strategy takes no speeds."""
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
-        """Return the strategy for other ranks; a ValueError if it fits its own only."""
+        """Return the strategy for other ranks. Raise a ValueError if it fits only its own
+        ranks."""
         return self.with_speeds(speeds) if speeds or self.speeds else self
 
     # Texts.
@@ -165,7 +169,7 @@ class Strategy(abc.ABC):
     @property
     def fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as values of Python and JSON."""
-        its: Any = self  # a dataclass, as all kinds are
+        its: Any = self  # a dataclass, like every kind of strategy
         values = {each: getattr(self, each.name) for each in dataclasses.fields(its)}
         return {
             each.name: _plain(value)
@@ -178,13 +182,15 @@ class Strategy(abc.ABC):
         return f"{type(self).__name__}({arguments})"
 
     def to_json(self) -> str:
-        """Return the strategy as JSON text, from which `from_json` makes an equal one."""
+        """Return the strategy as JSON text, from which `from_json` makes an equal
+        strategy."""
         fields = {"strategy": type(self).__name__} | self.fields
         return json.dumps(fields, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Strategy:
-        """Return the strategy from the text of `to_json`; a ValueError if it is none."""
+        """Return the strategy from the text of `to_json`. Raise a ValueError for any other
+        text."""
         fields = _parse.document(text)
         name = fields.pop("strategy", None) if isinstance(fields, dict) else None
         if name not in list(_KINDS):
@@ -197,16 +203,16 @@ class Strategy(abc.ABC):
     @staticmethod
     def parse(text: str, what: str = "strategy") -> Strategy:
         """Return the strategy that a text names in the form of its `repr`, such as
-        ``"Shared"`` or ``"Coded(stragglers=1, fanout=3)"``: literals only. A
-        ValueError, which calls the text ``what``, if it names none, or an impossible
-        one.
+        ``"Shared"`` or ``"Coded(stragglers=1, fanout=3)"``. Arguments must be literals.
+        Raise a ValueError if the text does not name a strategy, or names an impossible
+        strategy. The message calls the text ``what``.
         """
         name, given = _parse.parsed(what, text, _KINDS)
         return _made(what, name, text, given)
 
 
 def check_strategy(value: Any) -> Strategy:
-    """Return ``value``; a TypeError with the remedy if it is no strategy."""
+    """Return ``value``. Raise a TypeError with the remedy if it is not a strategy."""
     if isinstance(value, Strategy):
         return value
     meant = f": take jaxcoded.Strategy.parse({value!r})" * isinstance(value, str)

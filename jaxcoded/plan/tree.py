@@ -83,17 +83,16 @@ class Tree:
 
 
 def regular_size(fanout: int, depth: int) -> int:
-    """Return the ranks of an (n, L)-regular tree: ``1 + n + … + n^L``."""
+    """Return the number of ranks of an (n, L)-regular tree: ``1 + n + … + n^L``."""
     return sum(fanout**layer for layer in range(depth + 1))
 
 
 def default_fanout(size: int, needed: int) -> int:
-    """Return the default fan-out: the smallest one that reaches
-    ``size`` at the smallest depth and gives every parent the ``s + m`` children it
-    needs.
+    """Return the default fan-out. It is the smallest fan-out that reaches ``size`` at
+    the smallest depth, and gives every parent the ``s + m`` children that it needs.
 
     A parent gets at most ``max(8, 2 · needed)`` children, so that no parent receives
-    from too many.
+    messages from too many.
     """
     largest = max(8, 2 * needed)
     depth = 1
@@ -105,15 +104,15 @@ def default_fanout(size: int, needed: int) -> int:
 
 
 def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
-    """Return a breadth-first tree of any size, as the parent of each rank, whose
-    parents have as equal numbers of children as possible, at most ``fanout``.
+    """Return a breadth-first tree of any size, as the parent of each rank. The numbers
+    of children of its parents are as equal as possible, and at most ``fanout``.
 
     With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) =
     (r−1)//n``.
 
-    Below ``needed`` children (``s + m``) a parent cannot keep its stragglers. If
-    ``size`` allows no tree with ``needed … fanout`` children everywhere, only the last
-    parent gets fewer.
+    A parent with fewer than ``needed`` children (``s + m``) cannot tolerate ``s``
+    stragglers. If ``size`` allows no tree in which every parent has ``needed … fanout``
+    children, only the last parent gets fewer.
     """
     below = size - 1
     inner = -(-below // fanout)  # the fewest parents that can take all
@@ -131,9 +130,9 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 
 def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
     """Return a tree of two layers that follows hosts, as the parent of each rank. The
-    first rank of each host, apart from the root, is the root's child, and the host's
-    other ranks are its children. So a host's traffic does not grow with its ranks. With
-    one rank on each host it is a star.
+    first rank of each host, except the root, is the root's child. The host's other
+    ranks are the children of this first rank. So a host's traffic does not grow with
+    the number of its ranks. With one rank on each host the tree is a star.
     """
     first: dict[str, int] = {}
     below = [

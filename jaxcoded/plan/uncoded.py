@@ -11,7 +11,7 @@ class Uncoded(CodeTree):
 
     Attributes:
         speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of
-            the fastest. Every rank's load is in proportion.
+            the fastest. Every rank's load is proportional to its speed.
         fanout: the largest number of children of a rank in the tree of the sum; see `Coded`.
         root_computes: whether the root holds data too.
 

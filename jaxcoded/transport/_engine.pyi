@@ -1,4 +1,4 @@
-"""What `cpp/module.cpp` offers."""
+"""The types of the functions and classes in `cpp/module.cpp`."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias, overload
@@ -222,7 +222,7 @@ def state(index: int) -> bytes: ...
 def resume(index: int) -> None: ...
 
 class LoneNode:
-    """A node on its own, driven by tests."""
+    """A node without a network, which tests drive."""
 
     def __init__(
         self, family: Family, decoder: Decoder, limits: Limits, wire: Any

@@ -1,4 +1,4 @@
-"""Ranks check that they agree before they rely on it."""
+"""Check that ranks agree, before they rely on their agreement."""
 
 import hashlib
 import json
@@ -14,8 +14,8 @@ from jaxcoded.errors import CodedError
 
 T = TypeVar("T")
 LONGEST = 16 << 20  # most bytes of a rank's answer
-# Shown characters of a long text: at its beginning; at its end, which may hold an
-# error; and around a difference.
+# How many characters of a long text are shown: at its beginning; at its end, which may
+# contain an error; and around a difference.
 _FIRST, _LAST, _BEFORE, _AFTER = 120, 240, 20, 60
 _WHY = "has a rank died, or do they not all run the same jaxcoded?"
 
@@ -34,8 +34,8 @@ def check_communicator(comm: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return an argument in a form that is the same for equal values of different
-    types: a list, a tuple and an array; 3, 3.0 and ``np.float32(3)``."""
+    """Convert an argument so that equal values of different types become the same: a
+    list, a tuple and an array; 3, 3.0 and ``np.float32(3)``."""
     if hasattr(value, "tolist"):  # from NumPy or JAX
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -46,9 +46,9 @@ def plain(value: Any) -> Any:
 
 
 def differences(answers: Sequence[str]) -> list[str]:
-    """Return the first item of each answer in which they differ; "nothing" if one has
-    none. Items are separated by commas outside of brackets, and end before an "of".
-    (The engine does the same, see ``cpp/difference.h``.)
+    """Return the first differing item of each answer, or "nothing" if an answer has no
+    such item. Items are separated by commas outside of brackets, and end before an
+    "of". (The engine does the same, see ``cpp/difference.h``.)
     """
     items = [_items(answer) for answer in answers]
     shortest = min(map(len, items))
@@ -76,8 +76,9 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     """Compare the descriptions of all ranks, by one all-reduce of 16 bytes if they
     agree. Collective.
 
-    Return ``None`` if all are the same. Otherwise return, on every rank, the
-    difference, ``what`` it means, and each rank's description.
+    Return ``None`` if all are the same. Otherwise return a text on every rank. It has
+    the difference, the meaning of the difference (``what``), and each rank's
+    description.
     """
     digest = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
     extremes = np.array([digest, -digest], np.int64)
@@ -85,12 +86,13 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     if extremes[0] == -extremes[1]:
         return None
     ranks = gathered(comm, words)
-    # if they do not differ a rank has died, which disturbed the reduction
+    # if the descriptions do not differ, a rank's death has disturbed the reduction
     return in_words(ranks, what) if len(set(ranks)) > 1 else None
 
 
 def in_words(said: Sequence[str], what: str) -> str:
-    """Return how descriptions differ, ``what`` that means, and each description."""
+    """Return as text how descriptions differ, the meaning of the difference (``what``),
+    and each description."""
     answers = list(dict.fromkeys(said))
     who = []
     for answer in answers:
@@ -103,7 +105,7 @@ def in_words(said: Sequence[str], what: str) -> str:
 
 
 def _excerpts(items: Sequence[str]) -> list[str]:
-    """Return the beginning of long items, and their first difference."""
+    """Shorten long items to their beginning and the place of their first difference."""
     at = len(os.path.commonprefix(list(items)))
     if at <= _FIRST:
         return [*map(_shortened, items)]
@@ -114,7 +116,7 @@ def _excerpts(items: Sequence[str]) -> list[str]:
 
 
 def _shortened(words: str) -> str:
-    """Return a text without its middle, if it is long: the ends identify it."""
+    """Return a text, without its middle if it is long. The ends identify the text."""
     if len(words) <= _FIRST + _LAST:
         return words
     return f"{words[:_FIRST]} ... {words[-_LAST:]}"
@@ -123,11 +125,11 @@ def _shortened(words: str) -> str:
 def on_all(
     comm: MPI.Intracomm, step: Callable[[], T], undo: Callable[[T], object]
 ) -> list[T]:
-    """Take a step that all ranks rely on; return the results of all ranks' ``step``,
+    """Do a ``step`` on which all ranks rely. Return the results of all ranks, which are
     JSON values, by rank. Collective.
 
-    Raise a CodedError on every rank if it failed on some. Ranks on which it succeeded
-    then call ``undo`` with its result.
+    Raise a CodedError on every rank if the step failed on some ranks. Ranks on which it
+    succeeded then call ``undo`` with their result.
     """
     outcome: list[T] = []
     failure: Exception | None = None
@@ -147,8 +149,8 @@ def on_all(
 
 def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
     """Return each rank's value, a JSON value, by rank. Tuples become lists. Collective.
-    Raise `Unreadable` on every rank, unless one has died, if a rank's value cannot be
-    read, or is longer than 16 MiB.
+    Raise `Unreadable` if a rank's value cannot be read, or is longer than 16 MiB. All
+    ranks raise it unless a rank has died.
 
     JSON needs no common classes on the ranks. Unpickling an unknown class would raise
     an unclear error, or do worse.
@@ -156,8 +158,8 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
     mine = _bytes(value)
     # Zeros, so that missing data is invalid JSON.
     lengths = np.zeros(comm.size, np.int64)
-    # Blocking: next to the engine's thread Open MPI 5.0 once lost a non-blocking one
-    # between hosts.
+    # This call blocks: while the engine's thread ran, Open MPI 5.0 once lost a
+    # non-blocking gather between hosts.
     comm.Allgather(np.array([len(mine)], np.int64), lengths)
     for rank, length in enumerate(lengths.tolist()):
         _check_length(rank, length)
@@ -170,7 +172,7 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
-    """Return the root's value on all ranks, as `gathered` does. Collective."""
+    """Return the root's value on all ranks. Errors as in `gathered`. Collective."""
     mine = _bytes(value if comm.rank == root else None)
     length = np.array([len(mine)], np.int64)
     wait(comm.Ibcast(length, root))

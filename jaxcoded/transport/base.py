@@ -13,7 +13,7 @@ from jaxcoded.transport.round import Round
 
 
 class Carrier(abc.ABC):
-    """The object that a round in a compiled program finds by the index of its group."""
+    """The object that a round in a compiled program finds by its group's index."""
 
     index: int  # the index of the group, never used again
     plan: Plan  # the ranks' plan
@@ -21,8 +21,8 @@ class Carrier(abc.ABC):
     can_lag = False  # whether rounds may be decided before a rank calls them
     takes_tokens = False  # whether a token can order rounds instead of the effect
     takes_parts = False  # whether parts of a message can be sent ahead of the others
-    # how many rounds can be started before the first is finished. 0: a started round would not progress while its rank
-    # computes.
+    # How many rounds can be started before the first one is finished. With 0, a started round would not progress
+    # while its rank computes.
     most_started = 0
     refuses_miscounts = False  # whether a sum of other examples is an error, not NaN
     compares = False  # whether parents compare their children's messages
@@ -31,11 +31,11 @@ class Carrier(abc.ABC):
     def lower(
         self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
     ) -> Any:
-        """Lower a round for a platform, as a rule of JAX does."""
+        """Lower a round for a platform, like a lowering rule of JAX."""
 
     def devices(self, token: Any) -> Devices | None:
-        """Return the devices of the traced program, if several call together; a
-        ValueError if they cannot. ``token``: the token that orders the call, if any.
+        """Return the devices of the traced program if several make the call together.
+        Raise a ValueError if they cannot. ``token`` orders the call, if given.
         """
         if devices.of_program() is not None:
             raise ValueError(f"without the engine {devices.REMEDY}")
@@ -51,12 +51,12 @@ class Transport(Carrier):
         """Raise a TypeError unless vectors of this dtype can be summed."""
 
     def computes_with(self, eps: Callable[[], float]) -> None:
-        """Note the precision of the group's programs, an eps. The coarsest one counts:
-        compared messages may differ by as much.
+        """Note the precision of a program of the group, as a machine epsilon. Only the
+        largest one counts: messages that a check compares may differ by this much.
         """
 
     def host_lag(self) -> int:
-        """Return the lag now."""
+        """Return the current lag, see `CodedGroup.lag`."""
         return 0
 
     @abc.abstractmethod
@@ -65,8 +65,8 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def note_failure(self, words: str) -> None:
-        """Note that an error kept this rank from a round; the others get it when this
-        rank begins its next one.
+        """Note that an error prevented a round on this rank. The other ranks get the
+        error when this rank begins its next round.
         """
 
     @abc.abstractmethod
@@ -82,8 +82,8 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def close(self, seconds: float) -> list[int]:
-        """End the group's rounds; return the ranks that did not come. Collective."""
+        """End the group's rounds. Return the ranks that did not take part. Collective."""
 
     @abc.abstractmethod
     def abandon(self, error: BaseException) -> None:
-        """Give the group up after an error, without waiting for other ranks."""
+        """Leave the group after an error, without waiting for other ranks."""

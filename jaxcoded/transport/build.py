@@ -1,7 +1,7 @@
 """The versions that a rank runs, and whether ranks can work together.
 
-Ranks exchange these first, before anything whose form may differ between versions: two
-numbers, and texts if the numbers differ.
+The form of other messages may differ between versions, so ranks exchange their versions
+first: two numbers, and texts if the numbers differ.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxcoded.transport.agreement import disagreement
 @functools.cache
 def required() -> str:
     """Return the versions that must be equal on all ranks, as text."""
-    # `CodedGroup.epoch` shuffles alike on all ranks, and NumPy may draw differently in another version
+    # `CodedGroup.epoch` must shuffle equally on all ranks; NumPy's draws may differ between versions
     drawn = np.random.default_rng([1, 2]).permutation(1000).astype("<i8")
     draws = hashlib.sha256(drawn.tobytes()).hexdigest()[:8]
     return f"jaxcoded {__version__}, {sys.byteorder}-endian numbers, random draws {draws} of NumPy"

@@ -16,20 +16,22 @@ ACTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Compare messages with the surplus ones that a parent does not need, and look for NaN and infinities. This
-    detects faulty memory and processors (``docs/verify.md``) and, as `DEBUG`, mistakes in the program.
+    """Compare messages with surplus messages, which a parent does not need for its sum, and look for NaN and
+    infinities. This detects faulty memory and processors (``docs/verify.md``) and, as `DEBUG`, mistakes in the
+    program.
 
     Attributes:
         action: what happens if messages differ by more than rounding explains (``docs/theory.md``). ``"raise"``
-            fails the round with `InconsistentMessages` on all ranks. ``"warn"`` logs it and continues. ``"drop"``
-            logs it and forms the sum without the wrong child; if that child is unknown, or the others do not
-            suffice, the round fails. One surplus message shows which children may be wrong, two show which one is.
-            With shared work two ranks compute one block of each round, which shows that one of them is wrong;
-            ``"drop"`` then fails the round.
-        wait: for which messages to wait. ``False``: none. It compares those that have arrived when the sum can be
-            formed, often without a surplus. ``True``: those of all living children, at most until the deadline, for
-            the largest surplus. ``"all"``: those of all children before any rank gets the sum, so only with
-            ``"raise"``. With shared work no rank then computes what others are late with.
+            fails the round with `InconsistentMessages` on all ranks. ``"warn"`` logs the difference and continues.
+            ``"drop"`` logs it and forms the sum without the wrong child. If this child is unknown, or the others do
+            not suffice, the round fails. One surplus message shows which children may be wrong; two show which
+            child is wrong. With shared work, two ranks compute one block of each round. Their results show only
+            that one of the two is wrong, so ``"drop"`` then fails the round.
+        wait: for which messages to wait. ``False``: for none. The check compares the messages that have arrived
+            when the sum can be formed; often there is no surplus message. ``True``: for the messages of all living
+            children, at most until the deadline, to have as many surplus messages as possible. ``"all"``: for the
+            messages of all children, before any rank gets the sum, so only with ``"raise"``. With shared work and
+            ``"all"``, no rank computes blocks of late ranks.
 
     Raises:
         ValueError: an argument is not as described.
@@ -61,7 +63,7 @@ class Check:
             )
 
     def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
-        """Return why a group cannot have it; empty if it can."""
+        """Return why a group cannot have this check, or an empty text if it can."""
         if transport != "engine":
             return "needs the engine"
         if deadline.approximates:
@@ -85,7 +87,7 @@ def asked(check: Any) -> Any:
 
 
 def validate(check: Any) -> None:
-    """Raise a ValueError unless this is a `Check` or False, as `asked` found it."""
+    """Raise a ValueError unless this value, from `asked`, is a `Check` or False."""
     if check is not False and not isinstance(check, Check):
         raise ValueError(
             f"check must be a jaxcoded.Check such as jaxcoded.DEBUG, False or None ({VARIABLE} 1 or 0), got "

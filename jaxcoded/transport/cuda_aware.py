@@ -1,7 +1,7 @@
-"""Check whether MPI accepts pointers to a GPU's memory, before it gets one.
+"""Check whether MPI accepts pointers to a GPU's memory, before it gets such a pointer.
 
-mpi4jax passes them to MPI with ``MPI4JAX_USE_CUDA_MPI=1``, and an MPI that cannot read
-them crashes.
+With ``MPI4JAX_USE_CUDA_MPI=1``, mpi4jax passes such pointers to MPI. An MPI that cannot
+read them crashes.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ import jax
 from mpi4py import MPI
 
 _ON = ("true", "1", "on")
-# mpi4jax's library, which is linked to MPI, and not JAX's
+# the library of mpi4jax that is linked to MPI
 _BRIDGE = "mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def why_not() -> str:
-    """Return why MPI must not get device pointers although they were requested; empty
-    if it may, or will not.
+    """Return why MPI must not get device pointers although they were requested. Return
+    an empty text if MPI accepts them, or will not get any.
     """
     asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in _ON
     if not asked or jax.default_backend() != "gpu" or supported():
@@ -33,7 +33,7 @@ def why_not() -> str:
 
 
 def supported() -> bool:
-    """Return MPI's answer, by the extensions of Open MPI and MPICH."""
+    """Return MPI's answer, from the extensions of Open MPI and MPICH."""
     spec = None
     with contextlib.suppress(ModuleNotFoundError):  # its package is missing
         spec = importlib.util.find_spec(_BRIDGE)

@@ -10,7 +10,7 @@ ACTIONS = ("wait", "raise", "approximate")
 
 @dataclasses.dataclass(frozen=True)
 class Deadline:
-    """The request of ``deadline`` and ``on_deadline``."""
+    """The values of the options ``deadline`` and ``on_deadline``."""
 
     seconds: float  # the limit from the beginning of a round; 0: none
     rounds: float  # the limit relative to the usual time of a round; 0: none
@@ -23,12 +23,13 @@ class Deadline:
 
     @property
     def waits_on(self) -> bool:
-        """Return whether parents log for whom they wait, and continue to wait."""
+        """Return whether parents log the ranks for which they wait, and wait on."""
         return self.action == "wait"
 
     @classmethod
     def parsed(cls, deadline: Any, action: Any) -> Self:
-        """Take seconds, a text such as ``"3x"``, or ``None``; else a ValueError."""
+        """Return the deadline for seconds, a text such as ``"3x"``, or ``None``. Raise
+        a ValueError for any other value."""
         if not isinstance(action, str) or action not in ACTIONS:
             raise ValueError(
                 f"on_deadline must be one of {', '.join(ACTIONS)}, got "

@@ -1,7 +1,8 @@
-"""Programs on several devices of one process: inside `shard_map` all of them call together.
+"""Programs on several devices of one process. Inside `shard_map` all devices make a call together.
 
 A rank is one process with one contribution and one place in the order of the rounds. So
-its devices make one call: each brings its shards, and one brings replicated arrays.
+its devices make one call together. Each device passes its shards, and one of them passes
+replicated arrays.
 """
 
 import dataclasses
@@ -33,9 +34,9 @@ or sum a numpy array, outside jit:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """The devices of a program, as `shard_map` has laid them out."""
+    """The devices of a program, as `shard_map` has arranged them."""
 
-    axes: tuple[tuple[str, int], ...]  # names and sizes of those of the mesh
+    axes: tuple[tuple[str, int], ...]  # names and sizes of the mesh's axes
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={size}" for name, size in self.axes)
@@ -49,8 +50,8 @@ class Devices:
         return jax.lax.axis_index(tuple(name for name, _ in self.axes))
 
     def owners(self, split: Sequence[str]) -> list[int]:
-        """Return, for each place, the first place with the same data of a value that is split over these axes and
-        equal along all others.
+        """For a value that is split over these axes and equal along all others, return for each place the first
+        place that has the same data.
 
         Example:
             >>> from jaxcoded.transport.devices import Devices
@@ -67,8 +68,8 @@ class Devices:
 
 
 def of_program() -> Devices | None:
-    """Return the devices of the traced program, if they call together: inside
-    `shard_map` over several. A ValueError if they cannot.
+    """Return the devices of the traced program if they make calls together, as inside
+    `shard_map` over several devices. Raise a ValueError if they cannot.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or mesh.size == 1:
@@ -96,7 +97,7 @@ def of_program() -> Devices | None:
 
 
 def check(context: Any, together: Devices | None, platform: str) -> None:
-    """Raise a ValueError in a program on devices that do not call together."""
+    """Raise a ValueError in a program on devices that do not make the call together."""
     devices = _jax_compat.devices(context)
     if devices > 1 and together is None:
         raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")

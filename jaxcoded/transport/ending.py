@@ -10,7 +10,7 @@ from mpi4py import MPI
 # A rank that has not answered for this long counts as lost.
 SILENT_SECONDS = 10.0
 
-_status = 0  # with which ``python -m mpi4py`` would end the job
+_status = 0  # the status with which ``python -m mpi4py`` would end the job
 _tell_mpi4py: Callable[[int], None] | None = getattr(MPI, "_set_abort_status", None)
 
 
@@ -39,8 +39,8 @@ def engine_ends_the_job() -> None:
 
 
 def failure() -> str:
-    """Return why this process ends; empty if it ends normally. The argument of
-    `sys.exit` is known only under ``python -m mpi4py``.
+    """Return why this process ends, or an empty text if it ends normally. The argument
+    of `sys.exit` is known only under ``python -m mpi4py``.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is not None:

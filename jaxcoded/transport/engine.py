@@ -1,4 +1,4 @@
-"""The tree on the engine: a parent continues as soon as its code can decode.
+"""The transport with the engine: a parent continues as soon as its code can decode.
 
 The engine is a C++ extension with a progress thread, see ``docs/engine.md``. This
 module opens it for a group, and makes its calls JAX primitives.
@@ -53,16 +53,16 @@ _STATISTICS = (
     *("history_bytes", "memory_bytes", "fetched_bytes"),
     *("formed_bytes", "compared_rounds"),
 )
-# How much longer a rank waits for its children than these wait for theirs.
+# How much longer a rank waits for its children than the children wait for their own.
 _GIVE_UP_SECONDS = 0.5
-# Seconds after which the log names a child that calls nothing, without a deadline.
+# Without a deadline, the log names a child that makes no call for this many seconds.
 _STUCK_SECONDS = 10.0
 # Seconds at the end of the process in which ranks can still get missing results.
 _EXIT_SECONDS = 5.0
 
 
 def missing() -> str:
-    """Return why the engine cannot be used in this process; empty if it can."""
+    """Return why the engine cannot be used in this process, or an empty text."""
     if _why_missing:
         return f"the engine is not built ({_why_missing})"
     built_for, loaded = _engine.mpi_library(), MPI.Get_library_version()
@@ -93,19 +93,20 @@ def missing() -> str:
 
 
 def sources() -> str:
-    """Return a digest of the engine's C++ sources; not if it is `missing`."""
+    """Return a digest of the engine's C++ sources. Only if it is not `missing`."""
     return _engine.sources[:12]
 
 
 def fault_tolerant() -> bool:
-    """Return whether MPI survives a rank's death (ULFM); not if it is `missing`."""
+    """Return whether MPI survives a rank's death (ULFM). Only if the engine is not
+    `missing`."""
     return not _why_missing and _engine.fault_tolerant()
 
 
 def join() -> None:
-    """Note that this process joins a job, or lets others join. MPI then does not
-    disconnect their common communicators at the end, which would wait for all of their
-    ranks.
+    """Note that this process joins a job, or lets other processes join. At the end, MPI
+    then does not disconnect the communicators that old and new processes share, which
+    would wait for all their ranks.
     """
     _engine.join()
 
@@ -130,8 +131,8 @@ class Engine(Transport):
         self.index, self.plan, self.rank = index, plan, comm.rank
         # with shared work no two ranks send messages that could be compared
         self.compares = bool(options.check) and not plan.strategy.by_blocks
-        # a handler for a GPU blocks the thread that fills the stream, so that rounds
-        # that progress by themselves gain nothing
+        # a handler for a GPU blocks the thread that fills the stream, so rounds that
+        # progress by themselves gain nothing
         on_cpu = _jax_compat.default_backend() == "cpu"
         self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
@@ -152,9 +153,9 @@ class Engine(Transport):
         limits.deadline_share = _deadline_share(plan, comm.rank)
         compare(limits, options.check)
         cards = on_all(comm, _introduce, undo=_engine.forget)
-        _engine.let_read(cards)  # on all ranks before any continues
-        # all ranks draw the same session, which distinguishes new messages from old
-        # ones
+        _engine.let_read(cards)  # on all ranks, before any rank continues
+        # all ranks draw the same session number, which distinguishes new messages from
+        # old messages
         session = told(comm, _random())
         self._serial, self._own = _communicator(comm)
         try:
@@ -176,13 +177,14 @@ class Engine(Transport):
             )
         except errors.CodedError as error:
             _engine.forget(cards[comm.rank])
-            if not isinstance(error, Unreadable):  # otherwise others may still be in it
+            if not isinstance(error, Unreadable):  # otherwise ranks may still be in it
                 self._put_back()
             raise
         registry.add(self)
 
     def enter(self) -> None:
-        """Begin, once all ranks have opened this: they report ends from now on."""
+        """Begin, once all ranks have opened this transport. From now on they report
+        their ends."""
         root = self.plan.root
         if self._own.size > 1:
             _own_process.has_group()
@@ -225,7 +227,7 @@ class Engine(Transport):
         self._ask("note_failure", words)
 
     def close(self, seconds: float) -> list[int]:
-        # ranks below give up first, and name the absent ranks
+        # ranks further down give up first, and name the absent ranks
         absent = self._ask("close", seconds + self._patience)
         registry.remove(self.index)
         if not absent:
@@ -233,14 +235,14 @@ class Engine(Transport):
         return absent
 
     def _put_back(self) -> None:
-        """Return the communicator for the next group: no message is on its way in it."""
+        """Keep the communicator for the next group, as no message is on its way in it."""
         with _idle_lock:
             _idle[self._serial] = self._own
 
     @property
     def _patience(self) -> float:
-        """Return the seconds for which a rank waits longer than those below it, which
-        then name the ranks that they have given up.
+        """Return by how many seconds a rank waits longer than the ranks below it. Those
+        ranks can then name the ranks for which they no longer wait.
         """
         return _GIVE_UP_SECONDS * self._height
 
@@ -271,7 +273,7 @@ class Engine(Transport):
     @classmethod
     def of(cls, transport: Transport, needed: str) -> Self:
         """Return the transport if it is an engine; otherwise raise a
-        NotImplementedError. ``needed``: which calls need one, as text.
+        NotImplementedError. ``needed`` says as text which calls need an engine.
         """
         if isinstance(transport, cls):
             return transport
@@ -285,7 +287,7 @@ class Engine(Transport):
         skip: bool = False,
         erasures: np.ndarray | None = None,
     ) -> None:
-        """Do a round on NumPy arrays, without XLA; write the ``results``."""
+        """Carry out a round on NumPy arrays, without XLA, and write the ``results``."""
         own = [_vector(v) for v in vectors]
         outcome = self._ask(
             "run",
@@ -306,9 +308,10 @@ class Engine(Transport):
     def take_block(
         self, words: str, *, first: bool, costs: Sequence[float] = ()
     ) -> int | None:
-        """Return the next block of a round whose vectors are summed in the next round;
-        ``None`` once all are computed: then call `end_of_blocks`. All ranks must agree
-        on ``words``. ``costs``: the cost of each block, > 0, about 1; none: all equal.
+        """Return the next block of a round whose vectors are summed in the next round.
+        Return ``None`` once all blocks are computed; then call `end_of_blocks`. All
+        ranks must agree on ``words``. ``costs`` has the cost of each block, > 0 and
+        about 1; without costs, all blocks cost the same.
         """
         number = fingerprint(words) % 2**64 if first else 0
         said = (words, first, list(costs)) if first else ("", first, [])
@@ -318,12 +321,13 @@ class Engine(Transport):
         _check(*self._ask("end_of_blocks"))
 
     def leave_blocks(self) -> None:
-        """Take no more blocks: others compute those of this rank."""
+        """Take no more blocks. Other ranks compute the blocks of this rank."""
         self._ask("leave_share")
 
     def record(self) -> Callable[[], Dealt | None]:
         """Return, on the root, a function that waits for the next round with shared
-        work, and returns which rank computed which blocks; ``None`` after the last.
+        work. The function returns which rank computed which blocks, and ``None`` after
+        the last round.
         """
         reports, members = self._ask("record"), self._members
 
@@ -337,7 +341,8 @@ class Engine(Transport):
         return following
 
     def replay(self, rounds: Sequence[Dealt]) -> None:
-        """On the root, divide work from now on as in these rounds; others are errors."""
+        """On the root, divide work from now on as in these rounds. Any other round is an
+        error."""
         members = self._members
         divided = [(n, call, [of[rank] for rank in members]) for n, call, of in rounds]
         self._ask("replay", divided)
@@ -354,7 +359,8 @@ class Engine(Transport):
         return self._ask("telemetry")
 
     def reports(self) -> Callable[[], tuple[Any, ...] | None]:
-        """Return a function that waits for a round; ``None`` after the last."""
+        """Return a function that waits for a round and returns its record. It returns
+        ``None`` after the last round."""
         reports = self._ask("reports")
         return lambda: _engine.next_report(reports)
 
@@ -372,7 +378,8 @@ class Engine(Transport):
         self._ask("keep_state", state.ctypes.data, state.nbytes)
 
     def fetch_state(self, seconds: float) -> tuple[int, bytes]:
-        """Return the round of the nearest ancestor's snapshot, or 0, and its bytes."""
+        """Return the round of the nearest ancestor's snapshot, and the snapshot's bytes.
+        The round is 0 if there is no snapshot."""
         round_ = self._ask("fetch_state", seconds)
         return round_, self._ask("state") if round_ else b""
 
@@ -383,7 +390,8 @@ class Engine(Transport):
     # Ranks that die or join.
 
     def departed(self) -> dict[int, str]:
-        """Return the ranks below that call no more, with their programs' errors."""
+        """Return the ranks below this one that make no more calls, with their programs'
+        errors."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
@@ -391,8 +399,8 @@ class Engine(Transport):
         return self._ask("drained", seconds)
 
     def rounds_of_all(self) -> int:
-        """Return how many rounds of this rank are over, before any that failed on it
-        alone, without the root.
+        """Return how many rounds of this rank are over. A round that failed on this rank
+        only, without the root, and all later rounds do not count.
         """
         return self._ask("rounds_of_all")
 
@@ -402,20 +410,20 @@ class Engine(Transport):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """In this block ask the ranks above which rounds are decided, even if this rank
-        calls nothing and its parent is silent.
+        """Ask the ranks above this one, during this block, which rounds are decided. It
+        asks even if this rank makes no call and its parent is silent.
         """
         self._ask("watch", True)
         try:
             yield
         finally:
-            with contextlib.suppress(errors.GroupClosed):  # it may be closed by now
+            with contextlib.suppress(errors.GroupClosed):  # the group may be closed by now
                 self._ask("watch", False)
 
     def agreed(self, mine: bool) -> bool:
-        """Return whether ``mine`` holds on all ranks and all live. Collective."""
+        """Return whether ``mine`` is true on all ranks, and all ranks live. Collective."""
         # MPI numbers agreements in a communicator together with the communicators made
-        # from it. So this uses the engine's communicator, from which none is made.
+        # from it. So this uses the engine's communicator, from which no other is made.
         try:
             return bool(self._own.Agree(int(mine)))
         except MPI.Exception as error:
@@ -424,11 +432,11 @@ class Engine(Transport):
             return False
 
     def expect_state(self) -> None:
-        """Make sums an error on this rank until a broadcast has come."""
+        """Make sums raise an error on this rank until it has received a broadcast."""
         self._ask("expect_state")
 
     def alike(self) -> bool:
-        """Return whether no state is expected, or it has come."""
+        """Return whether no state is expected, or the state has arrived."""
         return self._ask("alike")
 
     def _ask(self, name: str, *args: Any) -> Any:
@@ -446,17 +454,17 @@ def _introduce() -> Any:
     return _engine.introduce()
 
 
-# Communicators of groups that were closed, for the next group of the same ranks. They
-# are never freed: a message to a rank that has left may still be on its way, and MPI
-# would deliver it in the next communicator with that number. In the same communicator
-# its session identifies it.
+# Communicators of closed groups, for the next group of the same ranks. They are never
+# freed. A message to a rank that has left may still be on its way, and MPI would deliver
+# it in the next communicator with the same number. If a group uses the same communicator
+# again, the session number shows that the message is old.
 _idle: dict[int, MPI.Intracomm] = {}
 _idle_lock = threading.Lock()
 
 
 def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
-    """Return a communicator for the engine alone, and its number. Collective."""
-    # removed while the ranks agree, as another thread may be searching, too
+    """Return a communicator that only the engine uses, and its number. Collective."""
+    # remove it while the ranks agree, as another thread may be searching, too
     with _idle_lock:
         mine = {
             serial: _idle.pop(serial)
@@ -487,7 +495,7 @@ def _height(plan: Plan, rank: int) -> int:
 
 def _deadline_share(plan: Plan, rank: int) -> float:
     """Return a parent's share of the deadline. Deeper parents have earlier deadlines,
-    so that their messages come in time.
+    so that their messages arrive in time.
     """
     return _height(plan, rank) / max(_height(plan, plan.root), 1)
 
@@ -500,7 +508,8 @@ def _fit_messages(limits: Any, plan: Plan) -> None:
 
 
 def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
-    """``delegating``: the parents whose children form sections of their sums."""
+    """Return a rank's family, for the engine. ``delegating`` has the parents whose
+    children form sections of their sums."""
     tree = plan.tree
     ancestors = []
     above = tree.parents[rank]
@@ -521,7 +530,7 @@ def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
 
 
 def compare(limits: Any, check: Check | bool | None) -> None:
-    """Say which messages of its children a parent compares, and what happens if they differ."""
+    """Set which messages of its children a parent compares, and what happens if they differ."""
     if isinstance(check, Check):
         limits.waits_for_all = check == DEBUG
         limits.on_contradiction = getattr(_engine.OnContradiction, check.action)
@@ -530,7 +539,8 @@ def compare(limits: Any, check: Check | bool | None) -> None:
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
-    """``compares``: whether parents compare messages, which leaves must know, too."""
+    """Return a rank's decoder, for the engine. ``compares``: whether parents compare
+    messages. Leaves must know this, too."""
     coding = plan.codings[rank]
     code = None if coding is None else coding.code
     decoder = _engine.Decoder() if code is None else _decoder_of(code)
@@ -542,9 +552,9 @@ def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
 
 
 def _below(plan: Plan, rank: int) -> tuple[float, float, float]:
-    """Return the bounds on rounding in a rank's message: the largest product of the
-    codes' ``κ`` down a path, the number of layers below, and the most children of a
-    parent.
+    """Return three numbers that bound rounding in a rank's message: the largest product
+    of the codes' ``κ`` down a path, the number of layers below the rank, and the largest
+    number of children of a parent.
     """
     coding = plan.codings[rank]
     if coding is None:
@@ -607,7 +617,7 @@ def _register() -> None:
     engine_call.register(_engine)
     warn = functools.partial(logger.warning, "group %d, %s")
     follow(_engine.next_warning, lambda said: warn(*said), "jaxcoded log")
-    # the engine stops first at exit: later registered functions run earlier
+    # The engine stops first at exit: functions that are registered later run earlier.
     ending.register()
     atexit.register(_stop)
 
@@ -623,10 +633,10 @@ def _left() -> list[Engine]:
 
 
 def leave(seconds: float) -> None:
-    """Leave all groups as at the end of the process, without further calls; for
-    ``seconds`` ranks below can get missing results.
+    """Leave all groups as at the end of the process, without further calls. For
+    ``seconds``, ranks below this one can still get missing results.
 
-    A root does not leave in order: it would fail rounds that another root repeats."""
+    A root does not leave in order: that would fail rounds that another root repeats."""
     groups = _left()
     if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)
@@ -634,7 +644,7 @@ def leave(seconds: float) -> None:
 
 def _stop() -> None:
     if os.getpid() != _process:
-        return  # a fork, in which the engine does not run
+        return  # this is a fork, in which the engine does not run
     patience = max((group._patience for group in _left()), default=0.0)
     if _engine.stop(_EXIT_SECONDS + patience, ending.failure(), ending.status()):
         ending.engine_ends_the_job()

@@ -21,7 +21,7 @@ from jaxcoded.transport.round import Round
 class Call(NamedTuple):
     """The engine's description of a round of one kind."""
 
-    attributes: tuple[str, ...] = ()  # names in `_attributes`, besides the group's
+    attributes: tuple[str, ...] = ()  # names in `_attributes`, except the group's
     # whether the operands, or the results, are the vectors of the round
     sends: bool = False
     receives: bool = False
@@ -66,8 +66,8 @@ def lower(
     check(ctx, round.devices, platform or "")
     does = CALLS[round.kind]
     tokened = "token" in round.leading
-    # a parent joins slices and parts one after the other for any batch, so they come
-    # first
+    # a parent joins slices and parts one after the other for any batch, so their axis
+    # comes first
     moves = bool(round.batch) and plan.encoded
     mine = ctx.avals_in[len(round.leading) :]
     sent = _travelling(mine, round.vectors, moves) if does.sends else mine
@@ -101,21 +101,22 @@ def lower(
         return rule(its, *values)
 
     def call(inner: Any, *operands: Any) -> Any:
-        """Call with the order's operand in front of the operands and the results."""
+        """Call the engine with the operand that orders the call in front of the other
+        operands and the results."""
         at, out_at = len(inner.avals_in) - len(mine), len(inner.avals_out) - len(given)
         avals_in = [*inner.avals_in[:at], *sent]
         avals_out = [*inner.avals_out[:out_at], *received]
         operands = (*operands[:at], *convert(operands[at:], mine, sent, (-1, 0)))
         if platform == "cuda" and not tokened:
             operands = (operands[0], *_whole(ctx, avals_in[1:], operands[1:]))
-        # A result replaces its operand if XLA may do so: the caller donated it, or it
-        # is a temporary.
+        # A result replaces its operand in memory if XLA may do so: the caller has
+        # donated the operand, or it is a temporary array.
         extras = len(avals_in) - len(avals_out)
         aliases = {
             i + extras: i
             for i, out in enumerate(avals_out[1:], 1)
             if round.kind == "round"
-            and extras >= 0  # not for a sum whose operands other devices bring
+            and extras >= 0  # not for a sum whose operands other devices pass
             and _kind(avals_in[i + extras]) == _kind(out)
         }
         if tokened:
@@ -151,7 +152,7 @@ def _travelling(
 def _attributes(
     round: Round, plan: Plan, rank: int, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Return all attributes of a round of vectors of these lengths for the engine."""
+    """Return all attributes for the engine of a round with vectors of these lengths."""
     parts = plan.parts_above[rank] if round.up and not round.last_part else 1
     owners = [
         [] if round.devices is None else round.devices.owners(kind.split)
@@ -185,8 +186,9 @@ def _attributes(
 def _apart(
     round: Round, encoded: bool, lengths: Sequence[int], owners: Sequence[Sequence[int]]
 ) -> list[int]:
-    """Return `Round.apart` for the engine's vectors: those of a batch follow each other
-    or, ``encoded``, come after their own axis; or those of all devices.
+    """Return `Round.apart` for the engine's vectors. The vectors of a batch, or of all
+    devices, follow each other. If they are ``encoded``, the axis of the batch comes
+    after the vectors' own axis.
     """
     batch = math.prod(round.batch)
     brought = [max(len(set(each)), 1) for each in owners]

@@ -1,8 +1,8 @@
 """The compiled extension, for the MPI of this process.
 
-An extension built from source is next to this file, for the MPI with which it was
-built. A wheel has one for each binary interface of MPI, as mpi4py's wheels have: that
-of Open MPI, and that of MPICH, which other MPIs share.
+An extension that was built from source is next to this file. It works with the MPI with
+which it was built. A wheel has one extension for each binary interface of MPI, like
+mpi4py's wheels: the interface of Open MPI, and that of MPICH, which other MPIs share.
 """
 
 import importlib
@@ -18,7 +18,7 @@ _NAME = f"{transport.__name__}._engine"
 
 
 def load() -> None:
-    """Load ``_engine``; an ImportError if none is built for this MPI and Python."""
+    """Load ``_engine``. Raise an ImportError if none fits this MPI and Python."""
     if _NAME in sys.modules:
         return
     if importlib.util.find_spec(_NAME):

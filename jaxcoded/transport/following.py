@@ -31,7 +31,7 @@ def follow(
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-# Registered before the engine's end, hence called after it.
+# This is registered before the function that ends the engine, so it is called after it.
 @atexit.register
 def _finish() -> None:
     """Wait until the last records are handled, before the interpreter ends."""

@@ -1,8 +1,8 @@
 """Encoding and decoding as jitted JAX functions.
 
 Both are sums of vectors with a few coefficients. float16 and bfloat16 accumulate in
-float32. A vector whose coefficient is 0 is not read, so that vectors left out may hold
-anything, also NaN.
+float32. A vector whose coefficient is 0 is not read, so vectors that are left out may
+hold any values, even NaN.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from jaxcoded.transport.packing import Packing, pack, unpack
 class Encoded:
     """A coded message of a child, ``1/slices`` as long as the gradient.
 
-    Made by `encode`; a pytree whose only leaves are its vectors.
+    `encode` makes it. It is a pytree whose only leaves are its vectors.
 
     Attributes:
         vectors: one array for each `jaxcoded.transport.packing.Kind` of leaves, ``(..., parts · ⌈q/multiple⌉
-            · multiple / slices)`` for ``q`` elements, part after part.
+            · multiple / slices)`` for ``q`` elements, one part after the other.
         packing: structure, shapes and dtypes of the gradient, and the dtypes in which
-            it is sent.
+            the gradient is sent.
         slices: ``M``, the number of slices of the gradient.
         multiple: gradients are padded with zeros to a multiple of this many elements
             before they are cut.
@@ -48,7 +48,7 @@ class Encoded:
 
 
 def accumulator(dtype: Any) -> np.dtype:
-    """Return the dtype in which sums are formed: the same, but at least float32."""
+    """Return the dtype in which sums are formed: the given dtype, but at least float32."""
     return np.dtype(np.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
@@ -65,7 +65,7 @@ def divided(pytree: Any, number: Any) -> Any:
 
 
 def counts(found: jax.Array, number: Any, allowed: float) -> jax.Array:
-    """Return whether these are counts of a number, up to the rounding of a sum: a share of it."""
+    """Return whether counts equal a number, up to rounding by the share ``allowed`` of the number."""
     return jnp.abs(found - number) <= allowed * number
 
 
@@ -146,9 +146,9 @@ def encode(
         coefficients: ``(k,)`` for codes without slices, the result then has the
             structure of one gradient; or ``(k, m)``, such as ``code.B[i]``, and the
             result is an `Encoded`; or ``(parts, k, m)``.
-        multiple: not for ``(k,)``: pad gradients to a multiple of this many
-            elements, itself a multiple of ``m``. Every message of a group must use the
-            group's (``group.plan.padding_multiple``). Default ``m``.
+        multiple: not for ``(k,)``: pad gradients to a multiple of this many elements,
+            which must be a multiple of ``m``. Every message of a group must use the
+            group's number (``group.plan.padding_multiple``). Default: ``m``.
         wire_dtype: not for ``(k,)``: the dtype in which the message will be sent, see
             `jaxcoded.coded_allreduce`, which rounds it.
 
@@ -220,16 +220,16 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
     Args:
         messages: the messages that `encode` made for each of ``n`` children, stacked
             along a new leading axis. Messages of children that did not answer may hold
-            anything.
-        coefficients: ``(m, n · parts)``, from `GradientCode.decode`; one-dimensional
-            suffices for ``m = 1``.
+            any values.
+        coefficients: ``(m, n · parts)``, from `GradientCode.decode`. For ``m = 1`` a
+            one-dimensional array suffices.
 
     Returns:
         A pytree with the structure, shapes and dtypes of one gradient.
 
     Raises:
-        ValueError: a leaf's leading axis is not ``n``, or ``m`` or the parts are not
-            those of the messages.
+        ValueError: a leaf's leading axis is not ``n``, or ``m`` or the number of parts
+            differs from the messages.
 
     Example: see `encode`.
     """

@@ -1,4 +1,4 @@
-"""Convert a leaf of a pytree to an array, or raise why it is none."""
+"""Convert a leaf of a pytree to an array, or raise an error that says why it is none."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcoded import _arrays, _jax_compat, _require
 
-# By NumPy's kind of dtype: dtypes that JAX lacks, and what to pass instead.
+# For each of NumPy's kinds of dtypes that JAX lacks: its name, and what to pass instead.
 _NO_NUMBERS = {
     "U": "text: leave it out, or hand over numbers such as token ids",
     "O": "Python objects, such as rows of unequal lengths: pad them to one length, or leave it out",
@@ -37,8 +37,8 @@ def named(root: str, path: tuple[Any, ...]) -> str:
 
 def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
     """Return the leaf as an array of NumPy or JAX in full precision, in this machine's
-    byte order. A TypeError that begins with its ``name`` and ends with the remedy if it
-    is no array of numbers.
+    byte order. If the leaf is not an array of numbers, raise a TypeError that begins
+    with its ``name`` and ends with the remedy.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -72,8 +72,8 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
 
 
 def array(leaf: Any, name: str) -> jax.Array:
-    """Return the leaf as an array of JAX. A TypeError as in `held`, or if JAX does not
-    have its dtype; a ValueError if JAX would cut off digits of its integers.
+    """Return the leaf as an array of JAX. Raise a TypeError as in `held`, or if JAX does
+    not have its dtype. Raise a ValueError if JAX would cut off digits of its integers.
     """
     try:
         leaf = leaf if _is_python_number(leaf) else held(leaf, name)
@@ -97,7 +97,7 @@ def array(leaf: Any, name: str) -> jax.Array:
 
 
 def summand(leaf: Any, name: str) -> jax.Array:
-    """Return the leaf as an `array`; a TypeError if it is not floating point."""
+    """Return the leaf as an `array`. Raise a TypeError if it is not floating point."""
     leaf, dtype = _with_dtype(leaf, name)
     check_real(dtype, name)
     return array(leaf, name)
@@ -106,9 +106,9 @@ def summand(leaf: Any, name: str) -> jax.Array:
 def sendable(leaf: Any, name: str) -> Any:
     """Return the leaf as an array whose `numbers` MPI can send.
 
-    Outside ``jit`` 64-bit integers keep their bits: NumPy's arrays, and all integers
-    without axes, so that a Python counter on one rank matches JAX's on another. Errors
-    as in `array`, and a TypeError if its elements are not whole bytes.
+    Outside ``jit`` 64-bit integers keep their bits, in NumPy's arrays and in all integers
+    without axes. So a Python counter on one rank matches a JAX counter on another rank.
+    Raise the errors of `array`, and a TypeError if the elements are not whole bytes.
     """
     leaf, dtype = _with_dtype(leaf, name)
     if not (is_key(dtype) or _has_bytes(dtype)):
@@ -153,7 +153,7 @@ def check_no_key(dtype: Any, name: str) -> None:
 
 
 def _with_dtype(leaf: Any, name: str) -> tuple[Any, Any]:
-    """Return the leaf, a number of Python or as `held`, and its dtype."""
+    """Return the leaf, as a number of Python or as from `held`, and its dtype."""
     if _is_python_number(leaf):
         return leaf, jnp.result_type(leaf)
     leaf = held(leaf, name)
@@ -170,7 +170,7 @@ def is_key(dtype: Any) -> bool:
 
 
 def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
-    """Return the vector of `stored` that is sent for a leaf."""
+    """Return the vector that is sent for a leaf, in the dtype of `stored`."""
     if is_key(leaf.dtype):
         return jax.random.key_data(leaf).reshape(-1)
     if isinstance(leaf, np.ndarray) and stored(leaf.dtype)[1] > 1:
@@ -189,8 +189,8 @@ def stored(dtype: Any) -> tuple[np.dtype, int]:
 
 
 def restored(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a leaf of this shape and dtype from its `numbers`. 64-bit integers that
-    fit into JAX's 32 bits become an array of JAX, and otherwise of NumPy.
+    """Return a leaf of this shape and dtype from its `numbers`. 64-bit integers become
+    an array of JAX if they fit into its 32 bits, and otherwise an array of NumPy.
     """
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -223,7 +223,8 @@ def _is_python_number(leaf: Any) -> bool:
 
 
 def _too_large(leaf: Any, name: str, most: Any = None) -> str:
-    """Return the text for an integer beyond the dtype ``most``; default: JAX's."""
+    """Return the text of the error for an integer that does not fit into the dtype
+    ``most``, by default JAX's integer dtype."""
     most = most or jax.dtypes.canonicalize_dtype(np.int64)
     remedy = (
         "set jax_enable_x64"

@@ -13,30 +13,31 @@ from jaxcoded.transport import engine
 
 logger = logging.getLogger("jaxcoded")
 
-_LEAVING = 5.0  # seconds that a rank needs to leave those below it
+_LEAVING = 5.0  # seconds that a rank needs to leave the ranks below it
 _leaves = threading.Lock()  # the thread that holds it ends the process
 
 
 def leave_on_sigterm(notice: float = 30.0) -> None:
-    """Leave all groups and end with status 0 when ``SIGTERM`` comes, as before a
+    """Leave all groups and end with status 0 when ``SIGTERM`` arrives, as before a
     machine is reclaimed.
 
-    The rank first completes the round that it has called. The others continue as
-    without a dead rank, but have its message of that round, and `CodedGroup.recovered`
-    removes it. If the program is in compiled code, the rank leaves after most of the
-    notice. A program that always holds Python's lock cannot leave. Neither can the
-    root, as it decides the rounds: it ends at once, and for the others it has died.
+    The rank first completes the round that it has called, so the other ranks have its
+    message of that round. After that they continue as if it had died, and
+    `CodedGroup.recovered` removes it. If the program is in compiled code, the rank
+    leaves after most of the notice. A program that always holds Python's lock cannot
+    leave. The root cannot leave either, as it decides the rounds: it ends at once, and
+    for the other ranks it has died.
 
-    Neither ``finally`` nor ``atexit`` run. This replaces the program's handler of
-    ``SIGTERM``. Call it on the main thread.
+    Neither ``finally`` blocks nor ``atexit`` functions run. This replaces the program's
+    handler of ``SIGTERM``. Call it on the main thread.
 
     Args:
         notice: seconds from the signal until the process must have ended; at least 10
             if other ranks are below this one.
 
     Raises:
-        ValueError: ``notice`` is not a number ≥ 0, MPI is not fault-tolerant (it would end the
-            job, or wait for its end), or this is not the main thread.
+        ValueError: ``notice`` is not a number ≥ 0; MPI is not fault-tolerant, and would end the
+            job or wait for its end; or this is not the main thread.
 
     Example:
         >>> import jaxcoded
@@ -60,8 +61,8 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, on_signal)
-    # Python calls it when its main thread returns from compiled code. The byte arrives
-    # at once.
+    # Python calls a handler only when its main thread returns from compiled code. The
+    # byte arrives at once.
     heard, tells = os.pipe()
     os.set_blocking(tells, False)
     before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)

@@ -24,7 +24,7 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def send(vector: jax.Array, rank: int, comm: MPI.Intracomm) -> None:
-    """Send an array of numbers or bools; blocks until its buffer may be reused."""
+    """Send an array of numbers or bools. This blocks until its buffer may be reused."""
     for message in cut(_to_wire(vector)):
         mpi4jax.send(message, dest=rank, comm=comm)
 
@@ -44,7 +44,8 @@ def receive(
 def exchange(
     vector: jax.Array, source: int, target: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """Send an array to ``target``, and receive one like it from ``source``, at once."""
+    """Send an array to ``target``, and receive a similar array from ``source`` at the
+    same time."""
     received = [
         mpi4jax.sendrecv(
             message, jnp.empty_like(message), source=source, dest=target, comm=comm
@@ -83,11 +84,11 @@ def tree_reduce(
     *,
     parts: int = 1,
 ) -> jax.Array:
-    """Do a rank's way up: receive from the children, decode, add its own message, send
-    to the parent, which is negative on the root. Return the coded sum over this rank's
-    subtree, like its own message ``(..., P·l)``, with ``P = parts``. The children's
-    messages are ``(..., P·P'·l/m)``, in the order of the code's rows; ``coefficients``
-    are ``(m, n·P')``.
+    """Receive messages from the children, decode them, add this rank's own message, and
+    send the sum to the parent. ``parent`` is negative on the root. Return the coded sum
+    over this rank's subtree. It is ``(..., P·l)`` like the rank's own message, with ``P
+    = parts``. The children's messages are ``(..., P·P'·l/m)``, in the order of the
+    code's rows; ``coefficients`` are ``(m, n·P')``.
     """
     total = own
     if children:
@@ -118,7 +119,7 @@ def tree_reduce(
 def tree_broadcast(
     vector: jax.Array, children: Sequence[int], parent: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """Do a rank's way down: receive from the parent, if any, and send to children."""
+    """Receive a message from the parent, if any, and send it to the children."""
     if parent >= 0:
         vector = receive(vector, parent, comm)
     for child in children:

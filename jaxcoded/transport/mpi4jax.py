@@ -1,8 +1,8 @@
-"""The tree on stock mpi4jax: blocking messages between static ranks.
+"""The transport with unmodified mpi4jax: blocking messages between static ranks.
 
 Every rank takes part in every round, and a parent waits for all its children. So this
-transport does not outrun stragglers. It is the readable reference and the oracle of the
-tests, and needs no compiler.
+transport is never faster than the slowest rank. It is a readable reference, and tests
+compare the engine with it. It needs no compiler.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from jaxcoded.transport.messages import tree_broadcast, tree_reduce
 from jaxcoded.transport.round import Round
 from jaxcoded.transport.traced import Traced
 
-SHORT = 1 << 16  # bytes: copying so many takes less time than another message
+SHORT = 1 << 16  # bytes; copying these takes less time than another message
 
 
 class Mpi4jax(Traced, Transport):
@@ -65,7 +65,7 @@ class Mpi4jax(Traced, Transport):
                 shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
                 if round.examples is not None and parent < 0:
-                    # on the root alone, where XLA makes one loop of this and of decoding
+                    # only on the root, where XLA makes one loop of this and of decoding
                     if not out:  # the first vector counts
                         right = counts(vector[..., :1], *round.examples)
                     vector = jnp.where(right, vector, jnp.nan)
@@ -136,9 +136,9 @@ class Mpi4jax(Traced, Transport):
         return looked_up[0] if masks else coefficients
 
     def _agree(self, call: str, erased: np.ndarray | None = None) -> None:
-        """Begin a round, also in the middle of compiled steps: check that all ranks
-        call the same. Collective. Raise on every rank a `GroupMismatch` if they differ,
-        and `TooManyErasures` if the plan does not tolerate the erased ranks.
+        """Begin a round, also in the middle of compiled steps: check that all ranks make
+        the same call. Collective. Raise a `GroupMismatch` on every rank if the calls
+        differ, and `TooManyErasures` if the plan does not tolerate the erased ranks.
         """
         self._round += 1
         words = f"round {self._round}, {call}{self._failure}"

@@ -16,28 +16,30 @@ _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a group makes its rounds. All options are for the engine. With mpi4jax a ``check``, and an
+    """How a group runs its rounds. All options are for the engine. With mpi4jax a ``check``, and an
     ``on_deadline`` other than ``"wait"``, are errors; other options have no effect.
 
     Attributes:
         deadline: how long the root waits if more children are late than a round tolerates: seconds from the
-            beginning of a round, ``"3x"`` or ``None``. ``"3x"`` is 3 times the median of the latest rounds of the
-            same call that met the deadline, once there are 5. A parent further down, ``h`` layers above the lowest
-            leaf below it, has ``h / H`` of the time. Up to ``stragglers`` late children need no deadline.
-        on_deadline: what happens then. ``"wait"``: a parent logs for whom it waits, once per round (logger
-            ``jaxcoded``), and continues to wait. After the same time again it logs which child makes no call while
-            rounds continue without it. ``"raise"``: the round fails on all ranks with `DeadlineExceeded`, even if
-            it is the root's program that is late. ``"approximate"``: parents use the least-squares combination of
-            the messages that have arrived. ``residual=True`` in a call returns how far its sum is from the exact
-            one. With shared work the sum is that of the blocks computed by then, see ``docs/sharing.md``.
-        piece_bytes: size of the pieces in which long messages move, at most 1 GiB. Shorter pieces pass a deep tree
-            sooner, longer ones cost less work. Default: 256 KiB, 128 KiB on one host, or the choice of
-            `CodedGroup.auto`.
-        sections_from: the least bytes of a sum that the root and its children form in sections, one each
-            (``docs/engine.md``). Their messages must be as long as the vector. 0: none. Default: what pays on the
-            group's hosts.
-        history_bytes: memory of a rank for results that late ranks lack, in bytes; at
-            least 64 rounds are kept up to 1 GiB.
+            beginning of a round, ``"3x"`` or ``None``. ``"3x"`` is 3 times the median time of the latest rounds of
+            the same call that met the deadline, once there are 5 such rounds. The root is ``H`` layers above the
+            lowest leaf. A parent that is ``h`` layers above the lowest leaf below it has ``h / H`` of the time. Up
+            to ``stragglers`` late children need no deadline.
+        on_deadline: what happens after the deadline. ``"wait"``: a parent logs for which ranks it waits, once per
+            round (logger ``jaxcoded``), and continues to wait. After the same time again it logs which child makes
+            no call while rounds continue without it. ``"raise"``: the round fails on all ranks with
+            `DeadlineExceeded`, even if the root's own program is late. ``"approximate"``: parents use the
+            least-squares combination of the messages that have arrived. ``residual=True`` in a call also returns
+            how far its sum is from the exact sum. With shared work the sum has the blocks that are computed by
+            then, see ``docs/sharing.md``.
+        piece_bytes: size of the pieces in which long messages are sent, at most 1 GiB. Shorter pieces pass through
+            a deep tree sooner, longer pieces cost less work. Default: 256 KiB, 128 KiB on one host, or the choice
+            of `CodedGroup.auto`.
+        sections_from: sums of at least this many bytes are formed in sections: the root and each of its children
+            form one section (``docs/engine.md``). The children's messages must be as long as the vector. 0: no
+            sections. Default: the size from which sections are faster on the group's hosts.
+        history_bytes: memory of a rank for results that late ranks lack, in bytes. At
+            least 64 rounds are kept, up to 1 GiB.
         telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` covers; 0 turns it off.
         check: a `Check`: compare the ranks' messages, and look for NaN. `DEBUG` detects mistakes in the program; a
             warning names parents whose children cannot be checked. ``False``: no check. Default: `DEBUG` with
@@ -66,7 +68,7 @@ class Options:
         return dataclasses.replace(self, check=check.asked(self.check))
 
     def validate(self) -> None:
-        """Raise unless these options, made `complete`, are valid.
+        """Raise an error unless these options, after `complete`, are valid.
 
         Raises:
             ValueError: the message names the value and the remedy.
@@ -79,12 +81,12 @@ class Options:
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
         check.validate(self.check)
-        # the engine reads these
+        # the engine reads these values
         for name in ("JAXCODED_STATUS_SIGNAL", "JAXCODED_PTRACER"):
             if os.environ.get(name, "ON") not in ("", "ON", "OFF"):
                 raise ValueError(f"{name} must be ON or OFF, got {os.environ[name]!r}")
 
     @functools.cached_property
     def waits(self) -> Deadline:
-        """Return how long a parent waits for its children, and what it does then."""
+        """Return how long a parent waits for its children, and what it does after that."""
         return Deadline.parsed(self.deadline, self.on_deadline)

@@ -9,9 +9,9 @@ from mpi4py import MPI
 from jaxcoded import _jax_compat
 from jaxcoded.transport import devices
 
-# mpi4jax orders its operations by an effect. If it is installed, rounds take part in
-# that order, so that JAX neither swaps, merges nor drops rounds and a user's mpi4jax
-# calls.
+# mpi4jax orders its operations by an effect. If mpi4jax is installed, rounds take part
+# in that order. So JAX does not swap, merge or drop rounds and the mpi4jax calls of a
+# user.
 _Effect: type = _jax_compat.ordered_effect("Order")
 if importlib.util.find_spec("mpi4jax"):
     try:
@@ -29,7 +29,7 @@ _jax_compat.keep_results_of(_Effect)
 
 
 class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
-    """The effect, with a name: JAX refuses it on several devices, and names it."""
+    """The effect, with a name, which JAX shows in its error for several devices."""
 
     __hash__ = _Effect.__hash__
 

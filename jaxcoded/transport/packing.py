@@ -26,50 +26,50 @@ from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
 _MAX_INDEX = 2**31 - 1
-# At least this many leaves of up to this many bytes are copied out of their vector at
-# once.
+# If at least this many leaves have at most this many bytes, they are copied out of their
+# vector together.
 _MANY, _SMALL = 32, 64 << 10
 _WIRE_DTYPES = ("bfloat16", "float16")
 
 
 class Apart(NamedTuple):
-    """A run of elements that checks do not compare with the rest of its vector:
-    gradients are small compared with a large loss."""
+    """A run of elements that checks do not compare together with the rest of its vector,
+    since gradients may be small compared with a large loss."""
 
     vector: int  # the vector's index
     first: int  # the elements' range
     length: int
-    # runs of one kind are compared together; kind 0 together with the rest of the vector
+    # runs of one kind are compared together; kind 0 is compared with the rest of the vector
     kind: int
 
 
 class Kind(NamedTuple):
     """The common properties of the leaves of one vector."""
 
-    dtype: np.dtype  # the vector's dtype, in which they are `leaves.stored`
+    dtype: np.dtype  # the vector's dtype, in which the leaves are `leaves.stored`
     wire: np.dtype  # the dtype in which the vector is sent
-    # whether they are numbers, in a vector padded so that each slice but the first is zero
+    # whether the leaves are single numbers, in a vector padded so that all slices except the first are zero
     alone: bool = False
-    # axes of the mesh of this process's devices over which they are split; along the others they are replicated
+    # axes of the mesh of this process's devices over which the leaves are split; along other axes they are replicated
     split: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The data to rebuild a pytree from its vectors: structure, shapes and dtypes of
-    the leaves; and the dtypes in which they are sent.
+    """The data needed to rebuild a pytree from its vectors: structure, shapes and dtypes
+    of the leaves, and the dtypes in which they are sent.
 
-    Hashable and comparable, so that it can be static under ``jit``."""
+    Packings can be hashed and compared, so that they can be static under ``jit``."""
 
     structure: Any  # ``jax.tree_util.PyTreeDef``
     shapes: tuple[tuple[int, ...], ...]  # the leaves' shapes and dtypes
     dtypes: tuple[Any, ...]
-    # the dtype in which float32 leaves are sent, except leaves without axes, such as a loss or a count, which need
-    # their digits and have few bytes
+    # the dtype in which float32 leaves are sent. It does not apply to leaves without axes, such as a loss or a count:
+    # they need all digits and have few bytes.
     wire_dtype: np.dtype | None = None
-    # the number of slices into which vectors can be cut. Codes with slices add up number ``j`` of all slices, and an
-    # approximate sum does not separate them. So with more than one the leaves without axes are alone: a loss is large
-    # compared with gradients.
+    # The number of slices into which vectors can be cut. Codes with slices add up the numbers at place ``j`` of all
+    # slices, and an approximate sum does not separate them. A loss is large compared with gradients. So with more
+    # than one slice, the leaves without axes have their own vector.
     multiple: int = 1
     splits: tuple[tuple[str, ...], ...] = ()  # the leaves' axes, see `Kind`
 
@@ -137,7 +137,8 @@ class Packing:
 
     @functools.cached_property
     def vectors(self) -> dict[Kind, int]:
-        """Return the kinds that need a vector, by their first leaves, with lengths."""
+        """Return the kinds that need a vector, in the order of their first leaves, with
+        the lengths of the vectors."""
         lengths: dict[Kind, int] = {}
         for count, kind in zip(self.counts, self.kinds):
             lengths[kind] = lengths.get(kind, 0) + (
@@ -146,9 +147,9 @@ class Packing:
         return {kind: length for kind, length in lengths.items() if length}
 
     def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
-        """Return the leaves without axes as of kind 0: they may be losses or gradients.
-        Or, with ``keys``, return the entries of a dict at these keys, each of a
-        different kind.
+        """Return the leaves without axes with kind 0, as they may be losses or
+        gradients. Or, with ``keys``, return the entries of a dict at these keys, each
+        with a different kind.
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         paths = jax.tree_util.tree_leaves_with_path(places)
@@ -223,8 +224,8 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
 
 
 def _unkeyed(structure: Any) -> Iterator[str]:
-    """Return the nodes that give JAX no keys of their children, but keep their names,
-    such as ``Model of a and b``: ranks may order them differently.
+    """Return the nodes that have names for their children, but give JAX no keys, such as
+    ``Model of a and b``. Ranks may order the children of such nodes differently.
     """
     if (data := structure.node_data()) is None:
         return
@@ -245,7 +246,8 @@ def _unkeyed(structure: Any) -> Iterator[str]:
 def _runs(
     vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """Return consecutive leaves. XLA fuses slices with uses, but must compile each."""
+    """Return consecutive leaves. XLA fuses a slice with its use, but must compile each
+    slice."""
     small = [
         i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
     ]
@@ -273,7 +275,8 @@ def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
 
 
 def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
-    """Return a dtype in which float32 can be sent, or None; else raise a ValueError."""
+    """Return a dtype in which float32 can be sent, or None. Raise a ValueError for any
+    other dtype."""
     if wire_dtype is None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""The pieces in which a group's vectors are sent, and the length from which on its sums
-are formed in sections (``docs/engine.md``).
+"""The pieces in which a group's vectors are sent, and the least length of sums that are
+formed in sections (``docs/engine.md``).
 """
 
 import os
@@ -13,15 +13,15 @@ from jaxcoded.plan.sections import SECTION_PIECES, SECTIONS_FROM, pay_in_layers
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import PIECE, Options
 
-# On one host, from measurements in benchmarks/README.md. Bytes of a piece: the pieces
-# of a sum fit into a cache together.
+# Values for one host, from measurements in benchmarks/README.md. With this many bytes in
+# a piece, the pieces of a sum fit into a cache together.
 _NEAR_PIECE = 128 << 10
 # Sections pay from this many bytes on, divided by the number of ranks that form them at
 # a time: on 2 cores from 2 MiB on; on 16 cores 13 ranks need a third of the time for 2
 # MB.
 _NEAR_SECTIONS_FROM = 4 << 20
-# The root's time to fetch and add a message, relative to another rank's time to copy
-# the result: for 16 MB, 5 ms of CPU to 2.4.
+# The root's time to fetch and add a message, divided by another rank's time to copy the
+# result: 5 ms and 2.4 ms of CPU time for 16 MB.
 _ADDING = 2.0
 # How much more work than the others the root must have: sections cost messages and
 # copies.
@@ -32,7 +32,7 @@ class Pieces(NamedTuple):
     """The pieces of long vectors."""
 
     bytes: int  # bytes of a piece
-    sections_from: int  # bytes from which on sums are formed in sections; 0: none
+    sections_from: int  # least bytes of sums that are formed in sections; 0: none
     # number of pieces of such a sum, unless they become too long or short; 0: the usual pieces
     of_sections: int
     delegating: frozenset[int]  # the parents whose children form sections
@@ -57,15 +57,15 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     return Pieces(
         options.piece_bytes or (_NEAR_PIECE if near else PIECE),
         sections_from,
-        # memory has no port that would be idle during long pieces
+        # within one host there is no port that would be idle during long pieces
         0 if near else SECTION_PIECES * family,
         delegating(plan, hosts) if sections_from else frozenset(),
     )
 
 
 def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
-    """Return the parents whose children form sections, if any do: the root, and parents
-    of several children, one of them on another host.
+    """Return the parents whose children form sections, if any do so: the root, and every
+    parent of several children with at least one on another host.
     """
     families = enumerate(plan.tree.children)
     return frozenset({plan.root}).union(
@@ -100,9 +100,9 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:
-    """Return whether all ranks are the root's children and would wait for the root to
-    add up all messages, as they only copy the result. With two ranks, one adds while
-    the other copies.
+    """Return whether sections are faster on one host. All ranks must be the root's
+    children. Without sections they wait while the root adds up all messages, and then
+    only copy the result. With two ranks, one adds while the other copies.
     """
     if plan.size <= 2 or len(plan.tree.children[plan.root]) < plan.size - 1:
         return False

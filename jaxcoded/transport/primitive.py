@@ -1,4 +1,4 @@
-"""The JAX primitive of a communication round: differentiation, batching, order.
+"""The JAX primitive for a communication round: differentiation, batching, order.
 
 One `Round` is one call of a group's transport. This module has the transformations that
 JAX may apply, for all transports; each transport defines the lowering.
@@ -30,10 +30,11 @@ def effects_barrier() -> None:
     """Wait for the rounds in flight that JAX's effect orders, and forget those that have
     failed.
 
-    JAX runs a compiled step while Python continues. If one of its rounds fails, JAX does
-    not run later calls with rounds, of any group or of mpi4jax: it passes the error to
-    each of them. After such an error call this on all ranks, and continue. The failures
-    are logged as a warning (logger ``jaxcoded``), not raised.
+    JAX runs a compiled step while Python continues. If a round of the step fails, JAX
+    does not run later calls with rounds of any group or with mpi4jax. Instead, it passes
+    the error to each of these calls. After such an error, call this function on all
+    ranks, and continue. It logs the failures as a warning (logger ``jaxcoded``), and
+    does not raise them.
 
     Example:
         >>> import jaxcoded
@@ -43,7 +44,7 @@ def effects_barrier() -> None:
 
 
 # At exit JAX and mpi4jax wait for rounds, and each would print failures with a
-# traceback. This runs before them.
+# traceback. This function runs before that.
 @atexit.register
 def _say_what_has_failed() -> None:
     _jax_compat.effects_barrier(ending.told())
@@ -52,8 +53,8 @@ def _say_what_has_failed() -> None:
 class Rules(NamedTuple):
     """The transformations that JAX may apply to a call of one kind."""
 
-    alone: bool = False  # whether it concerns only this rank, and no round
-    # why it cannot be differentiated, or batched; empty if it can
+    alone: bool = False  # whether the call concerns only this rank, and no round
+    # why the call cannot be differentiated, or batched; empty if it can
     not_differentiated: str = ""
     not_batched: str = ""
 
@@ -64,9 +65,9 @@ _STARTED = (
 )
 _AHEAD = "coded_allreduce_start cannot be differentiated: use coded_allreduce"
 RULES = {
-    # all of a round, or its end
+    # a whole round, or its end
     "round": Rules(),
-    # its beginning; or the whole round if the transport cannot progress by itself
+    # the beginning of a round; or all of it if the transport cannot progress by itself
     "start": Rules(
         not_differentiated=_STARTED.format("differentiated"),
         not_batched=_STARTED.format("batched by vmap"),
@@ -76,7 +77,7 @@ RULES = {
         not_differentiated=_AHEAD,
         not_batched="coded_allreduce_done cannot be batched by vmap: a handle belongs to one round",
     ),
-    # a part of its vectors, ahead of it
+    # a part of a round's vectors, sent ahead of the round
     "part": Rules(not_differentiated=_AHEAD),
     # the next block of shared work
     "take": Rules(
@@ -100,9 +101,9 @@ _NO_GRADIENT = (
 
 
 def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | None]:
-    """Call the transport. Return the results, and the next token: the given one if the
-    round takes none. Without vectors the round still takes place, since other ranks may
-    have some.
+    """Call the transport. Return the results, and the next token, which is the given
+    token if the round takes none. Without vectors the round still takes place, since
+    other ranks may have vectors.
     """
     given = (getattr(operands, name) for name in round.leading)
     out = round_p.bind(*given, *operands.vectors, round=round)
@@ -115,7 +116,7 @@ def placed(
     transport: Carrier, token: jax.Array | None, **given: Any
 ) -> tuple[Operands, dict[str, Any]]:
     """Return the operands in front of the vectors, and the fields of the `Round` that
-    say which they are and from which devices.
+    describe them: their names and devices.
     """
     devices = transport.devices(token)
     place = None if devices is None else devices.place()
@@ -127,7 +128,7 @@ def placed(
 def lag(
     transport: Transport, token: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Trace a read of the lag, int32; return it and the next token."""
+    """Trace a read of the lag, int32. Return the lag and the next token."""
     if not transport.can_lag:
         return jnp.int32(0), token
     return read("lag", transport, token, ShapedArray((), np.int32))
@@ -136,7 +137,7 @@ def lag(
 def read(
     kind: str, transport: Transport, token: jax.Array | None, what: ShapedArray
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Trace a read of local data (`Rules.alone`); return it and the next token."""
+    """Trace a read of local data (`Rules.alone`). Return the data and the next token."""
     operands, fields = placed(transport, token)
     its = Round(transport.index, kind=kind, results=(what,), **fields)
     (out,), token = run(its, operands)
@@ -144,7 +145,7 @@ def read(
 
 
 def results(round: Round, vectors: Sequence[Any]) -> list[ShapedArray]:
-    """Return the types of the results of a round of such vectors."""
+    """Return the types of the results of a round with such vectors."""
     if round.transposed:
         return [_jax_compat.like(vector, vector.shape) for vector in vectors]
     if round.results is not None:
@@ -169,7 +170,7 @@ _jax_compat.keep_results(round_p)
 
 
 def _with_others(round: Round) -> str | None:
-    """Return the description of the round in which other ranks take part, if they do."""
+    """Return the description of the round if other ranks take part in it."""
     if RULES[round.kind].alone:
         return None
     return "coded_allreduce_done" if round.kind == "done" else str(round)
@@ -207,7 +208,8 @@ _last = threading.local()  # the program that is being lowered, and its groups
 
 
 def _check_order(ctx: Any, round: Round) -> None:
-    """Raise unless all of a group's rounds in the program are ordered in one way."""
+    """Raise an error unless all of a group's rounds in the program are ordered in the
+    same way."""
     program = _jax_compat.program_of(ctx)
     if getattr(_last, "program", None) is not program or program is None:
         _last.program, _last.tokened = program, {}
@@ -270,13 +272,13 @@ ad.primitive_jvps[round_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, round: Round) -> Any:
-    """Transpose an all-reduce to the identity, as in mpi4jax: the cotangent of the sum
-    is again one rank's contribution, which one more round makes exact. That round's
-    transpose is the all-reduce again.
+    """Transpose an all-reduce to the identity, as in mpi4jax. The cotangent of the sum
+    is again one rank's contribution, and one more round sums the contributions. The
+    transpose of that round is the all-reduce again.
     """
     leading = len(round.leading)
     if all(isinstance(ct, ad.Zero) for ct in cotangents) and not round.transposed:
-        # the result was only shown, such as a metric next to the loss
+        # the result does not affect the loss, like a metric that is only shown
         return [None for _ in operands]
     _check(round, "differentiated")
     if not (round.up and round.down) or find(round.group).plan.encoded:
@@ -300,7 +302,7 @@ ad.primitive_transposes[round_p] = _transpose
 def _batch(
     operands: Sequence[Any], axes: Sequence[Any], *, round: Round
 ) -> tuple[Any, Any]:
-    """Batch the call to one round with the stacked payload."""
+    """Batch the calls to one round with the stacked payload."""
     _check(round, "batched by vmap")
     leading = len(round.leading)
     for name, axis in zip(round.leading, axes):
@@ -332,7 +334,7 @@ def _check(round: Round, what: str) -> None:
         )
 
 
-# A call of the host in the order of the round.
+# A call of the host in the order of the rounds.
 
 host_p = Primitive("coded_round_host_call")
 host_p.multiple_results = True
@@ -343,7 +345,7 @@ def on_host(
     results: Sequence[Any],
     *operands: jax.Array,
 ) -> list[Any]:
-    """Call Python in the order of the communication around it, in a traced transport.
+    """Call a Python function from a traced transport, in the order of the rounds.
 
     ``function`` takes numpy arrays. It returns a tuple of arrays with the shapes and
     dtypes of ``results``, which are ``jax.ShapeDtypeStruct``. It must not call JAX. If it

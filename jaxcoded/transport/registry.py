@@ -34,7 +34,8 @@ def is_open(index: int) -> bool:
 
 
 def find(index: int) -> Carrier:
-    """Return the carrier of the group with this index; `GroupClosed` if it was closed."""
+    """Return the carrier of the group with this index. Raise `GroupClosed` if it was
+    closed."""
     try:
         return _open[index]
     except KeyError:

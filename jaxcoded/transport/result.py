@@ -4,12 +4,12 @@ import jax
 
 
 class Result(NamedTuple):
-    """The result of a call with a residual or a token; without them a call returns the `value` alone.
+    """The result of a call with a residual or a token. Without them a call returns only the `value`.
 
     Attributes:
-        value: what the call returns otherwise, such as ``(loss, grads)``.
-        residual: how far a sum is from the exact one, float32 or float64, if ``residual=True`` asked for it.
-        token: int32 or float32, for the next call, if the calls are ordered by one.
+        value: the result of the same call without residual and token, such as ``(loss, grads)``.
+        residual: how far a sum is from the exact sum, float32 or float64, if ``residual=True`` requested it.
+        token: int32 or float32, for the next call, if a token orders the calls.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded
@@ -25,6 +25,6 @@ class Result(NamedTuple):
     token: jax.Array | None = None
 
     def plain(self) -> Any:
-        """Return this, or the value alone if it has neither residual nor token."""
+        """Return this result, or only its value if it has neither residual nor token."""
         more = self.residual is not None or self.token is not None
         return self if more else self.value

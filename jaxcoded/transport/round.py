@@ -13,17 +13,17 @@ from jaxcoded.transport.packing import Apart, Kind
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """A call of a group's transport: a round, or a step of one. The JAX primitive carries it, and the transport
-    reads it."""
+    """A call of a group's transport: a round, or a step of a round. It is a parameter of the JAX primitive, and the
+    transport reads it."""
 
     group: int  # the index of the group
-    call: str = ""  # its name, shapes and dtypes; equal on ranks that call the same
+    call: str = ""  # the call's name, shapes and dtypes; equal if ranks make the same call
     kind: str = "round"  # which step of a round, one of `primitive.RULES`
     vectors: tuple[Kind, ...] = ()  # the dtypes of each vector, and how it is split
     leading: tuple[str, ...] = ()  # the names of the `Operands` in front of the vectors
-    # the ranks' vectors are summed; otherwise every rank gets the root's
+    # whether the ranks' vectors are summed; otherwise every rank gets the root's vectors
     up: bool = True
-    # every rank gets the result; otherwise the root alone, zeros elsewhere
+    # whether every rank gets the result; otherwise only the root gets it, and other ranks get zeros
     down: bool = True
     # the sizes of the leading axes of the vectors, made by ``vmap``
     batch: tuple[int, ...] = ()
@@ -44,9 +44,9 @@ class Round:
     number: int = 0  # the number of a part sent ahead, or of a block, from 0
     # whether the vectors are the round's last parts, after the others were sent ahead
     last_part: bool = False
-    # whether it may have a transpose, since its operands may come from spread values
+    # whether the round may have a transpose, since its operands may come from spread values
     transposes: bool = False
-    transposed: bool = False  # whether this is the transpose of the round, the identity
+    transposed: bool = False  # whether this is the round's transpose, the identity
 
     @functools.cached_property
     def signature(self) -> str:
@@ -78,7 +78,7 @@ def fingerprint(signature: str) -> int:
 
 
 class Operands(NamedTuple):
-    """The operands of a round. The vectors come last; they alone are batched and differentiated."""
+    """The operands of a round. The vectors come last. Only the vectors are batched and differentiated."""
 
     vectors: Sequence[jax.Array] = ()  # ``(..., length)`` each
     # int32, the number of this device if several call together

@@ -1,7 +1,7 @@
 """Copy all slices of a vector at once.
 
-XLA makes a kernel for every slice, whose compilation takes too long for thousands of
-small leaves. On the CPU one call of the engine copies them all.
+XLA makes a kernel for every slice. For thousands of small leaves, compiling these
+kernels takes too long. On the CPU one call of the engine copies all slices.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jaxcoded.transport import extension
 try:
     extension.load()
     from jaxcoded.transport import _engine
-except ImportError:  # then XLA makes its kernels
+except ImportError:  # without the engine, XLA makes its kernels
     _engine = None  # type: ignore[assignment]
 
 
@@ -54,7 +54,7 @@ mlir.register_lowering(slices_p, mlir.lower_fun(_by_xla, multiple_results=True))
 
 
 def _lowering(ctx: Any, vector: Any, *, starts: Any, sizes: Any) -> Any:
-    del sizes  # those of the results
+    del sizes  # the results have these sizes
     lower = ffi_lowering("jaxcoded_slices")
     return lower(ctx, vector, starts=np.array(starts, np.int64))
 

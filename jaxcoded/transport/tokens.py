@@ -1,9 +1,9 @@
 """Numbers that order rounds instead of JAX's effect.
 
 The derivatives of a token are tokens, too: its tangent and its cotangent order the
-rounds of derivatives. The sum of tokens is a token after all of them. The cotangent
-given to JAX must be the last token of the forward pass: then the rounds of the backward
-pass, which pass it on, come after all forward rounds.
+rounds of derivatives. The sum of several tokens is a token that follows all of them. The
+cotangent given to JAX must be the last token of the forward pass. The rounds of the
+backward pass pass it on, so that they come after all forward rounds.
 """
 
 from typing import Any
@@ -41,14 +41,14 @@ def checked(token: Any) -> jax.Array:
 
 
 def check_derivative(name: str, token: Any) -> None:
-    """Raise a NotImplementedError if JAX was not given this tangent or cotangent of a token."""
+    """Raise a NotImplementedError if JAX was given no such tangent or cotangent of a token."""
     if isinstance(token, ad.Zero):
         raise NotImplementedError(_NO_DERIVATIVE.format(name))
 
 
 def after(token: Any, other: Any) -> Any:
     """Return a token that follows both tokens. If ``other`` belongs to derivatives that
-    JAX computes later, JAX takes ``token`` alone for the result.
+    JAX computes later, the result for JAX is ``token``.
     """
     return after_p.bind(token, other)
 

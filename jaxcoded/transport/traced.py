@@ -10,15 +10,15 @@ from jaxcoded.transport.round import Round
 
 
 class Traced(Carrier):
-    """A carrier whose `carry` traces rounds."""
+    """A carrier whose method `carry` traces rounds."""
 
     @abc.abstractmethod
     def carry(
         self, round: Round, vectors: Sequence[jax.Array], erasures: jax.Array | None
     ) -> Sequence[jax.Array]:
-        """Trace a round of this rank's vectors ``(..., length)`` in the dtypes in which
-        they are sent, without the ranks in ``erasures``, bool ``(size,)``. Return the
-        resulting vectors, in the same dtypes.
+        """Trace a round of this rank's vectors ``(..., length)``, which have the dtypes
+        in which they are sent. Leave out the ranks in ``erasures``, bool ``(size,)``.
+        Return the resulting vectors, in the same dtypes.
         """
 
     def lower(

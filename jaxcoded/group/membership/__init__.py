@@ -1,1 +1,1 @@
-"""The ranks of a group: which of them live, and how a group continues with fewer or more."""
+"""The ranks of a group: which of them live, and how ranks leave and join."""

@@ -11,12 +11,12 @@ from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.opening import has_died
 from jaxcoded.group.session import Session
 
-OPENS = 120.0  # more seconds than ranks need to make a group
+OPENS = 120.0  # seconds, longer than ranks need to make a group
 
 
 class Change:
-    """A new group in place of an old one, made once all live ranks have come. If a call
-    gives up, the next one continues to wait for the same work."""
+    """The replacement of an old group by a new one, made once all live ranks take part.
+    If a call gives up, the next call continues to wait for the same work."""
 
     died: ClassVar[str]  # the error if a rank dies meanwhile
 
@@ -25,12 +25,13 @@ class Change:
         self._rounds = 0  # rounds of the old group decided before
         self._new: Session | None = None
         self._failure: BaseException | None = None  # of this rank
-        self._agreement: Future[bool] | None = None  # whether all have it
+        self._agreement: Future[bool] | None = None  # whether all ranks have the session
 
     def session(self, rounds: int) -> Session:
-        """Return the new session, once all ranks agree. ``rounds``: the decided rounds
-        of the old group that this rank knows. A CodedError if not all ranks have the
-        session, or more rounds were decided meanwhile; or the error that all have.
+        """Return the new session, once all ranks agree. ``rounds`` is the number of
+        decided rounds of the old group that this rank knows. Raise a CodedError if some
+        ranks lack the session, or if more rounds were decided meanwhile. If all ranks
+        have the same error, raise that error.
         """
         assert self._agreement is not None
         new, failure = self._new, self._failure
@@ -61,7 +62,7 @@ class Change:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Keep an error in this block, as the others wait for an answer."""
+        """Catch and store an error in this block, as other ranks wait for an answer."""
         try:
             yield
         except BaseException as error:  # noqa: BLE001
@@ -70,9 +71,10 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """In this block a rank that waits this long for others in these communicators, or
-    in added ones, gets an error. Without it, the death of a rank at the wrong moment
-    may leave ranks of Open MPI 5.0 in ``MPI_Comm_dup`` forever.
+    """Limit the time for which a rank waits for others in this block. After this time,
+    waits in these communicators, or in communicators added later, end with an error.
+    Without this limit, the death of a rank at the wrong moment may leave ranks of Open
+    MPI 5.0 in ``MPI_Comm_dup`` forever.
     """
 
     def revoke() -> None:
@@ -86,4 +88,4 @@ def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[
         yield
     finally:
         timer.cancel()
-        timer.join()  # it may be running
+        timer.join()  # its function may be running

@@ -1,5 +1,5 @@
-"""Messages between two ranks, each a frozen dataclass with a check. They are sent as
-JSON, so that nothing is unpickled, and no rank waits for them in MPI.
+"""Messages between two ranks. Each message is a frozen dataclass with a check. Messages
+are sent as JSON, so that nothing is unpickled, and no rank waits for them in MPI.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ class Message:
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _Moving = tuple[MPI.Request, np.ndarray]
-# Messages on their way, of all channels: MPI reads and writes them later, even after a
-# group has ended.
+# The messages of all channels that are on their way. MPI reads and writes their memory
+# later, even after a group has ended.
 _sent: list[_Moving] = []
 _coming: list[dict[int, _Moving]] = []
 _lock = threading.Lock()
@@ -100,9 +100,10 @@ class Channel(Generic[M]):
             _sent.append(moving)
 
     def heard(self, rank: int) -> M | None:
-        """Return a rank's next message; None: nothing yet. `Gone` if it is dead, or has
-        given up. A CodedError if the message cannot be read, or is longer than 16 MiB:
-        it stays in the channel, and nothing more is received from this rank.
+        """Return a rank's next message, or None if there is none yet. Raise `Gone` if the
+        rank is dead, or has given up. Raise a CodedError if the message cannot be read,
+        or is longer than 16 MiB. Then the message stays in the channel, and nothing more
+        is received from this rank.
         """
         try:
             if rank not in self._coming:
@@ -146,7 +147,8 @@ class Channel(Generic[M]):
 
 
 def read(kind: type[T], said: Any) -> T:
-    """Return a dataclass from its fields in JSON; a ValueError if they differ."""
+    """Return a dataclass from its fields in JSON. Raise a ValueError if the fields
+    differ."""
     hints = typing.get_type_hints(kind)
     its = _parse.fields(kind.__name__, said, dict.fromkeys(hints, object))
     values = {
@@ -169,7 +171,7 @@ def _value(what: str, hint: Any, value: Any) -> Any:
 
 
 def looks(until: float) -> Iterator[None]:
-    """Yield at each time to poll, until ``until``."""
+    """Yield each time that the caller should poll, until ``until``."""
     yield
     while time.monotonic() <= until:
         time.sleep(PAUSE)
@@ -177,7 +179,7 @@ def looks(until: float) -> Iterator[None]:
 
 
 def _is_over(request: MPI.Request) -> bool:
-    """Return whether a message has been sent, or has no receiver any more."""
+    """Return whether a message has been sent, or its receiver no longer exists."""
     try:
         return request.Test()
     except MPI.Exception as error:

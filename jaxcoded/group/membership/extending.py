@@ -23,13 +23,14 @@ _GOES_ON = "; this group continues unchanged"
 
 
 class Extending(Change):
-    """The change of a group to one with more ranks.
+    """The change of a group to a group with more ranks.
 
     Args:
         old, roll: as in `Change`; all ranks are alive.
         strategy, options, timeout: as in `CodedGroup.extended`.
-        command: as there; empty: the command that started the job's first ranks.
-        rounds: the group's decided rounds that this rank knows.
+        command: as in `CodedGroup.extended`; empty: the command that started the job's
+            first ranks.
+        rounds: the number of the group's decided rounds that this rank knows.
         drained: whether all rounds that this rank has called are over.
     """
 
@@ -62,7 +63,8 @@ class Extending(Change):
         self._until = 0.0  # until when the group must be made
 
     def make(self, timeout: float, put_out: bool) -> None:
-        """Make the group with the others; a CodedError if not all agree in time."""
+        """Make the group with the other ranks. Raise a CodedError if not all ranks agree
+        in time."""
         wait = functools.partial(
             self._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )
@@ -77,7 +79,7 @@ class Extending(Change):
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
     def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
-        """Make the group if all are ready, and ask whether all have made it."""
+        """Make the group if all ranks are ready, and ask whether all have made it."""
         ranks: MPI.Intracomm | None = None
         try:
             ranks = copying.result(0.0)
@@ -90,7 +92,7 @@ class Extending(Change):
             if ranks is not None:
                 self._make(ranks)
         if self._failure is not None:
-            for comm in self._comms:  # others may wait in it
+            for comm in self._comms:  # other ranks may wait in it
                 comm.Revoke()
         return pending(lambda: self._agreed(self._failure is None))
 
@@ -126,7 +128,7 @@ class Extending(Change):
         self._invitation = invitation
 
     def _make(self, ranks: MPI.Intracomm) -> None:
-        """Make the group with its old ranks and those that join."""
+        """Make the group from its old ranks and the ranks that join."""
         old, invitation = self._old, self._invitation
         assert invitation is not None
         self._until = time.monotonic() + joining.opening_seconds(self._timeout)

@@ -1,12 +1,13 @@
 """Processes that a running group starts as new ranks, with a fault-tolerant MPI (ULFM).
 
-One rank, the starter, starts them (`MPI_Comm_spawn`) in a thread: the call never
-returns if one of them ends before it is in MPI. They run on the starter's host: the
-daemons of Open MPI 5.0 break as they connect processes of several hosts, with
-`MPI_Comm_spawn` as with `MPI_Comm_connect`. Once all new ranks have reported, both
-sides connect through the starter (`MPI_Intercomm_create`), so that every old rank
-reaches every new one without the daemons. Earlier messages are JSON between two ranks,
-for which no rank waits in MPI.
+One rank, the starter, starts the new processes with `MPI_Comm_spawn`. It calls this
+function in a thread, since the call never returns if a process ends before it is in
+MPI. The new processes run on the starter's host. When the daemons of Open MPI 5.0
+connect processes of several hosts, they fail, both in `MPI_Comm_spawn` and in
+`MPI_Comm_connect`. Once all new ranks have reported, old and new ranks connect through
+the starter (`MPI_Intercomm_create`). So every old rank reaches every new rank without
+the daemons. Before that, two ranks exchange messages as JSON, for which no rank waits
+in MPI.
 """
 
 import dataclasses
@@ -24,22 +25,22 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import Options
 
-# 1 if the launcher continues after the death of such a process
-# (`jaxcoded.tools.launch.rank`)
+# This variable is 1 if the launcher continues after the death of such a process
+# (`jaxcoded.tools.launch.rank`).
 FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
-# tags of messages between the starter and the started ranks, and in the communicator of
-# all
+# tags of messages between the starter and the started ranks, and of messages in the
+# communicator of all ranks
 TAG_NEW, TAG_ALL = 32_011, 32_012
 _SERVES = 20e-3  # seconds between two polls, while MPI works
-LATER = 10.0  # seconds that others wait longer than the rank that decides
+LATER = 10.0  # how many seconds longer than the deciding rank the others wait
 _LEAST = 30.0  # least seconds for making the group
-MOST = 2**15  # ranks that join at once
-LONGEST = 1e6  # seconds of a wait at most: clocks have a range
+MOST = 2**15  # the most ranks that join at once
+LONGEST = 1e6  # the longest wait in seconds, as clocks have a limited range
 
 
 def why_not(hosts: int) -> str:
-    """Return why a group on this many hosts cannot be extended; empty if it can."""
+    """Return why a group on this many hosts cannot be extended, or an empty text."""
     if os.environ.get(FORGIVES) != "1":
         return (
             "extended needs a launcher that continues after the death of a rank started later: start the job with "
@@ -54,7 +55,7 @@ def why_not(hosts: int) -> str:
 
 
 def opening_seconds(timeout: float) -> float:
-    """Return the seconds in which ranks make the group together, or give up."""
+    """Return the seconds after which ranks that make the group together give up."""
     return max(timeout / 2, _LEAST)
 
 
@@ -70,11 +71,11 @@ class Invitation:
     size: int  # ranks of the old group
     ranks: int  # number of ranks that join
     root: int  # the root of the old group
-    place: int  # its rank in the new one
+    place: int  # the root's rank in the new group
     options: Options  # the new group's options
 
     def check(self) -> None:
-        """Raise a ValueError that names the value unless a group can be made with it."""
+        """Raise a ValueError that names a value with which no group can be made."""
         _require.integer("size", self.size, 1)
         _require.integer("ranks", self.ranks, 1, MOST)
         _require.integer("root", self.root, 0, self.size - 1)
@@ -88,8 +89,8 @@ class Invitation:
 
     def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
         """Return the new group's communicator: the old ranks, with the old root at its
-        place, and then the new ones. Collective. A CodedError if their number differs
-        from the invitation.
+        place, and then the new ranks. Collective. Raise a CodedError if the number of
+        ranks differs from the invitation.
         """
         if both.size != self.size + self.ranks:
             raise CodedError(
@@ -112,15 +113,15 @@ def joined(
     *,
     first: bool,
 ) -> MPI.Intracomm:
-    """Return all ranks, in one communicator. Collective of the old ranks (``first``) and the new ones.
+    """Return one communicator of all ranks. Collective of the old ranks (``first``) and the new ranks.
 
     Args:
-        comm: the communicator of this side.
+        comm: the communicator of this side, which has the old ranks or the new ranks.
         leader: the rank of this side through which both sides connect.
         between: the intercommunicator of the starter and the started ranks; None on all
-            others.
-        until: the time by which it must be made; a CodedError if it is not.
-        look: a function called meanwhile, which may raise.
+            other ranks.
+        until: the time by which the communicator must be made; otherwise a CodedError.
+        look: a function that is called meanwhile, and may raise an error.
     """
     made: list[MPI.Comm] = []
 
@@ -132,7 +133,7 @@ def joined(
         bridge = comm  # MPI uses it only on the leader
         if between is not None:
             bridge = kept(between.Merge(high=not first))
-        # the starter is the first rank there
+        # the starter is the first rank of that communicator
         other = 1 if first else 0
         apart = kept(comm.Create_intercomm(leader, bridge, other, TAG_ALL))
         return kept(apart.Merge(high=not first))
@@ -155,8 +156,8 @@ def joined(
 def plan_of_root(
     comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
 ) -> Plan:
-    """Return the root's plan, also on ranks that cannot make it themselves. Collective.
-    ``make`` makes this rank's plan; None on ranks that cannot.
+    """Return the root's plan, also on ranks that cannot make the plan. Collective.
+    ``make`` makes this rank's plan; it is None on ranks that cannot make it.
     """
     plan, failure = None, None
     try:

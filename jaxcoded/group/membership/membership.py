@@ -17,18 +17,18 @@ from jaxcoded.transport.options import Options
 
 
 class Membership:
-    """The ranks of a group, which may leave and join. One thread at a time changes
-    them.
+    """The ranks of a group, which may leave and join. Only one thread at a time changes
+    the ranks.
 
     Attributes:
-        session: the group's session; a `replan` replaces it by another one of the same
-            ranks.
+        session: the group's session; a `replan` replaces it by another session of the
+            same ranks.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self._roll = Roll(session.comm, session.processes, session.plan.root)
-        # its replacement, while that is being made
+        # the change that is making its replacement, if any
         self._recovering: Recovering | None = None
         self._extending: Extending | None = None
         self._changes = threading.Lock()
@@ -40,7 +40,7 @@ class Membership:
         timeout: float,
         put_out: bool,
     ) -> Session:
-        """See `CodedGroup.recovered`; returns the same session if it continues unchanged."""
+        """See `CodedGroup.recovered`. Return the same session if it continues unchanged."""
         timeout = min(_require.not_negative("timeout", timeout), joining.LONGEST)
         _require.boolean("put_out", put_out)
         if strategy is not None:
@@ -107,7 +107,7 @@ class Membership:
         """Return whether the group must be made again: see `Roll.call`."""
         return self._roll.call(
             *(timeout, put_out, transport.departed),
-            # a round that failed only here may have succeeded elsewhere
+            # a round that failed on this rank may have succeeded on other ranks
             broken=rounds < self.session.transport.rounds(),
             extends=extends,
             decided=transport.decided,
@@ -122,8 +122,9 @@ class Membership:
 
     @contextlib.contextmanager
     def _changing(self, call: str) -> Iterator[Engine]:
-        """In this block only this thread changes the ranks of the group. A ValueError
-        if they cannot change, and a CodedError if another thread does so.
+        """Let only this thread change the ranks of the group in this block. Raise a
+        ValueError if the ranks cannot change, and a CodedError if another thread is
+        changing them.
         """
         transport = self.session.transport
         if not (isinstance(transport, Engine) and engine.fault_tolerant()):

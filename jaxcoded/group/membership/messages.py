@@ -1,4 +1,4 @@
-"""The messages with which ranks agree on the remaining ranks of a group, and on ranks that join."""
+"""The messages by which ranks agree which ranks of a group remain, and which ranks join."""
 
 import enum
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxcoded.group.membership.joining import Invitation
 
 
 class State(enum.IntEnum):
-    """The state of a rank: it takes part, is missing, is dead as MPI reports, or has closed the group."""
+    """The state of a rank: it takes part, is missing, is dead according to MPI, or has closed the group."""
 
     HERE = 0
     MISSING = 1
@@ -22,8 +22,8 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Are you there? The caller may be silent for ``seconds``, and as long again. ``put_out``: then late ranks are
-    killed."""
+    """Ask a rank to answer. The caller may be silent for ``seconds``, and then once more for the same time.
+    ``put_out``: whether late ranks are killed after that."""
 
     number: int
     seconds: float
@@ -47,8 +47,8 @@ class Stay(Message):
 
 @dataclass(frozen=True)
 class Late(Message):
-    """Some ranks did not take part. ``put_out``: whether to kill them; ``known``: the `State` of each rank;
-    ``hindered``: the number of the error of killing it, or 0."""
+    """Some ranks did not take part. ``put_out``: whether to kill them. ``known``: the `State` of each rank.
+    ``hindered``: for each rank the number of the error that prevented its killing, or 0."""
 
     put_out: bool
     known: OfEach
@@ -63,7 +63,7 @@ class Late(Message):
 
 @dataclass(frozen=True)
 class Regroup(Message):
-    """The group must be made again. This is never taken back."""
+    """The group must be made again. This decision is never taken back."""
 
     attempt: int
 
@@ -73,8 +73,8 @@ class Regroup(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """This rank takes part, in this visit of it. ``broken``: the group must be made again in any case; ``extends``:
-    ranks will join; ``left``: the ranks that have closed the group."""
+    """This rank takes part, in its visit with this name. ``broken``: the group must be made again in any case.
+    ``extends``: ranks will join. ``left``: the ranks that have closed the group."""
 
     number: int
     visit: int
@@ -89,15 +89,15 @@ class GivesUp(Message):
     """This rank's answer is no longer valid."""
 
 
-# Among the old ranks: the starter asks in its visit, each rank answers what it wants in its own, and all receive
-# the verdict.
+# Among the old ranks: the starter asks each rank, each rank answers with its arguments, and all receive the
+# verdict. Every message names the visit of its sender or receiver.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The starter's verdict on ranks that should join: the same on all old ranks."""
+    """The starter's verdict on the ranks that should join. It is the same on all old ranks."""
 
-    # why they do not join; empty: all of them are present, and wait to be connected
+    # why the new ranks do not join; empty if all of them are present, and wait to be connected
     why_not: str = ""
     same: bool = True  # whether the arguments of all ranks were the same
     token: str = ""  # the token that identifies their processes, if any
@@ -121,7 +121,7 @@ class Wants(Message):
 
 @dataclass(frozen=True)
 class Tells(Message):
-    """The starter's verdict, for a rank on this visit."""
+    """The starter's verdict, for this visit of a rank."""
 
     visit: str
     verdict: Verdict
@@ -147,7 +147,7 @@ class Invites(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """A new rank has reached the next step, or cannot continue, with the reason."""
+    """A new rank has reached the next step, or cannot continue and gives the reason."""
 
     why_not: str
 

@@ -28,7 +28,8 @@ _WHO = "the rank that started this process"
 
 
 class NewRank:
-    """This process, started to join: the rank that started it waits for ``seconds``."""
+    """This process, which was started to join a group. The rank that started it waits
+    for ``seconds``."""
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
@@ -36,9 +37,9 @@ class NewRank:
         self.seconds = seconds
 
     def invited(self) -> tuple[MPI.Intracomm, Invitation]:
-        """Connect with the old ranks; return the communicator of all, and the
-        invitation. A CodedError if the others have given this rank up, or their
-        messages cannot be read.
+        """Connect with the old ranks. Return the communicator of all ranks, and the
+        invitation. Raise a CodedError if the other ranks no longer wait for this rank,
+        or their messages cannot be read.
         """
         why = engine.missing()
         if not why and not engine.fault_tolerant():
@@ -60,12 +61,13 @@ class NewRank:
             raise
 
     def ready(self, failure: BaseException | None) -> None:
-        """Tell the starter that this rank has made the group, or why not."""
+        """Tell the starter that this rank has made the group, or why it has not."""
         words = failure and f"{type(failure).__name__}: {failure}"
         self._line.say(0, Ready(words or ""))
 
     def enter(self, both: MPI.Intracomm, old: int) -> None:
-        """Wait until the old ranks agree on the group; a CodedError if they do not."""
+        """Wait until the old ranks agree on the group. Raise a CodedError if they do
+        not."""
         line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
 
         def told() -> TakenIn | None:
@@ -96,9 +98,9 @@ class NewRank:
 
 
 def joined() -> Session | None:
-    """Return the session of the group that this process joins; None if it was not
-    started to join one. A CodedError if the group has not accepted it, or this process
-    has called this before.
+    """Return the session of the group that this process joins, or None if it was not
+    started to join a group. Raise a CodedError if the group has not accepted this
+    process, or the process has called this before.
     """
     if not tries_to_join():
         return None

@@ -35,9 +35,9 @@ _TAG = 32_010  # tag of messages in the group's communicator
 
 
 class OldRanks:
-    """The old ranks of a group, one of which starts new ranks. Collective; by the roll
-    all of them take part. ``agreed``: a collective that returns whether something holds
-    on all of them.
+    """The old ranks of a group. One of them starts new ranks. Collective; the roll has
+    ensured that all old ranks take part. ``agreed`` is a collective that returns whether
+    a condition holds on all of them.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class OldRanks:
     def ask(
         self, words: str, ranks: int, command: Sequence[str], seconds: float
     ) -> None:
-        """Let the starter start ranks, and set `verdict` to the outcome. A CodedError
-        if the starter is dead or silent, or its message cannot be read.
+        """Let the starter start ranks, and set `verdict` to the outcome. Raise a
+        CodedError if the starter is dead or silent, or its message cannot be read.
 
         Args:
-            words: this rank's arguments as text, which must be the same on all.
-            command: the command that starts each; empty: the starter's own.
-            seconds: seconds until they must be present.
+            words: this rank's arguments as text, which must be the same on all ranks.
+            command: the command that starts each new rank; if empty, the starter's own.
+            seconds: seconds until the new ranks must be present.
         """
         if self._comm.rank == self._starter:
             try:
@@ -109,7 +109,7 @@ class OldRanks:
         for rank in others:
             self._old.say(rank, Asks(self._visit))
         said = {self._starter: words}
-        lost: dict[int, str] = {}  # with the reasons
+        lost: dict[int, str] = {}  # lost ranks with the reasons
         for _ in looks(until):
             for rank in others - set(lost):
                 try:
@@ -187,18 +187,18 @@ class OldRanks:
         self.verdict = dataclasses.replace(self.verdict, why_not=why)
 
     def copied(self, mine: bool) -> MPI.Intracomm | None:
-        """Return a communicator of the old ranks alone, which can be revoked to free
-        waiting ranks without affecting the group. None if not all of them are ready to
-        connect: no rank may begin an MPI call that others do not make. Collective.
+        """Return a communicator of the old ranks only. It can be revoked to free waiting
+        ranks without affecting the group. Return None if some old ranks are not ready
+        to connect: no rank may begin an MPI call that others do not make. Collective.
         """
         return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
 
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
     ) -> MPI.Intracomm:
-        """Return a communicator of all old ranks, from `copied`, and then the new ones.
-        Collective of both. A CodedError if it has not been made in time, or some have
-        died.
+        """Return a communicator of all old ranks, from `copied`, and then the new ranks.
+        Collective of old and new ranks. Raise a CodedError if the communicator has not
+        been made in time, or some ranks have died.
         """
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
@@ -215,7 +215,8 @@ class OldRanks:
             raise
 
     def ready(self, ranks: int, until: float) -> str:
-        """Return why new ranks lack the group; empty if they have it, or unknown."""
+        """Return why new ranks do not have the group. Return an empty text if they have
+        the group, or this is unknown."""
         if self._new is None:
             return ""
         late = set(range(ranks))
@@ -230,7 +231,8 @@ class OldRanks:
         return "one of them takes too long"
 
     def _look(self) -> None:
-        """Raise a CodedError if a new rank failed. Others send nothing meanwhile."""
+        """Raise a CodedError if a new rank failed. Only failed ranks send a message at
+        this time."""
         if self._new is None:
             return
         assert self._between is not None
@@ -239,7 +241,8 @@ class OldRanks:
                 raise CodedError(_has_not(rank, its))
 
     def _word_of(self, rank: int) -> str | None:
-        """Return why a new rank has failed; empty: it has not; None: no message yet."""
+        """Return why a new rank has failed. Return an empty text if it has not failed,
+        and None if there is no message yet."""
         assert self._new is not None
         try:
             said = self._new.heard(rank)
@@ -250,19 +253,20 @@ class OldRanks:
         return None if said is None else said.why_not
 
     def tell(self, both: MPI.Intracomm) -> None:
-        """Tell new ranks that they have joined. Each old rank does: some may die."""
+        """Tell new ranks that they have joined. Each old rank tells them, as some old
+        ranks may die."""
         new = Channel(both, TAG_ALL, (TakenIn,))
         for rank in range(self._comm.size, both.size):
             new.say(rank, TakenIn())
 
     def end(self) -> None:
-        """End the started processes that this process can see."""
+        """Kill the started processes that this process can see."""
         Started(self.verdict.token).end()
 
 
 def starter(names: Sequence[str], root: int) -> int:
-    """Return the rank that starts others: one on the host with the fewest ranks, the
-    root if it is on that host.
+    """Return the rank that starts new ranks: a rank on the host with the fewest ranks. If
+    the root is on that host, it is the root.
 
     Example:
         >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)
@@ -273,7 +277,8 @@ def starter(names: Sequence[str], root: int) -> int:
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
-    """Return a command as a list, empty without one; a TypeError if it is no words."""
+    """Return a command as a list of words, which is empty without a command. Raise a
+    TypeError if the command does not consist of words."""
     if command is None:
         return []
     if isinstance(command, str | bytes) or not (

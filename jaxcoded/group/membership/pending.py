@@ -7,13 +7,14 @@ T = TypeVar("T")
 
 
 def pending(call: Callable[[], T]) -> Future[T]:
-    """Run a call in a separate thread; the caller may wait for it or abandon it."""
+    """Run a function in a separate thread. The caller may wait for its result or
+    abandon it."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(call())
-        except BaseException as error:  # noqa: BLE001  # for the waiting thread
+        except BaseException as error:  # noqa: BLE001  # pass it to the waiting thread
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()

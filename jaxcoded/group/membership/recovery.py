@@ -17,7 +17,7 @@ from jaxcoded.transport.options import Options
 
 
 class Recovering(Change):
-    """The change of a group to one without its dead ranks."""
+    """The change of a group to a group without its dead ranks."""
 
     died = (
         "one more rank died while the ranks made a new group, or did not come: this group "
@@ -36,9 +36,9 @@ class Recovering(Change):
         timeout: float,
         put_out: bool,
     ) -> None:
-        """Make the group with the others, and wait until all agree whether they have
-        it. A CodedError if they have not agreed in time. ``rounds``: the old group's
-        decided rounds that this rank knows.
+        """Make the group with the other ranks, and wait until all agree whether they
+        have it. Raise a CodedError if they have not agreed in time. ``rounds`` is the
+        number of the old group's decided rounds that this rank knows.
         """
         patience = 2 * timeout + 1
         self._roll.wait(self._shrinking, patience, timeout, put_out)
@@ -66,7 +66,7 @@ class Recovering(Change):
                 comms.append(smaller.Split(0, survivors.index(old.rank)))
             own = comms[-1]
             assert isinstance(own, MPI.Intracomm)
-            # others may have missed the last `replan`
+            # other ranks may have missed the last `replan`
             known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
             speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
             of_those = [speeds[rank] for rank in survivors if speeds]
@@ -85,7 +85,7 @@ class Recovering(Change):
         failure = self._failure
         died = failure is not None and has_died(failure)
         if died or not isinstance(failure, Exception | None):
-            smaller.Revoke()  # others may wait in it, but not in the agreement
+            smaller.Revoke()  # ranks may wait in it, but not in the agreement
         return pending(lambda: agreed(smaller, failure))
 
 
@@ -99,8 +99,8 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
             "from a checkpoint"
         ) from error
     assert isinstance(smaller, MPI.Intracomm)
-    # No rank leaves before all are out of Shrink: Open MPI 5.0.11 crashes ranks in it
-    # when others revoke the communicator.
+    # No rank leaves before all ranks have left Shrink: Open MPI 5.0.11 crashes ranks in
+    # Shrink when other ranks revoke the communicator.
     with contextlib.suppress(MPI.Exception):
         smaller.Agree(1)
     return smaller
@@ -113,9 +113,9 @@ def successors(
     known: tuple[bool, int],
     place: int = 0,
 ) -> tuple[list[int], int, int | None]:
-    """Return which ranks form the new group. Collective of the live ranks. They keep
-    their order; but if their results differ, the rank with the most becomes the root of
-    the new group.
+    """Return which ranks form the new group. Collective of the live ranks. The ranks keep
+    their order. But if their results differ, a rank with the most results becomes the
+    root of the new group.
 
     Args:
         known: a tuple that orders ranks by their results; more results give a greater
@@ -123,9 +123,10 @@ def successors(
         place: the root's place in the new group.
 
     Returns:
-        Its ranks, in the old group's numbering, and the one with the most results: the
-        old root if it is one of them. The third is None if all have the same results,
-        or else how many different smaller amounts other ranks have.
+        Three values. The first is the new group's ranks, in the old group's numbering.
+        The second is a rank with the most results: the old root if it has the most. The
+        third is None if all ranks have the same results. Otherwise it is the number of
+        different smaller amounts of results that ranks have.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
@@ -143,13 +144,13 @@ def successors(
 
 
 def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
-    """Return whether a step succeeded on all ranks and all of them live, the same on
-    all; ``failure``: why it failed on this rank. Collective of the live ranks: MPI
-    waits for a stopped one without end.
+    """Return whether a step succeeded on all ranks and all of them live. The answer is the
+    same on all ranks. ``failure`` is this rank's error, if any. Collective of the live
+    ranks: MPI waits for a stopped rank without end.
 
-    This frees the communicator if the same error occurred on all, but not if a rank may
-    have died. MPI would reuse its number, and take its late messages for those of the
-    next communicator.
+    This frees the communicator if the same error occurred on all ranks, but not if a
+    rank may have died. Otherwise MPI would reuse the communicator's number, and assign
+    late messages of this communicator to the next one.
     """
     try:
         done = bool(comm.Agree(int(failure is None)))

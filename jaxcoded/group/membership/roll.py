@@ -26,32 +26,33 @@ from jaxcoded.group.process import Process
 
 logger = logging.getLogger("jaxcoded")
 
-# Tags of messages in the group's communicator, which carries nothing else meanwhile:
-# from the rank that calls the roll, and to it.
+# Tags of messages from the rank that calls the roll, and to this rank. The group's
+# communicator carries no other messages meanwhile.
 _FROM_CALLER, _TO_CALLER = 32_001, 32_002
 _ABOUT = "the remaining ranks"
-_PAUSE = 1e-3  # seconds between two looks
-# While MPI makes the new group, this process does not use the communicator: first for
-# this share of the time for which ranks wait, then between two polls. A process that
-# read a message meanwhile crashed.
+_PAUSE = 1e-3  # seconds between two polls
+# While MPI makes the new group, this process rarely uses the communicator, since a
+# process that read a message at that time crashed. At first it pauses for this share of
+# the time for which ranks wait. Then it pauses for these seconds between two polls.
 _AT_FIRST, _SERVES = 1 / 4, 20e-3
 _STOPPED = 1.0  # a longer pause shows that this process was stopped
 _GO_ON = ". Rounds were decided meanwhile, so no rank was put out: do all ranks call recovered after the same step?"
-_CALLS = 3  # without success, if all living ranks take part and MPI does not continue
-REPORTED = 10.0  # seconds within which MPI has reported a killed rank
+# how many calls fail before an error, if all live ranks take part but MPI does not end
+_CALLS = 3
+REPORTED = 10.0  # seconds within which MPI reports a killed rank
 
 
 class Roll:
     """The roll of the remaining ranks, called by the root or by the first living rank after it.
 
-    MPI's own way to shrink a communicator waits for every rank that is not dead, even a stopped one, and cannot be
+    MPI's own way to shrink a communicator waits for every rank that is not dead, even a stopped rank, and cannot be
     undone once begun. So the caller of the roll first asks all ranks, and waits for a limited time. A rank that has
-    not answered by then can be put out: a rank that can kill its process does so. No rank continues before MPI has
-    reported it dead, so there are never two roots.
+    not answered by then can be put out: another rank, which has permission, kills its process. No rank continues
+    before MPI has reported the killed rank dead, so there are never two roots.
 
-    Only ranks in `call` or `wait` answer, so ranks may come and give up at any time. But the decision to make the
-    group again is never taken back: all ranks pass it on, and a rank that gave up meanwhile receives it when it
-    comes again."""
+    Only ranks in `call` or `wait` answer, so ranks may take part and give up at any time. But the decision to make
+    the group again is never taken back. All ranks pass it on, and a rank that gave up meanwhile receives it when it
+    takes part again."""
 
     def __init__(
         self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
@@ -69,7 +70,7 @@ class Roll:
         self._visits = 0  # number of visits of this rank
         self._visit = _Visit("", 0.0, False)  # the latest visit
         self._awaited: Future[Any] | None = None
-        self._since = 0.0  # when it began
+        self._since = 0.0  # when the latest visit began
         self._calls = 0  # number of roll calls by this rank
         self._dead: set[int] = set()
         self._answers: dict[int, Answer] = {}  # answers to the latest call
@@ -88,21 +89,21 @@ class Roll:
         extends: bool = False,
         decided: Callable[[], int] = int,
     ) -> bool:
-        """Return whether a new group is needed, as some ranks are dead. The same on all
-        ranks.
+        """Return whether a new group is needed, because some ranks are dead. The answer
+        is the same on all ranks.
 
         Args:
-            seconds: to wait for living ranks that do not come.
-            put_out: whether to put these out then. On ranks other than the caller, the
-                caller's value counts.
+            seconds: how long to wait for living ranks that do not take part.
+            put_out: whether to put these ranks out after that. On ranks other than the
+                caller, the caller's value counts.
             left: the ranks below this one that make no more calls.
             broken: whether a new group is needed in any case.
-            extends: whether ranks will join. A rank that wants something else counts as missing.
-            decided: how many rounds are over. While this number grows, no rank is killed.
+            extends: whether ranks will join. A rank with another value counts as missing.
+            decided: a function that returns how many rounds are over. While the number grows, no rank is killed.
 
         Raises:
-            CodedError: living ranks have not come by then, and are not or cannot be put out. Raised on every living
-                rank; on late ones when they come.
+            CodedError: living ranks do not take part in time, and are not or cannot be put out. Raised on every
+                living rank; a late rank gets it when it takes part.
         """
         what = f"have not called {'extended' if extends else 'recovered'}"
         return self._attend(
@@ -125,11 +126,11 @@ class Roll:
         extends: bool = False,
     ) -> None:
         """Wait for a joint action of all live ranks. After ``patience`` seconds, call
-        the roll, and put out missing ranks as in `call`, with its errors. Also a
-        CodedError if the caller has decided that the group stays. Pending work stays
-        pending; wait for it again.
+        the roll, and put out missing ranks as in `call`, with the same errors. Also
+        raise a CodedError if the caller has decided that the group stays. The joint
+        action then stays pending, and this can wait for it again.
         """
-        # others count from then on, even if this rank gives up and comes again
+        # the patience counts from this time, even if this rank gives up and calls again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
         visit = _Visit(
@@ -150,8 +151,8 @@ class Roll:
 
     def _attend(self, visit: "_Visit") -> bool:
         """Answer, and call the roll if it is this rank's turn. Return True if the visit
-        is over or all must make a new group, False if the caller reports that no rank
-        is dead.
+        is over or all ranks must make a new group. Return False if the caller reports
+        that no rank is dead.
         """
         self._visit = visit
         self._visits += 1
@@ -204,7 +205,7 @@ class Roll:
             self._answers.clear()
             visit.calling, visit.calls = True, visit.calls + 1
             visit.asks = visit.silent, visit.kills
-            # during which the caller may be silent
+            # the time for which the caller may be silent
             self._tell(functools.partial(Call, self._calls, *visit.asks))
             visit.until = now + visit.seconds
         known = self._known(visit)
@@ -220,7 +221,7 @@ class Roll:
             )
             self._kill(late)
         elif not late and visit.calls < _CALLS:
-            # all take part, but MPI keeps them waiting
+            # all ranks take part, but MPI keeps them waiting
             visit.calling, visit.until = False, now + visit.patience
         else:
             late_ones = functools.partial(Late, visit.kills, known, self._hindered)
@@ -247,7 +248,7 @@ class Roll:
                 )
             raise CodedError(self._in_words(verdict.known, visit.what, verdict.put_out))
         if silent is not None:
-            # it waits as long for others, and may kill some
+            # the caller waits for the same time for others, and may kill some
             visit.until = now + silent
         elif now >= visit.until and visit.kills and not visit.killed:
             visit.killed, visit.until = True, now + max(visit.seconds, REPORTED)
@@ -264,8 +265,8 @@ class Roll:
         return None
 
     def _serve(self) -> dict[int, float]:
-        """Take the messages that have arrived, and answer callers. Return for how many seconds each of them may be
-        silent."""
+        """Receive the messages that have arrived, and answer callers. Return for how many seconds each caller may
+        be silent."""
         silent = {}
         for rank in self._others():
             try:
@@ -285,7 +286,7 @@ class Roll:
     def _count(self, rank: int, answer: Answer | GivesUp) -> None:
         if isinstance(answer, GivesUp):
             self._answers.pop(rank, None)
-            if self._visit.calling:  # for its next visit
+            if self._visit.calling:  # for the sender's next visit
                 self._from_caller.say(
                     rank, Call(self._calls, *self._visit.asks, visit=0)
                 )
@@ -298,13 +299,14 @@ class Roll:
         return verdict is not None and verdict.visit == self._visits
 
     def _take(self, caller: int, message: Call | Stay | Late | Regroup) -> float | None:
-        """Take a caller's message. If it is a call, return for how many seconds the caller may then be silent."""
+        """Process a caller's message. If it is a call, return for how many seconds the caller may then be
+        silent."""
         if isinstance(message, Regroup):
             self._go_on(message.attempt)
         elif isinstance(message, Call):
-            # the message that this rank was late for an earlier call
+            # the message says that this rank was late for an earlier call
             self._verdicts.pop(caller, None)
-            # not of an old visit
+            # ignore messages for an old visit
             if isinstance(message, Kill) and message.visit == self._visits:
                 self._kill([rank for rank in message.late if rank != self._rank])
             its, below = self._visit, list(self._visit.left())
@@ -319,7 +321,7 @@ class Roll:
         return None
 
     def _go_on(self, attempt: int) -> None:
-        """Pass on that all make a new group: the sender may die before it has."""
+        """Tell all ranks to make a new group: the sender may die before it has told all."""
         if attempt > self._regrouping:
             self._regrouping = attempt
             self._tell(lambda visit: Regroup(attempt))
@@ -363,7 +365,8 @@ class Roll:
             self._from_caller.say(rank, message(visit=visit))
 
     def _kill(self, late: list[int]) -> None:
-        """Ask all ranks to kill late ranks, and kill those that this one can see."""
+        """Ask all ranks to kill late ranks, and kill the late ranks that this rank can
+        see."""
         for rank in late:
             process = self._processes[rank]
             if not process.reachable(self._processes[self._rank]):
@@ -420,7 +423,8 @@ class _Visit:
     """The visit of a rank that takes part: its purpose and its state."""
 
     what: str  # what late ranks have not done, as text
-    seconds: float  # see `Roll.call`; also left, broken, extends, decided
+    # see `Roll.call`, also for left, broken, extends and decided
+    seconds: float
     put_out: bool
     patience: float = 0.0  # seconds after which the roll is called; 0: at once
     over: Callable[[], bool] = bool  # whether the awaited action has ended
@@ -429,19 +433,19 @@ class _Visit:
     extends: bool = False
     decided: Callable[[], int] = int
     caller: int = -1  # the rank that must call the roll now
-    until: float = 0.0  # when its patience ends
+    until: float = 0.0  # when this rank's patience ends
     # whether this rank has called the roll, and waits for answers
     calling: bool = False
-    # for how many seconds it may be silent then, and whether it kills
+    # for how many seconds this rank may be silent then, and whether it kills late ranks
     asks: tuple[float, bool] = (0.0, False)
     calls: int = 0  # number of calls
-    killed: bool = False  # whether it has killed the late ranks
-    # whether rounds are decided meanwhile: a kill would hit a working rank
+    killed: bool = False  # whether this rank has killed the late ranks
+    # whether rounds are decided meanwhile: a kill would then end a working rank
     busy: bool = False
 
     @property
     def waits(self) -> bool:
-        """Return whether it waits for a joint action."""
+        """Return whether this rank waits for a joint action."""
         return self.patience > 0
 
     @property

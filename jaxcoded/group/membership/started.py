@@ -1,4 +1,4 @@
-"""Processes of this host that were started to join a group, from Linux's /proc."""
+"""Find the processes of this host that were started to join a group, in Linux's /proc."""
 
 import os
 import pathlib
@@ -15,19 +15,20 @@ from jaxcoded.group.process import BEGAN, PARENT, STATE, Process, stat
 MARK = "JAXCODED_JOINS"  # environment variable of such a process: TOKEN:SECONDS
 # the words before the command of a rank, one per line (`jaxcoded.tools.launch.rank`)
 _WRAPPER = "JAXCODED_STARTER"
-_LOOKS = 0.25  # seconds between two looks
-_has_tried = False  # whether it has tried to join
+_LOOKS = 0.25  # seconds between two checks
+_has_tried = False  # whether this process has tried to join
 
 
 def waits_to_join() -> bool:
-    """Return whether this process was started to join a group and has not tried to."""
-    # its child processes have the variable, too
+    """Return whether this process was started to join a group, and has not yet tried to
+    join."""
+    # child processes of such a process have the variable, too
     marked = os.environ.get(MARK, "").count(":") == 1
     return marked and not _has_tried and MPI.Comm.Get_parent() != MPI.COMM_NULL
 
 
 def check_joined() -> None:
-    """Raise a CodedError if a process that should join has not tried to."""
+    """Raise a CodedError if this process should join, but has not tried to join."""
     if waits_to_join():
         raise CodedError(
             "this process was started to join a group: call jaxcoded.CodedGroup.joining() first, and make a group "
@@ -36,7 +37,7 @@ def check_joined() -> None:
 
 
 def tries_to_join() -> bool:
-    """Return whether this process must join now; a CodedError the second time."""
+    """Return whether this process must join now. Raise a CodedError the second time."""
     global _has_tried
     if _has_tried:
         raise CodedError("this process has called joining already: call it once")
@@ -45,13 +46,14 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """Return the value of `MARK` for a token, and the seconds for which others wait."""
-    # at least one: a start takes longer anyway
+    """Return the value of `MARK` for a token and the seconds for which others wait."""
+    # at least one second, as a start takes longer anyway
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Return for how long others wait for this process; a CodedError if unreadable."""
+    """Return for how long others wait for this process. Raise a CodedError if `MARK`
+    cannot be read."""
     said = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
@@ -63,13 +65,14 @@ def awaited() -> float:
 
 
 def wrapper() -> list[str]:
-    """Return the command that wraps a rank and reports its end; empty: none."""
+    """Return the command that wraps a rank and reports its end. Empty if there is no
+    such command."""
     return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
 
 
 class Started:
     """Processes that were started together, identified by their token, and their child
-    processes. With an empty token: none.
+    processes. An empty token identifies no process.
     """
 
     def __init__(self, token: str) -> None:
@@ -78,7 +81,7 @@ class Started:
         self._next = 0.0
 
     def look(self) -> None:
-        """Check the processes now and then; a CodedError if one has ended."""
+        """Check the processes now and then. Raise a CodedError if one has ended."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOKS
@@ -91,7 +94,7 @@ class Started:
             )
 
     def end(self) -> None:
-        """Kill them, except the wrappers, which report the ends of the others."""
+        """Kill the processes, except the wrappers, which report the ends of the others."""
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
@@ -100,7 +103,7 @@ class Started:
             process.kill()
 
     def _found(self) -> tuple[set[Process], list[tuple[Process, int]]]:
-        """Return the started processes, and those that they have started, with the parents of these."""
+        """Return the started processes, and their child processes, each with its parent."""
         here = list(_marked(self._token))
         pids = {process.pid for process, _ in here}
         first = {process for process, parent in here if parent not in pids}
@@ -111,7 +114,7 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
     """Return processes with the token, and their parents."""
     if not token:
         return
-    # the token may come from another rank; no process has one that is invalid UTF-8
+    # the token may come from another rank; no process has a token that is invalid UTF-8
     begins = f"{MARK}={token}:".encode(errors="replace")
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         pid = int(place.name)

@@ -22,7 +22,7 @@ class Finding:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print one line for each finding, and the remedies below."""
+    """Print one line for each finding, and then the remedies."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for each in findings:
         words = Text(plain.words(each.found))

@@ -49,7 +49,8 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
 
 
 def cores() -> float:
-    """Return how many cores this process may use at a time, by mask and container."""
+    """Return how many cores this process may use at the same time, according to its CPU
+    mask and its container."""
     mask = float(len(os.sched_getaffinity(0)))
     quota, _, period = _limit("cpu.max").partition(" ")
     return mask if quota == _NO_LIMIT else min(mask, int(quota) / int(period))
@@ -130,7 +131,7 @@ def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
 
 
 def _said(*command: str) -> str:
-    """Return a command's output; empty if it fails."""
+    """Return a command's output, or an empty text if the command fails."""
     try:
         done = launcher.asked(*command)
     except (OSError, subprocess.SubprocessError):

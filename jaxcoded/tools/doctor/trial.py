@@ -103,7 +103,7 @@ def _reads(comm: MPI.Intracomm) -> bool:
     done = read is not None and 0 < read(
         process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
     )
-    near.Barrier()  # no rank ends while others read
+    near.Barrier()  # no rank ends while others read its memory
     right = done and got.value == 1000 + (near.rank + 1) % near.size
     near.Free()
     return right

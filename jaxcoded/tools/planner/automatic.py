@@ -40,7 +40,7 @@ class Automatic:
 
     @property
     def request(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks."""
+        """Return the arguments that must be equal on all ranks."""
         how = "a function" if callable(self.work) else self.work
         return {"plan": "auto", **vars(self), "work": how}
 
@@ -81,7 +81,7 @@ class Automatic:
     def measured(
         self, comm: MPI.Intracomm, not_shared: str, sections_from: int | None
     ) -> Choice:
-        """Do what `choose` says. ``sections_from=None``: choose it, so that sections pay."""
+        """Measure and choose, see `choose`. With ``sections_from=None``, also choose from which size sections pay."""
         size = comm.size
         if size == 1:
             alone = make_plan(1, Uncoded())

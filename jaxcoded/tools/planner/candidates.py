@@ -15,7 +15,7 @@ _PIECES = (64 << 10, PIECE, 1 << 20)
 _FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
-_REPLICAS = (1, 2, 3)  # and all others
+_REPLICAS = (1, 2, 3)  # numbers of replicas to compare, in addition to all other ranks
 _MOST_SHARING = 64  # ranks in jobs whose work may be shared
 _BLOCK = 5e-3  # seconds of the shortest block
 _MOST_BLOCKS = 12  # of a rank
@@ -36,7 +36,7 @@ class Candidate:
 
     @property
     def tree(self) -> bool:
-        """Return whether a group can be made of it."""
+        """Return whether a group can use this candidate."""
         return self.strategy is not None
 
     @property
@@ -51,7 +51,7 @@ class Candidate:
 
     @property
     def plain(self) -> bool:
-        """Return whether all ranks are waited for, and the batch is divided once, by what is known."""
+        """Return whether a step waits for all ranks, and the batch is divided once, by the known costs and speeds."""
         return not (self.coded or self.shared or self.balanced or self.blind)
 
     @property
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def slices(self) -> int:
-        """Return how many times shorter its code makes messages."""
+        """Return by which factor its code shortens messages."""
         return getattr(self.strategy, "slices", 1)
 
     @property
@@ -212,7 +212,7 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
 
 
 def may_be_drawn(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Return whether it is worth drawing its code, as far as that is known before."""
+    """Return whether drawing the candidate's code may be useful, as far as is known before the draw."""
     return not (
         too_many_to_draw(layout, candidate) or exceeds(layout, candidate, amplification)
     )

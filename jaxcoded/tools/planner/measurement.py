@@ -20,15 +20,16 @@ class Link(NamedTuple):
 
     rank: int
     partner: int
-    latency: float  # seconds until a small message is there
-    bandwidth: float  # bytes per second of a large one
+    latency: float  # seconds until a small message arrives
+    bandwidth: float  # bytes per second of a large message
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """The result of `measured`."""
 
-    network: Network  # between ranks that are far apart in the job, all pairs at once
+    # between ranks that are far apart in the job, measured on all pairs at the same time
+    network: Network
     work: float  # seconds that a usual rank takes to compute once
     stragglers: Measured  # how much longer each rank took each time
     links: tuple[Link, ...]

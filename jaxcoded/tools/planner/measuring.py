@@ -14,9 +14,9 @@ from jaxcoded.tools.simulator import Network
 from jaxcoded.tools.simulator.stragglers import Measured
 from jaxcoded.transport.agreement import gathered, wait
 
-_SECONDS = 1.0  # of computing
-_ROUNDS = 512  # at most
-_LINK_SECONDS = 0.2  # of small messages, and as long of large ones
+_SECONDS = 1.0  # seconds of computing
+_ROUNDS = 512  # the most rounds
+_LINK_SECONDS = 0.2  # seconds for small messages, and again for large messages
 _LONGEST = 4 << 20  # bytes of a message
 _PING, _PONG = 1, 2
 
@@ -145,7 +145,8 @@ def _links(comm: MPI.Intracomm) -> tuple[float, float]:
 
 
 def _partner(rank: int, size: int) -> int:
-    """Return the rank half the job away; of an odd number the last one is alone."""
+    """Return the rank half the job away. If the number of ranks is odd, the last rank has
+    no partner."""
     half = size // 2
     return rank if rank >= 2 * half else (rank + half) % (2 * half)
 

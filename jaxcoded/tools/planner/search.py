@@ -26,10 +26,10 @@ from jaxcoded.tools.simulator.sections import forms_sections
 from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
 
-_GAIN = 0.01  # a smaller one is no reason to code
-_MORE_DATA = 0.05  # gain that is worth holding data on more ranks
-_NEAR = 1.2  # times the best: shared work that may yet win
-_BATCHES = 16  # of consecutive rounds, whose means are nearly independent
+_GAIN = 0.01  # a smaller gain is no reason to use a code
+_MORE_DATA = 0.05  # the gain that justifies holding data on more ranks
+_NEAR = 1.2  # shared work within this factor of the best time may still win
+_BATCHES = 16  # batches of consecutive rounds, whose means are nearly independent
 _KEPT = 8  # coded candidates in the last rung
 _SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)  # seconds for each rung, about
 _MOST_LEFT_OUT = 20_000  # ranks; of more, codes that κ rules out are not compared
@@ -40,12 +40,12 @@ class Estimate:
     """How long steps with a candidate would take.
 
     Attributes:
-        candidate: of which.
-        seconds: of each simulated round, with reading, float64 ``(rounds,)``; all estimates of a ranking have the
-            same draws.
+        candidate: the candidate.
+        seconds: the time of each simulated round, with reading, float64 ``(rounds,)``; all estimates of a ranking use
+            the same draws.
         load: the part of the batch that the busiest rank computes.
-        message: bytes that a child of the root sends to it; in a ring, to its
-            neighbour in a step.
+        message: bytes that a child of the root sends to the root; in a ring, bytes that a
+            rank sends to its neighbour in a step.
         code: the kinds of codes in its plan.
         amplification: the plan's κ.
         held: the largest part of the batch whose data a rank holds.
@@ -83,8 +83,9 @@ class Estimate:
         return self.candidate.name
 
     def faster_than(self, other: "Estimate") -> bool:
-        """Return whether it is faster by more than 1 %, and not by chance. The gain exceeds twice its standard error,
-        or is positive in 3 of 4 batches of rounds (for tails too heavy for a standard error)."""
+        """Return whether this candidate is faster by more than 1 %, and not by chance. The gain must exceed twice its
+        standard error. Or it must be positive in 3 of 4 batches of rounds, for tails too heavy for a standard
+        error."""
         if not math.isfinite(other.step):
             return math.isfinite(self.step)
         if self.step >= (1 - _GAIN) * other.step:
@@ -100,8 +101,8 @@ class LeftOut:
     """A code that would be faster, but rounds too much or takes too long to find.
 
     Attributes:
-        candidate: its κ is above the bound, or not known.
-        gain: how many times as fast as the best it is; infinite if steps of the best never end.
+        candidate: the candidate, whose κ is above the bound, or not known.
+        gain: the step time of the best candidate divided by its own; infinite if steps of the best never end.
         ranks: the next larger number of ranks for which it would not be left out; 0 if none is near.
         drawn: whether κ is known to be above the bound; otherwise a parent has too many children.
     """
@@ -114,13 +115,13 @@ class LeftOut:
 
 @dataclasses.dataclass(frozen=True)
 class Ranking:
-    """Candidates from the fastest on.
+    """Candidates in order, the fastest first.
 
     Attributes:
-        ranks: of the job.
+        ranks: the number of ranks of the job.
         payload: bytes that are summed.
         work: seconds that one usual rank would take for the whole batch.
-        estimates: of the best coded and uncoded candidates, the fastest first.
+        estimates: estimates of the best coded and uncoded candidates, the fastest first.
         amplification: the largest κ of a plan.
         left_out: the fastest code that was left out, if it is faster than `best`.
         not_shared: why no candidate shares the work, in words that follow "shared work".
@@ -136,18 +137,18 @@ class Ranking:
 
     @property
     def uncoded(self) -> Estimate:
-        """Return the fastest that waits for all ranks, tree or ring."""
+        """Return the fastest candidate that waits for all ranks, a tree or a ring."""
         return next(e for e in self.estimates if e.candidate.plain)
 
     @property
     def best(self) -> Estimate:
-        """Return the fastest: uncoded, unless a code or shared work is certain to be faster. Shared work has
-        the fewest replicas that take up to 5 % longer."""
+        """Return the fastest candidate. It is uncoded, unless a code or shared work is certain to be faster. Shared
+        work has the fewest replicas with which a step takes up to 5 % longer."""
         return self._better_than(self.uncoded)
 
     @property
     def best_tree(self) -> Estimate:
-        """Return the best that a group can have."""
+        """Return the best candidate that a group can use."""
         trees = (e for e in self.estimates if e.candidate.tree)
         return self._better_than(next(e for e in trees if e.candidate.plain))
 
@@ -167,7 +168,7 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """Return what to do and why, and why faster candidates are left out."""
+        """Return as text what to do and why, and why faster candidates are left out."""
         best = self.best.candidate
         words = (
             self._sentence + self._too_rough + ("" if best.shared else self._why_not)
@@ -288,19 +289,19 @@ def best_plans(
     costs: Costs | None = None,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Ranking:
-    """Find the fastest tree, code and pieces, or way to share the work.
+    """Find the fastest tree, code and pieces, or the fastest way to share the work.
 
-    Candidates run in the simulator on the same draws of the stragglers, few rounds at first and more for the best of
-    them. ``docs/planning.md`` says how, and what is left out.
+    The simulator runs all candidates on the same draws of the stragglers, with few rounds at first and more rounds
+    for the best candidates. ``docs/planning.md`` describes the search and its limits.
 
     Args:
-        ranks: in the job, at least 2.
+        ranks: the number of ranks in the job, at least 2.
         payload: bytes that are summed in every step.
         work: seconds that one usual rank would take for the whole batch on its own.
-        network: of the job; `Network.piece` is chosen. Default: usual hosts with 10
-            Gb/s.
-        stragglers: a model, or the text that names one; default none.
-        seed: of the draws, and of random codes; at least 0.
+        network: the network of the job; `Network.piece` is chosen. Default: usual hosts
+            with 10 Gb/s.
+        stragglers: a model, or the text that names a model. Default: no stragglers.
+        seed: the seed of the draws and of random codes; at least 0.
         amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
         replicas: other ranks that may hold each rank's part of the batch; 0: no shared work (``docs/sharing.md``).
             Default all.

@@ -1,1 +1,1 @@
-"""What the tools print, and how it looks on a terminal or without one."""
+"""The output of the tools, on a terminal or elsewhere."""

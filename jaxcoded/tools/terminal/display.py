@@ -48,7 +48,8 @@ class File:
         self._thread.start()
 
     def add(self, source: Source, data: bytes) -> None:
-        """Take what a source has written; wait if the reader is behind. Raise an OSError if nobody can read it."""
+        """Add what a source has written. Wait if the reader is behind. Raise an OSError if nobody can read the
+        data."""
         with self._changed:
             page = self._pages.setdefault(source, Page(self._foresees))
             self._latest = source
@@ -91,7 +92,7 @@ class File:
                 self._changed.notify_all()
 
     def _drawn(self, lines: list[str]) -> str:
-        """Return what to write when these lines have arrived."""
+        """Return the text to write when these lines have arrived."""
         if time.monotonic() > self._next_states:
             self._next_states = time.monotonic() + self._every
             for source, page in self._pages.items():
@@ -111,10 +112,10 @@ class File:
 class Terminal(File):
     """Redraws rows that may still change, below the lines that cannot.
 
-    The cursor stays visible behind the last row: what the user types appears there.
+    The cursor stays visible behind the last row, where the user's input appears.
 
-    If not all output goes there (not ``alone``), the rest may still come back, as by `tee`, and move the cursor. So
-    only the last row of the latest source is redrawn."""
+    If only a part of the output goes to the terminal (not ``alone``), another program such as `tee` may write the
+    rest to it, and move the cursor. So only the last row of the latest source is redrawn."""
 
     _pause = 0.03
     _foresees = True
@@ -150,7 +151,7 @@ class Terminal(File):
 
 
 def size(terminal: int) -> tuple[int, int]:
-    """Return its columns and rows, or usual ones if unknown."""
+    """Return a terminal's columns and rows, or usual numbers if they are unknown."""
     columns, rows = os.get_terminal_size(terminal)
     return columns or 80, rows or 24
 

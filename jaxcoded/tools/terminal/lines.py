@@ -19,7 +19,7 @@ _REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
 
 
 def pieces(line: bytes) -> Iterator[tuple[Source, bytes]]:
-    """Yield what ranks have written, from a line of mpirun."""
+    """Yield the output of ranks in a line of mpirun, in pieces."""
     end, mpirun = 0, Source(-1, "", False)
     for found in _PIECE.finditer(line):
         yield mpirun, line[end : found.start()]
@@ -53,8 +53,8 @@ class HandedOn:
             thread.start()
 
     def end(self, seconds: float) -> None:
-        """Wait until everything is written, however slow its reader is. Wait only this long for more, as mpirun's
-        processes on other hosts may keep a pipe open."""
+        """Wait until everything is written, even if the reader is slow. Wait only for ``seconds`` for more data, as
+        mpirun's processes on other hosts may keep a pipe open."""
         for thread, display in self._reads.items():
             thread.join(seconds)
             while thread.is_alive() and display.busy():

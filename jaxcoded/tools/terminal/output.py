@@ -18,7 +18,7 @@ from jaxcoded.tools.terminal import plain
 
 _WIDTH = 120  # without a terminal
 _GAP = 2  # between columns
-# Its ranks have what looks like a terminal.
+# The output of its ranks looks like a terminal to them.
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK"
 
 
@@ -26,7 +26,7 @@ json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
 
 
 def say(words: str = "") -> None:
-    """Print a statement: wrapped on a terminal, otherwise in one line."""
+    """Print a statement. It is wrapped on a terminal, and otherwise in one line."""
     console = _console()
     console.print(Text(plain.words(words)), soft_wrap=not console.is_terminal)
 
@@ -38,7 +38,7 @@ def code(line: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal what the command waits for."""
+    """Show on a terminal for what the command waits."""
     console = Console(stderr=True)
     with (
         console.status(what, spinner="line")
@@ -101,14 +101,14 @@ def table(
 
 
 def show(what: RenderableType) -> None:
-    """Print anything that rich can show."""
+    """Print any object that rich can show."""
     console = _console()
     if console.is_terminal:
         console.print(what)
         return
     with console.capture() as capture:
         console.print(what)
-    # rich fills up lines
+    # remove the spaces with which rich fills lines
     print(*map(str.rstrip, capture.get().splitlines()), sep="\n")
 
 

@@ -8,9 +8,9 @@ TOKEN = re.compile(
     r"|(?P<string>\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\))"  # such as a link
     r"|\x1b[ -/]*[0-~]"
 )
-# one that has not come as a whole
+# a token that has not arrived completely
 _CUT = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-_LONGEST = 4096  # characters of a token that has not come as a whole
+_LONGEST = 4096  # the most characters of a token that has not arrived completely
 _MOST_ROWS = 100
 _HIDE_CURSOR = "\x1b[?25l"
 _REDRAWN = 10  # rows that a program without cursor is likely to redraw
@@ -20,8 +20,8 @@ RESET = "\x1b[0m"
 class Page:
     """Rows of text in which a cursor moves: a carriage return rewrites a row, and rows above can be rewritten, too.
 
-    Text after a carriage return replaces the whole row, as bars write all of it. ``foresees``: expect more bars below
-    a bar before they are seen. Then a line above a bar ends later."""
+    Text after a carriage return replaces the whole row, as progress bars write the whole row. ``foresees``: expect
+    that more bars follow below a bar. Then a line above a bar ends later."""
 
     def __init__(self, foresees: bool = False) -> None:
         self._foresees = foresees
@@ -29,7 +29,7 @@ class Page:
         self.rows = [""]
         self._rewritten = False
         self._at = 0  # the cursor's row
-        self._over = False  # whether text replaces that row
+        self._over = False  # whether text replaces the cursor's row
         self._returned = False  # whether a carriage return is the reason
         self._reach = 0  # how far above the last row the cursor may go
         self._style = ""  # how the text looks
@@ -37,7 +37,7 @@ class Page:
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def write(self, data: bytes) -> list[str]:
-        """Take what was written, and return the rows that cannot change any more."""
+        """Process the written data, and return the rows that cannot change any more."""
         text = self._cut + self._decoder.decode(data)
         cut = _CUT.search(text)
         self._cut = cut[0] if cut and len(cut[0]) < _LONGEST else ""
@@ -58,7 +58,7 @@ class Page:
         return self.rows[self._at :] if self._rewritten else []
 
     def end(self) -> list[str]:
-        """Return the other rows."""
+        """Return the remaining rows."""
         self.rows[self._at] += RESET * bool(self._style)
         out, self.rows = self.rows, [""]
         while out and not out[-1].strip():

@@ -1,7 +1,7 @@
 """Plain words for a terminal, a pipe or a file whose encoding lacks some characters.
 
-The library's own words are ASCII: a user's program prints them anywhere. The command line shows more if standard
-output takes it.
+The library's own texts are ASCII, because a user's program may print them anywhere. The command line shows other
+characters if standard output can encode them.
 """
 
 import codecs
@@ -47,7 +47,7 @@ codecs.register_error(_ERRORS, _replaced)
 
 
 def use() -> None:
-    """Let standard output and standard error replace what they cannot encode."""
+    """Let standard output and standard error replace characters that they cannot encode."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
