@@ -41,7 +41,7 @@ def schemes(ranks):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__ and __doc__.partition("\n")[0])
     parser.add_argument("--smoke", action="store_true", help="small and short")
     parser.add_argument("--ranks", type=int, nargs="+", default=[129, 1001])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build/benchmarks")

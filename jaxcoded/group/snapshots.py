@@ -124,7 +124,9 @@ def _digest(pytree: Any) -> np.ndarray:
         its = _aval(leaf)
         # not the structure, which may contain addresses of functions
         name = jax.tree_util.keystr(path)
-        order = getattr(its.dtype, "byteorder", "")  # the dtypes of keys have no byte order
+        order = getattr(
+            its.dtype, "byteorder", ""
+        )  # the dtypes of keys have no byte order
         table.append((name, its.shape, its.dtype.name, order))
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)

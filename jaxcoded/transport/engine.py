@@ -417,7 +417,9 @@ class Engine(Transport):
         try:
             yield
         finally:
-            with contextlib.suppress(errors.GroupClosed):  # the group may be closed by now
+            with contextlib.suppress(
+                errors.GroupClosed
+            ):  # the group may be closed by now
                 self._ask("watch", False)
 
     def agreed(self, mine: bool) -> bool:

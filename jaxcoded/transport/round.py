@@ -17,7 +17,9 @@ class Round:
     transport reads it."""
 
     group: int  # the index of the group
-    call: str = ""  # the call's name, shapes and dtypes; equal if ranks make the same call
+    call: str = (
+        ""  # the call's name, shapes and dtypes; equal if ranks make the same call
+    )
     kind: str = "round"  # which step of a round, one of `primitive.RULES`
     vectors: tuple[Kind, ...] = ()  # the dtypes of each vector, and how it is split
     leading: tuple[str, ...] = ()  # the names of the `Operands` in front of the vectors

@@ -25,7 +25,9 @@ class Change:
         self._rounds = 0  # rounds of the old group decided before
         self._new: Session | None = None
         self._failure: BaseException | None = None  # of this rank
-        self._agreement: Future[bool] | None = None  # whether all ranks have the session
+        self._agreement: Future[bool] | None = (
+            None  # whether all ranks have the session
+        )
 
     def session(self, rounds: int) -> Session:
         """Return the new session, once all ranks agree. ``rounds`` is the number of
