@@ -10,9 +10,11 @@ import subprocess
 import sys
 import termios
 
-# a program that makes standard input the terminal of a new session
+# A program that makes standard input the terminal of a new session. As in a terminal's shell,
+# no signal of the keyboard is ignored, although a job in the background ignores some.
 _TAKE = (
-    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "import fcntl, os, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "[signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGQUIT)]; "
     "os.execv(sys.argv[1], sys.argv[1:])"
 )
 
