@@ -5,7 +5,7 @@
     python tests/engine/fuzz.py --only test_late --replay 123 --most 4      one schedule again
     python tests/engine/fuzz.py --only schedules        those on ranks that are simulated in C++
 
-Half of the time it plays `schedules`, many at a time, on ranks that are simulated in C++
+Every other time it plays `schedules`, many at a time, on ranks that are simulated in C++
 (`groups`, tests/nodes). Else it runs this folder's seeded tests with new seeds. Messages
 arrive in any order that links allow. Ranks call, stop, stay away, skip, leave and fail at
 any moment. If a schedule fails, crashes or does not end, the fuzzer searches for the

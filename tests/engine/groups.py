@@ -106,7 +106,8 @@ def drawn(number, most=14, **faults):
 
 
 def play(number, most=14, seen=None):
-    """Play many schedules on a group drawn from a seed.
+    """Play many schedules on a group drawn from a seed. ``_nodes.play(ranks, schedule,
+    traced=True)`` prints each message of one of them.
 
     Raises:
         AssertionError: one of them shows a fault: which, and what happened.

@@ -48,8 +48,7 @@ void add_schedules(nb::module_& module) {
            nb::arg("multiple"), nb::arg("holders"), nb::arg("starts"));
   nb::class_<Report>(module, "Report")
       .def_ro("finding", &Report::finding)
-      .def_ro("happened", &Report::happened)
-      .def_prop_ro("seen", [](const Report& self) { return self.seen.by_name(); });
+      .def_ro("happened", &Report::happened);
   nb::class_<Schedule>(module, "Schedule")
       .def("__init__",
            [](Schedule* self, std::uint64_t seed, bool calm, double damaged, double vanishing) {

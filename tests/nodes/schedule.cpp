@@ -111,6 +111,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   out.unreadable = random.pick({0.0, 0.0, 0.1, 0.3});
   out.staged = random.pick({0.0, 0.5, 1.0});
   out.rests = calm ? random.pick({0.0, 0.2}) : 0;
+  out.sleeps = calm;
   out.recovers = calm || shares || random.chance(0.5);
   // with more steps, float16 would overflow
   out.chained = calm && !shares && group.amplification < 1e3;
@@ -326,7 +327,6 @@ Report play(const Group& group, const Schedule& schedule, bool traced) {
   const Settings drawn = settings(group, schedule, random);
   auto script = group.holders.empty() ? sums(group, random, drawn.compares) : shared_work(random);
   World world(group, std::move(script), drawn, random);
-  world.rests = schedule.theme == Theme::calm;  // without memory, ranks try again and again
   world.traced = traced;
   try {
     Player(group, schedule, random, world, report).play();

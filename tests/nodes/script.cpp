@@ -74,9 +74,9 @@ std::string Planned::signature() const {
   return out;
 }
 
-std::uint64_t Planned::mixed_fingerprint(const std::string& text) {
+std::uint64_t Planned::fingerprint() const {
   std::uint64_t out = 1;
-  for (const char letter : text) out = mixed(out * 257 + static_cast<unsigned char>(letter));
+  for (const char letter : signature()) out = mixed(out * 257 + static_cast<unsigned char>(letter));
   return out;
 }
 

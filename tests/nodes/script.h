@@ -27,8 +27,7 @@ struct Planned {
   bool sums_blocks = false;            // the call sums the vectors computed in the previous round
 
   std::string signature() const;
-  std::uint64_t fingerprint() const { return mixed_fingerprint(signature()); }
-  static std::uint64_t mixed_fingerprint(const std::string& text);
+  std::uint64_t fingerprint() const;
 
   // The gradient of an example, in numbers of the segment's type.
   double gradient(std::size_t segment, std::size_t example, std::uint64_t element) const;

@@ -370,8 +370,7 @@ void World::check_end(Rank rank) {
   const Round next = ended.round + 1;
   // with blocks on the host a step has two rounds, and a snapshot follows only the second
 
-  if (outcome != Outcome::desynchronized && settings_.recovers && !followed &&
-      next % settings_.snapshot_every == 0) {
+  if (outcome != Outcome::desynchronized && settings_.recovers && !followed) {
     node(rank).keep_state(next, state(next));
   }
   // No rank reads or writes the caller's memory any more.
@@ -772,7 +771,7 @@ void World::step() {
     } else if (may_extend(rank)) {
       extend(rank);
     }
-  } else if (rests && random_.chance(settings_.rests)) {
+  } else if (settings_.sleeps && random_.chance(settings_.rests)) {
     rest(1);
   } else {
     clock += random_.exponential(settings_.limits.orphan_seconds);
@@ -866,7 +865,7 @@ void World::settle() {
     }
     clock += settings_.limits.orphan_seconds * std::ldexp(1.0, ++quiet);
     if (quiet == 16) {
-      if (rests) rest(rest_times);
+      if (settings_.sleeps) rest(rest_times);
       return;
     }
   }

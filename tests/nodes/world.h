@@ -30,9 +30,9 @@ struct Settings {
   double unreadable = 0;   // share of pieces on the same host that cannot be read and must be sent
   double staged = 0;       // share of calls with several parts that begin before all parts are ready
   double rests = 0;        // how often time passes without messages and calls
+  bool sleeps = true;      // check that ranks sleep once nothing happens; without memory, ranks try again and again
   bool chained = false;    // contributions depend on the number of sums so far, as gradients depend on parameters
   bool recovers = false;   // ranks keep snapshots, and continue from one if they are too far behind
-  Round snapshot_every = 1;
   bool partial = false;    // after a deadline a sum may be the sum of only some ranks
   bool checks = true;  // check every piece and vector; otherwise only the root's results, and that all ranks have them
   double damaged = 0;      // share of pieces that MPI changes: a fault that checks must find
@@ -115,7 +115,6 @@ class World {
   const Settings& settings() const { return settings_; }
 
   double clock = 0;
-  bool rests = true;
   Ranks frozen;   // stopped processes. Other ranks can still read their memory
   Ranks idle;     // ranks that make no call, while their engine runs
   Ranks started;  // their calls wait in a queue: the next call begins in the turn in which the previous one ends
