@@ -657,7 +657,7 @@ def test_a_mean_on_one_rank_alone(group, comm):
         (lambda f, w, b: f(b, w), r"the call is \(params, batch\)"),
         (
             lambda f, w, b: f(w, dataclasses.replace(b, weights=b.weights * 2)),
-            "multiply the losses",
+            "multiply their losses",
         ),
     ],
 )
