@@ -10,7 +10,7 @@ import pytest
 from commands import main
 from launch import ROOT, limited, slowness
 
-from jaxcoded.tools.launch import launcher, misfits
+from jaxcoded.tools.launch import job, launcher, misfits
 
 MPIRUN = launcher.Launcher("mpirun", launcher.OPEN_MPI, 5)
 
@@ -50,6 +50,23 @@ def test_nothing_is_blamed_where_mpi_starts_or_starts_with_none(starts, monkeypa
     assert misfits.blame(MPIRUN) is None
     starts[0].append(set())
     assert misfits.blame(MPIRUN) is None
+
+
+def test_a_launcher_that_fails_once_is_tried_again(nothing_set, monkeypatch):
+    """Only the start with the setting fails both times."""
+    monkeypatch.setenv("OMPI_MCA_pml", "ucx")
+    monkeypatch.setenv("UCX_TLS", "rc")
+    failed = set()
+
+    def play(command, environment, **_):
+        names = frozenset({"OMPI_MCA_pml", "UCX_TLS"} & environment.keys())
+        wrong = "OMPI_MCA_pml" in names or names not in failed
+        failed.add(names)
+        return job.End(int(wrong))
+
+    monkeypatch.setattr(misfits.job, "play", play)
+    found, remedy = misfits.blame(MPIRUN)
+    assert "OMPI_MCA_pml=ucx" in found and remedy == "unset OMPI_MCA_pml"
 
 
 @pytest.mark.parametrize(
