@@ -333,10 +333,8 @@ def sum_round(
 
     Raises:
         ValueError: rounding would leave too few digits.
-        TypeError: the transport cannot sum such leaves.
     """
     for dtype in dict.fromkeys(packing.wires):
-        group._session.transport.check_sum(dtype)
         _check_amplification(dtype, group.plan.amplification)
     call = f"{name} of {packing}{count.words}{words}{group._session.words}"
     call += ", with its residual" * residual + _ORDERED * tokened

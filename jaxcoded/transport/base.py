@@ -47,9 +47,6 @@ class Transport(Carrier):
 
     name: ClassVar[str]
 
-    def check_sum(self, dtype: np.dtype) -> None:
-        """Raise a TypeError unless vectors of this dtype can be summed."""
-
     def computes_with(self, eps: Callable[[], float]) -> None:
         """Note the precision of a program of the group, as a machine epsilon. Only the
         largest one counts: messages that a check compares may differ by this much.

@@ -26,6 +26,7 @@ from jaxcoded.transport.base import Transport
 from jaxcoded.transport.check import DEBUG, Check
 from jaxcoded.transport.devices import Devices
 from jaxcoded.transport.following import follow
+from jaxcoded.transport.leaves import SUMMED
 from jaxcoded.transport.options import Options
 from jaxcoded.transport.pieces import pieces
 from jaxcoded.transport.round import Round, fingerprint
@@ -44,10 +45,7 @@ logger = logging.getLogger("jaxcoded")
 Dealt = tuple[int, str, list[list[int]]]
 
 _DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
-_DTYPES = {
-    np.dtype(name): 1 + i
-    for i, name in enumerate(["float16", "bfloat16", "float32", "float64"])
-}
+_DTYPES = {np.dtype(name): 1 + i for i, name in enumerate(SUMMED)}
 _BYTES = 0
 _STATISTICS = (
     *("history_bytes", "memory_bytes", "fetched_bytes"),
@@ -210,12 +208,6 @@ class Engine(Transport):
         self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
     ) -> Any:
         return engine_call.lower(ctx, operands, round, self.plan, self.rank, platform)
-
-    def check_sum(self, dtype: np.dtype) -> None:
-        if dtype not in _DTYPES:
-            raise TypeError(
-                f"the engine sums {', '.join(map(str, _DTYPES))}, not {dtype}: cast it"
-            )
 
     def host_lag(self) -> int:
         return self._ask("lag")

@@ -19,6 +19,7 @@ _NO_NUMBERS = {
     "V": "a structured array: hand over its fields, {name: x[name] for name in x.dtype.names}",
 }
 _NO_NUMBERS |= {"S": _NO_NUMBERS["U"], "T": _NO_NUMBERS["U"]}
+SUMMED = ("float16", "bfloat16", "float32", "float64")  # dtypes of sums
 
 
 def named(root: str, path: tuple[Any, ...]) -> str:
@@ -136,10 +137,10 @@ def check_real(dtype: Any, name: str) -> None:
             'jax.lax.complex(parts["re"], parts["im"])'
         )
     check_no_key(dtype, name)
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if str(dtype) not in SUMMED:
         raise TypeError(
-            f"{name} has dtype {dtype}: coded sums need floating point; "
-            "cast it or leave it out of the tree"
+            f"{name} has dtype {dtype}: coded sums need floating point; cast it to {', '.join(SUMMED[:-1])} or "
+            f"{SUMMED[-1]}, or leave it out of the tree"
         )
 
 
