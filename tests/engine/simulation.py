@@ -657,7 +657,7 @@ class World:
         """Check that a rank that cannot get a result any more was far enough behind, or
         had asked such a rank or one that is dead.
         """
-        behind = self.nodes[self.plan.root].next_round() - round
+        behind = self.nodes[self.plan.root].frontier() - round
         assert behind >= self.limits.history_rounds or any(
             above in self.dead
             or self.nodes[above].desynchronized()

@@ -457,10 +457,10 @@ std::vector<Bytes> World::sums_of(const Running& running, const Division& divisi
   return out;
 }
 
-// Check that a rank may be unable to get a result: some rank above must be a reason. That rank is far enough
-// ahead, has failed rounds alone, cannot get a result itself, or is dead.
+// Check that a rank may be unable to get a result: some rank above must be a reason. That rank knows of enough
+// later rounds, has failed rounds alone, cannot get a result itself, or is dead.
 void World::check_lost(Rank rank, Round round) const {
-  const auto ahead = [&](Rank other) { return nodes_[index(other)]->next() >= round + settings_.limits.history_rounds; };
+  const auto ahead = [&](Rank other) { return nodes_[index(other)]->frontier() >= round + settings_.limits.history_rounds; };
   const bool right = std::ranges::any_of(above(rank), [&](Rank other) {
     return ahead(other) || dead.has(other) || nodes_[index(other)]->desynchronized() || restored_[index(other)];
   });
