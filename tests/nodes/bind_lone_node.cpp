@@ -69,8 +69,7 @@ class LoneNode {
   LoneNode(Family family, Decoder decoder, Limits limits, nb::object wire)
       : wire_(std::move(wire)), node_(std::move(family), std::move(decoder), limits, wire_) {}
 
-  // The first `known` vectors are passed with the call. The others follow, and then the test must complete the
-  // call.
+  // Pass the first `known` vectors with the call. If others follow, the test must complete the call after them.
   void submit(std::uint64_t fingerprint, std::string signature, std::string why_not, bool up,
               bool down, bool skipped, std::vector<bool> erased, const std::vector<Vector>& own,
               const std::vector<Vector>& out, std::size_t known,
@@ -100,7 +99,7 @@ class LoneNode {
   void extend(const std::vector<Vector>& own) { node_.extend(pointers_of<const std::byte>(own)); }
   void complete(const std::vector<Vector>& out) { node_.complete(pointers_of<std::byte>(out)); }
   void deliver(Rank from, nb::bytes message) { node_.deliver(from, Message::from(span_of(message))); }
-  // A call with shared work.
+  // Begin a call with shared work.
   void share(std::uint64_t fingerprint, std::string signature, const std::vector<Vector>& total,
              const Audits& audits) {
     Call call;

@@ -1,4 +1,4 @@
-// Schedules on groups that Python has planned.
+// Schedules on groups that were planned in Python.
 #include "bindings.h"
 #include "schedule.h"
 
@@ -63,7 +63,7 @@ void add_schedules(nb::module_& module) {
   module.def("play", [](const Group& group, const Schedule& schedule, bool traced) {
     return play(group, schedule, traced);
   }, nb::arg("group"), nb::arg("schedule"), nb::kw_only(), nb::arg("traced") = false);
-  // The same schedule with the fewest happenings that still show the finding.
+  // Return the report of the same schedule with the fewest happenings that still show a finding.
   module.def("shortest", [](const Group& group, Schedule schedule) {
     Report found = play(group, schedule);
     for (schedule.most_happenings = 0; schedule.most_happenings < found.happenings; ++schedule.most_happenings) {
@@ -72,7 +72,7 @@ void add_schedules(nb::module_& module) {
     }
     return found;
   }, nb::arg("group"), nb::arg("schedule"));
-  // For each rank: the longest turn and all turns in seconds, and the number and the bytes of its messages.
+  // Return for each rank: the longest turn and all turns in seconds, and the number and bytes of its messages.
   module.def("count_costs", [](const Group& group, std::size_t rounds, std::uint64_t count, bool sections) {
     std::vector<std::tuple<double, double, std::uint64_t, std::uint64_t>> out;
     const nb::gil_scoped_release released;
@@ -85,8 +85,8 @@ void add_schedules(nb::module_& module) {
     }
     return out;
   }, nb::arg("group"), nb::arg("rounds"), nb::arg("count"), nb::kw_only(), nb::arg("sections"));
-  // Play schedules with this seed and the following seeds, until one has a finding. Returns that seed, or none;
-  // and what was seen.
+  // Play schedules with this seed and the following seeds, until a schedule has a finding. Returns its seed, or
+  // none, and what was seen.
   module.def("play_many", [](const Group& group, Schedule schedule, std::size_t count) {
     const nb::gil_scoped_release released;
     Seen seen;

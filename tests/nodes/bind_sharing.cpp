@@ -1,4 +1,4 @@
-// How work is shared, as Python sees it, for tests.
+// The ledger and the shares of ranks as Python classes, for tests.
 #include "bindings.h"
 #include "ledger.h"
 #include "share.h"

@@ -11,7 +11,7 @@
 
 namespace jaxcoded {
 
-// A schedule shows a fault of the engine. The text says which fault.
+// Thrown when a schedule shows a fault of the engine. The text describes the fault.
 struct Finding {
   std::string text;
 };
@@ -56,9 +56,9 @@ struct Group {
   std::vector<Shares> shares;
   std::vector<Combination> combinations;
   std::vector<std::size_t> tolerances;              // how many missing children each parent tolerates
-  std::vector<std::vector<std::vector<bool>>> erasures;  // which children each rank leaves out, in several variants
+  std::vector<std::vector<std::vector<bool>>> erasures;  // possible choices of the children that each rank leaves out
   double amplification = 1;
-  std::uint64_t multiple = 1;               // the lengths of vectors are multiples of it
+  std::uint64_t multiple = 1;               // the lengths of vectors are multiples of this number
   std::vector<std::vector<Rank>> holders;   // of each block of shared work; empty: no work is shared
   std::vector<std::size_t> starts;          // the first example of each block, then the end of the last block
 

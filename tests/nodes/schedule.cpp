@@ -20,7 +20,7 @@ constexpr const char* names[] = {
     "deaths are reported", "the ranks go on", "ranks lack memory", "a rank dies", "a rank leaves",
     "a message is lost", "time passes", "an exception between blocks", "a rank calls something else"};
 
-// The calls of a group without shared work.
+// Return the calls of a group without shared work.
 std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
   constexpr std::uint64_t most = 20;
   std::vector<Planned> out;
@@ -35,8 +35,8 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
       call.segments.push_back({dtype, multiple * times});
     }
     if (wide) {
-      // Use vectors so long, and numbers so wide, that honest messages never consist of rounding alone where
-      // they are compared (docs/theory.md, "What rounding explains").
+      // Use vectors so long, and numbers so wide, that compared elements of honest messages never consist of
+      // rounding alone (docs/theory.md, "What rounding explains").
       std::map<DType, std::uint64_t> longest;
       for (const auto& [dtype, count] : call.segments) {
         const bool narrow = size_of(dtype) < 4 && group.amplification > 10;
@@ -60,7 +60,7 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
   return out;
 }
 
-// Calls whose work is shared. Either each call does all of it, or calls compute blocks and sum them in turn.
+// Return calls with shared work. Either each call computes and sums blocks, or every second call sums them.
 std::vector<Planned> shared_work(Random& random) {
   std::vector<Planned> out;
   const bool handed_over = random.chance(0.5);
@@ -81,7 +81,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   Settings out;
   Limits& limits = out.limits;
   limits.history_bytes = 0;
-  // if a rank computes blocks on the host, the round after their round sums them
+  // if ranks compute blocks on the host, the next round sums these
   limits.history_rounds = random.pick({shares ? 2u : 1u, 3u, 100u});
   limits.piece_bytes = random.pick({8u, 8u, 16u, 24u, 64u, 1u << 18});
   limits.announced_bytes = random.pick({8u, 32u, 64u, 1u << 20});
@@ -140,7 +140,7 @@ class Player {
       if (!world_.leaving.has(rank)) world_.leave(rank);
     }
     end();
-    for (const Rank rank : world_.living()) {  // as the engine does after some seconds
+    for (const Rank rank : world_.living()) {  // the engine does the same after some seconds
       world_.give_up(rank);
       end();
     }
@@ -221,7 +221,7 @@ class Player {
     world_.idle.set(rank, false);
   }
 
-  // MPI reports deaths to some ranks.
+  // Let MPI report deaths to some ranks.
   void report_some() {
     for (const Rank rank : unreported_) {
       for (const Rank peer : world_.living()) {
@@ -248,7 +248,7 @@ class Player {
     if (links.empty() || !losses_) return;
     --losses_;
     const auto [from, to] = random_.pick(links);
-    // if only its parent knows that a rank's last message is lost, the rank may have ended
+    // a lost last message is reported to its sender: if only the parent knew, the sender might have ended
     const bool last = world_.next_message(from, to) == Kind::bye;
     world_.lose(from, to, last || random_.chance(0.5) ? from : to);
   }
@@ -274,7 +274,7 @@ class Player {
     world_.deviations.try_emplace({rank, round}, std::move(other));
   }
 
-  // Let everything come to an end that can.
+  // Let all ranks end that can.
   void end() {
     come_back();
     for (const Rank rank : unreported_) world_.report_death(rank);

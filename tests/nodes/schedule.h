@@ -11,7 +11,7 @@ namespace jaxcoded {
 
 // What a schedule may do.
 enum class Theme : std::uint8_t {
-  calm,      // ranks stop, stay away and come back: every call gets its sum
+  calm,      // ranks stop, stay away and come back: every call must get its sum
   disorder,  // anything: deaths, lost messages, too little memory, other calls, ranks that leave
 };
 
@@ -24,15 +24,14 @@ struct Schedule {
 
 struct Report {
   std::string finding = {};  // empty: no fault was found
-  std::string happened = {};  // the happenings in words, in order
+  std::string happened = {};  // what happened, in words and in order
   std::size_t happenings = 0;
   Seen seen = {};
 };
 
 Report play(const Group& group, const Schedule& schedule, bool traced = false);
 
-// Play rounds without late ranks, in which each rank calls sums of `count` float32 numbers. Returns the cost of
-// each rank.
+// Play rounds without late ranks, each a sum of `count` float32 numbers. Returns the cost of each rank.
 std::vector<Cost> count_costs(const Group& group, std::size_t rounds, std::uint64_t count, bool sections);
 
 }  // namespace jaxcoded

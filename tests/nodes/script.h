@@ -23,22 +23,22 @@ struct Planned {
   std::uint64_t seed = 0;              // of the gradients
   std::string why_not = {};            // why the call must fail
   const std::vector<std::vector<bool>>* erased = nullptr;  // by rank
-  bool shared = false;                 // the call's work is shared. Without segments, the next call sums it
-  bool sums_blocks = false;            // the call sums the vectors computed in the previous round
+  bool shared = false;                 // the call's work is shared. Without segments, the next call sums the blocks
+  bool sums_blocks = false;            // the call sums the vectors that were computed in the previous round
 
   std::string signature() const;
   std::uint64_t fingerprint() const;
 
-  // The gradient of an example, in numbers of the segment's type.
+  // Return an element of an example's gradient, in a segment.
   double gradient(std::size_t segment, std::size_t example, std::uint64_t element) const;
-  // The sum of the gradients of these examples.
+  // Return the sum of the gradients of these examples.
   Numbers sum(std::size_t segment, std::size_t first = 0, std::size_t end = examples) const;
   Numbers absolute_sum(std::size_t segment) const;
-  // A rank's vectors, one part after the other, before they are rounded.
+  // Return a rank's vectors, one part after the other, before they are rounded.
   std::vector<Numbers> own(const Group& group, Rank rank) const;
 };
 
-// The right values of one call. They are computed in double when they are first needed.
+// The right values of one call, computed in double when they are first needed.
 class Expected {
  public:
   Expected(const Group& group, const Planned& call) : group_(group), call_(call) {}

@@ -12,8 +12,8 @@
 namespace jaxcoded {
 
 constexpr double rest_times = 20;   // in units of `orphan_seconds`: a second of an idle group
-constexpr int most_woken = 128;     // wake-ups by timers in that second
-constexpr int most_turns = 10'000;  // turns of a rank before it sleeps
+constexpr int most_woken = 128;     // wake-ups by timers within `rest_times`
+constexpr int most_turns = 10'000;  // turns that a rank may take before it sleeps
 constexpr std::size_t snapshot_bytes = 100;
 
 // Adds the seconds that the processor spends on this thread.
@@ -42,7 +42,7 @@ struct World::Running {
   bool in_place = false;
   std::size_t known = 0;  // how many of its vectors the node has
   double scale = 1;       // see `Settings::chained`
-  bool left = false;      // the program passes no more vectors of this call, and reads no result
+  bool left = false;      // the program passes no more vectors of this call, and does not read its result
   // If its work is shared:
   const Planned* of = nullptr;          // the call that sums the blocks
   std::vector<Numbers> sums = {};       // of the blocks in its vectors
@@ -118,8 +118,8 @@ World::World(const Group& group, std::vector<Planned> script, const Settings& se
 
 World::~World() = default;
 
-// Give a rank a turn. As in the engine, a call fails if memory is too short. Returns whether there was enough
-// memory.
+// Give a rank a turn. As in the engine, a call fails if the turn runs out of memory. Returns whether there was
+// enough memory.
 template <class Act>
 bool World::turn(Rank rank, Act act) {
   try {
@@ -218,8 +218,8 @@ void World::deliver(Rank from, Rank to) {
   }
 }
 
-// A node that had too little memory for a message gets the message again. It must then drop the message, as
-// others wait behind it.
+// A node that had too little memory for a message gets the message again. It must then drop the message, since
+// other messages wait behind it.
 void World::deliver_once(Rank from, Rank to, const Message& message) {
   ++seen.messages[static_cast<std::size_t>(message.header.kind)];
   if (traced) {
@@ -297,7 +297,7 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
     check(std::ranges::equal(std::span(right).subspan(piece.offset, piece.bytes), data), "rank",
           request.source, "lends a wrong piece", request.piece, "of round", its->round);
   } else if (settings_.partial && !group_.families[index(request.source)].children.empty()) {
-    return;  // this is the sum of the ranks that have come
+    return;  // the message is the sum of only the ranks that have come
   } else if (!may_be_overwritten(request)) {
     Numbers actual = widened(dtype, data);
     for (double& number : actual) number /= its->scale;
@@ -306,8 +306,8 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
 }
 
 // The result may overwrite a piece of a message once the root has that piece of the sum. From then on no rank
-// uses the piece of the message, and a parent with the result forms no sum. If messages are compared, no rank
-// may read such a piece.
+// uses the message's piece, and a parent that has the result forms no sum. If messages are compared, no rank
+// may read an overwritten piece.
 bool World::may_be_overwritten(const Request& request) const {
   const Running* const its = offering(request.source);
   const Family& family = group_.families[index(request.source)];
@@ -368,7 +368,7 @@ void World::check_end(Rank rank) {
   }
   const bool followed = ended.call->shared && ended.call->segments.empty();
   const Round next = ended.round + 1;
-  // with blocks on the host a step has two rounds, and a snapshot follows only the second
+  // a step that computes blocks on the host has two rounds, and keeps a snapshot only after the second
 
   if (outcome != Outcome::desynchronized && settings_.recovers && !followed) {
     node(rank).keep_state(next, state(next));
@@ -410,7 +410,7 @@ void World::check_result(Rank rank, const Running& running) {
   }
 }
 
-// The result must be the sum of the members' vectors, in the ledger's order, with each block once.
+// Check that the result is the sum of the members' vectors, in the ledger's order, with each block once.
 void World::check_division(const Running& running) {
   const Division division = node(group_.root()).division();
   std::set<Block> blocks;
@@ -422,7 +422,7 @@ void World::check_division(const Running& running) {
   check(blocks.size() == count && (settings_.partial || count == group_.holders.size()), "round", running.round,
         "has", count, "blocks,", blocks.size(), "different ones, of", group_.holders.size());
   bool right = sums_of(running, division) == running.results();
-  // after a deadline, a sum of earlier blocks leaves out the vectors of ranks that do not come
+  // after a deadline, a sum of the previous round's blocks leaves out the vectors of ranks that do not come
   const bool some = settings_.partial && running.call->sums_blocks;
   for (std::uint32_t without = 1; some && !right && without < 1u << division.size(); ++without) {
     Division rest = division;
@@ -457,8 +457,8 @@ std::vector<Bytes> World::sums_of(const Running& running, const Division& divisi
   return out;
 }
 
-// Check that a rank may be unable to get a result: some rank above must be a reason. That rank knows of enough
-// later rounds, has failed rounds alone, cannot get a result itself, or is dead.
+// Check that a rank has a reason for being unable to get a result: some rank above knows of enough later rounds,
+// has continued from a snapshot, cannot get a result itself, or is dead.
 void World::check_lost(Rank rank, Round round) const {
   const auto ahead = [&](Rank other) { return nodes_[index(other)]->frontier() >= round + settings_.limits.history_rounds; };
   const bool right = std::ranges::any_of(above(rank), [&](Rank other) {
@@ -471,7 +471,7 @@ Round World::steps_before(Round round) const {
   return static_cast<Round>(std::distance(summed_.begin(), summed_.lower_bound(round)));
 }
 
-// The state after the earlier rounds, equal on all ranks.
+// Return the state after the rounds before `round`, equal on all ranks.
 State World::state(Round round) const {
   Random drawn(1000 * round + (settings_.chained ? steps_before(round) : 0));
   State out(snapshot_bytes);
@@ -587,14 +587,14 @@ bool World::may_extend(Rank rank) {
   if (running->over) return false;
   if (!running->work) {
     running->work = node(rank).take_block();
-    if (running->work) {  // the vector is not lent any more
+    if (running->work) {  // other ranks no longer use the vector
       for (Bytes& vector : running->own) std::ranges::fill(vector, std::byte{255});
     }
   }
   return running->work || node(rank).no_more_blocks();
 }
 
-// A program makes one more part of its call ready, or computes a block.
+// Let a program make one more part of its call ready, or compute a block.
 void World::extend(Rank rank) {
   Running& running = *running_[index(rank)];
   if (running.call->shared) return compute_block(rank);
@@ -635,11 +635,11 @@ void World::leave_blocks(Rank rank) {
   check_end(rank);
 }
 
-// Give a rank a turn. Returns whether it asks for another turn at once. Otherwise it sleeps.
+// Give a rank a turn. Returns whether it wants another turn at once; otherwise it sleeps.
 bool World::advance(Rank rank) {
   bool more = false;
   if (turn(rank, [&](Node& its) { more = its.advance(); }) && !more && node(rank).wakes_at() <= clock) {
-    // after its last message a rank may have nothing to wait for
+    // a second turn may show that the rank has nothing more to do at this time
     bool again = false;
     const bool enough = turn(rank, [&](Node& its) { again = its.advance(); });
     check(again || !enough || node(rank).wakes_at() > clock, "rank", rank, "never sleeps");
@@ -653,8 +653,8 @@ bool World::advance(Rank rank) {
   return more;
 }
 
-// Fetch a snapshot if a rank needs one, and continue from it. Returns whether anything was done. Without a root
-// no round is decided, and programs do not go back to repeat rounds.
+// Fetch a snapshot if a rank needs one, and continue from it. Returns whether anything was done. If the root is
+// dead, no round is decided, so no program goes back to repeat rounds.
 bool World::recover(Rank rank) {
   Node& its = node(rank);
   if (!settings_.recovers || dead.has(group_.root())) return false;
@@ -681,7 +681,7 @@ bool World::recover(Rank rank) {
 
 void World::leave(Rank rank) {
   leaving.set(rank);
-  // the rank may still be in its last call, and passes no more parts of it
+  // the rank may still be in its last call, of which it passes no more parts
   if (const auto& running = running_[index(rank)]) running->left |= running->known < running->own.size();
   node(rank).leave();
   check_end(rank);
@@ -700,7 +700,7 @@ void World::kill(Rank rank, bool known) {
   for (auto& inbox : inboxes_) {
     const auto its = inbox.find(rank);
     if (its == inbox.end()) continue;
-    its->second.resize(random_.between(0, its->second.size()));  // the last messages on their way are lost
+    its->second.resize(random_.between(0, its->second.size()));  // some of the dead rank's last messages are lost
     if (its->second.empty()) inbox.erase(its);
   }
   if (known) report_death(rank);
@@ -840,7 +840,7 @@ int World::sweep() {
   return std::max(moved, on_their_way());
 }
 
-// What running ranks have not received yet, in the same numbers as `sweep`.
+// Return what running ranks have not received yet, as a number with the same meaning as that of `sweep`.
 int World::on_their_way() const {
   int out = 0;
   for (Rank rank = 0; rank < size(); ++rank) {
@@ -872,8 +872,8 @@ void World::settle() {
   check(false, "the ranks never come to rest:", describe());
 }
 
-// Let `times` times `orphan_seconds` pass without messages and calls. Nodes must wake up only when they have
-// asked to, and seldom.
+// Let `times` times `orphan_seconds` pass without messages and calls. Nodes must wake up only when `wakes_at`
+// says so, and seldom.
 void World::rest(double times) {
   std::vector<int> woken(group_.size());
   const double until = clock + times * settings_.limits.orphan_seconds;

@@ -1,7 +1,7 @@
 // A simulated world of nodes in one process: links with queues, a clock, and a scheduler.
 //
-// Every rank's `Node` is the engine's code. The world simulates MPI, the clock and the programs, in an order
-// that a random generator chooses. It checks at every step what must hold: `check` throws a `Finding`.
+// Every rank's `Node` is the engine's code. The world simulates MPI, the clock and the programs, in a random
+// order, and checks at every step what must be true: `check` throws a `Finding`.
 #pragma once
 
 #include <array>
@@ -24,19 +24,19 @@ struct Settings {
   Limits limits = {};
   bool compares = false;   // parents compare their children's messages
   std::vector<std::size_t> inline_bytes = {0};
-  double in_place = 0;     // share of results that replace the rank's own vectors
-  double twice = 0;        // share of messages that are delivered twice
-  double again = 0;        // share of announcements that are delivered a second time, later
-  double unreadable = 0;   // share of pieces on the same host that cannot be read and must be sent
-  double staged = 0;       // share of calls with several parts that begin before all parts are ready
-  double rests = 0;        // how often time passes without messages and calls
-  bool sleeps = true;      // check that ranks sleep once nothing happens; without memory, ranks try again and again
+  double in_place = 0;     // fraction of results that replace the rank's own vectors
+  double twice = 0;        // fraction of messages that are delivered twice
+  double again = 0;        // fraction of announcements that are delivered a second time, later
+  double unreadable = 0;   // fraction of pieces on the same host that cannot be read and must be sent
+  double staged = 0;       // fraction of calls with several parts that begin before all parts are ready
+  double rests = 0;        // the probability that time passes without messages and calls
+  bool sleeps = true;      // check that ranks sleep once nothing happens; not if they lack memory: they then try again
   bool chained = false;    // contributions depend on the number of sums so far, as gradients depend on parameters
   bool recovers = false;   // ranks keep snapshots, and continue from one if they are too far behind
   bool partial = false;    // after a deadline a sum may be the sum of only some ranks
   bool checks = true;  // check every piece and vector; otherwise only the root's results, and that all ranks have them
-  double damaged = 0;      // share of pieces that MPI changes: a fault that checks must find
-  double vanishing = 0;    // share of messages that MPI loses without telling any rank: also such a fault
+  double damaged = 0;      // fraction of pieces that MPI changes: a fault that the checks must find
+  double vanishing = 0;    // fraction of messages that MPI loses without telling any rank: also a fault to find
 };
 
 // Which ranks are in some state.
@@ -55,7 +55,7 @@ class Ranks {
   std::vector<bool> in_;
 };
 
-// What happened in a schedule, to see which cases schedules reach.
+// What happened in a schedule: shows which cases schedules reach.
 struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
@@ -78,22 +78,22 @@ class World {
   World(const World&) = delete;
   ~World();
 
-  // One random thing happens.
+  // Let one random event happen.
   void step();
-  // Every rank that runs does all it can. Returns 2 if anything happened besides questions of waiting ranks and
-  // the answers. Returns 1 if only these happened, and 0 if nothing did.
+  // Let every running rank do all it can. Returns 2 if anything happened besides questions of waiting ranks and
+  // the answers, 1 if only these happened, and 0 if nothing happened.
   int sweep();
   // Let ranks run and time pass, until nothing happens any more.
   void settle();
 
   void leave(Rank rank);
-  // A process dies. `known`: MPI reports it to its peers.
+  // Let a process die. `known`: MPI reports the death to its peers.
   void kill(Rank rank, bool known);
   void report_death(Rank rank, Rank to);
   void report_death(Rank rank);
-  // The next message of a link is lost. MPI tells one of its two ranks.
+  // Lose the next message from one rank to another. MPI reports this to `told`, one of the two ranks.
   void lose(Rank from, Rank to, Rank told);
-  // An exception ends a program between two blocks.
+  // Let an exception end a program between two blocks.
   void leave_blocks(Rank rank);
   void give_up(Rank rank);
 
@@ -101,9 +101,9 @@ class World {
   std::vector<Rank> living() const;
   // Whether one rank is above the other, or both have the same parent.
   bool linked(Rank from, Rank to) const;
-  // The kind of the message that arrives next; none if there is none.
+  // Return the kind of the message that arrives next; none if no message is on its way.
   std::optional<Kind> next_message(Rank from, Rank to) const;
-  bool computes_blocks(Rank rank) const;  // whether its program is in the loop over its blocks
+  bool computes_blocks(Rank rank) const;  // whether the rank's program is in the loop over its blocks
   bool calls(Rank rank) const { return running_[index(rank)] != nullptr; }
   Node& node(Rank rank) { return *nodes_[index(rank)]; }
   bool has_sum(Round round) const { return results_.contains(round); }
@@ -117,15 +117,15 @@ class World {
   double clock = 0;
   Ranks frozen;   // stopped processes. Other ranks can still read their memory
   Ranks idle;     // ranks that make no call, while their engine runs
-  Ranks started;  // their calls wait in a queue: the next call begins in the turn in which the previous one ends
-  Ranks leaving;  // they have closed the group. Their processes end as soon as they may
-  Ranks dead;     // their processes have ended
+  Ranks started;  // ranks whose calls wait in a queue: a call begins in the turn in which the previous call ends
+  Ranks leaving;  // ranks that have closed the group. Their processes end as soon as they may
+  Ranks dead;     // ranks whose processes have ended
   Ranks reported; // dead ranks whose death MPI has reported
-  Ranks short_of_memory;  // they get no memory for vectors
+  Ranks short_of_memory;  // ranks that get no memory for vectors
   std::map<std::pair<Rank, Round>, Planned> deviations;  // calls that differ from the script
   std::set<std::pair<Rank, Round>> skips;  // the calls in which a rank has nothing to contribute
   std::vector<std::map<Round, std::pair<Outcome, std::string>>> ends;  // how each call of a rank ended
-  std::vector<Cost> costs;  // of each rank; times only without `Settings::checks`
+  std::vector<Cost> costs;  // of each rank; with times only if `Settings::checks` is false
   Seen seen;
   bool traced = false;
 

@@ -1,4 +1,4 @@
-// Faults that ranks report to the root, until a round fails with them.
+// Faults that ranks report to the root. The root keeps the latest fault until a round has failed because of it.
 #pragma once
 
 #include <string>
@@ -10,25 +10,25 @@ namespace jaxcoded {
 
 class Alerts {
  public:
-  // Add a reported fault. Returns false if a fault of this round or a later one is already known: several ranks
-  // notice the same fault.
+  // Add a reported fault. Returns false if a fault of this round or of a later round is already known, since
+  // several ranks may notice one fault.
   bool add(Round round, const std::string& text) {
     if (round <= newest_) return false;
     newest_ = round;
     pending_ = text;
     return true;
   }
-  // The text with which the next undecided round fails; empty if nothing is wrong.
+  // Return the error text of the next undecided round; empty if no fault is pending.
   const std::string& pending() const { return pending_; }
-  // A round has failed with the pending fault.
+  // Record that a round has failed because of the pending fault.
   void over() { pending_.clear(); }
 
-  // Add a fault that counts only if the root leaves the group. Ranks report it again in each round. The first
-  // report of the latest round is kept: no rank calls a round before the previous one is decided.
+  // Add a fault that matters only if the root leaves the group. Ranks may report such faults in each round. The
+  // first report of the latest round is kept.
   void if_left(Round round, const std::string& text) {
     if (round > if_left_.first) if_left_ = {round, text};
   }
-  // The root leaves. Returns the fault that `if_left` has kept, and its round; round 0 if there is none.
+  // Called when the root leaves. Returns the fault that `if_left` has kept, with its round (0: none).
   std::pair<Round, std::string> left() { return std::exchange(if_left_, {}); }
 
  private:

@@ -1,4 +1,4 @@
-// Try every step, even if an earlier one had too little memory.
+// Runs every step, even if an earlier step has run out of memory.
 #pragma once
 
 #include <new>
@@ -7,7 +7,7 @@ namespace jaxcoded {
 
 class Attempts {
  public:
-  // Returns what the step returns, or false if the step had too little memory.
+  // Run a step. Returns the step's result, or false if the step runs out of memory.
   template <class Step>
   bool make(Step step) {
     try {
@@ -17,7 +17,7 @@ class Attempts {
       return false;
     }
   }
-  // Throw `std::bad_alloc` if a step had too little memory.
+  // Throw `std::bad_alloc` if a step has run out of memory.
   void end() const {
     if (failed_) throw std::bad_alloc();
   }

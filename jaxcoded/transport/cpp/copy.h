@@ -15,7 +15,7 @@ namespace jaxcoded {
 // into them, which doubles the time.
 enum class Copy : std::uint8_t { cached, past_caches };
 
-// The kind of copy for a vector of this length that the program uses next.
+// Return the kind of copy for a vector of this length, which the program uses next.
 constexpr Copy for_program(std::uint64_t bytes) {
   constexpr std::uint64_t stays = 512 << 10;  // up to this length a vector is still in a cache when the program uses it
   return bytes > stays ? Copy::past_caches : Copy::cached;

@@ -52,7 +52,7 @@ std::string load(const std::string& library) {
 }
 
 const Driver& driver() {
-  // Once loaded, the driver stays as it is.
+  // Once loaded, the driver stays loaded.
   static const bool here = [] {
     if (const std::string error = load({}); !error.empty()) throw Failure{error};
     return true;

@@ -7,7 +7,7 @@
 
 namespace jaxcoded::cuda {
 
-// The types of the driver's interface, as `cuda.h` has them.
+// The types of the driver's interface, defined as in `cuda.h`.
 using Context = struct CUctx_st*;
 using Stream = struct CUstream_st*;
 using Event = struct CUevent_st*;
@@ -23,12 +23,12 @@ constexpr unsigned non_blocking = 1;              // CU_STREAM_NON_BLOCKING
 constexpr unsigned sleeps_without_timing = 1 | 2;  // CU_EVENT_BLOCKING_SYNC, _DISABLE_TIMING
 constexpr unsigned portable = 1;                  // CU_MEMHOSTREGISTER_PORTABLE
 
-// The driver's refusal, in words.
+// An error of the driver, in words.
 struct Failure {
   std::string text;
 };
 
-// A function of the driver. A call throws if the driver refuses it.
+// A function of the driver. A call throws a `Failure` if the driver returns an error.
 template <class... In>
 struct Function {
   const char* name;
@@ -61,12 +61,12 @@ struct Driver {
   Function<Address, unsigned, std::size_t, Stream> set_words{"cuMemsetD32Async"};
 };
 
-// The driver of this process; throws if there is none.
+// Return the driver of this process; throws if there is none.
 const Driver& driver();
 // Load the driver from this library, by default the system's. Returns why loading failed, in words, or an empty
 // text.
 std::string load(const std::string& library);
-// What an error code of the driver means.
+// Return what an error code of the driver means.
 std::string words_of(const char* function, int code);
 
 template <class... In>

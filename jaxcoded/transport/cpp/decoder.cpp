@@ -5,7 +5,7 @@
 
 namespace jaxcoded {
 
-// A growing list of messages, and a cheap test whether they may suffice.
+// A growing list of messages, with a cheap test whether they may suffice.
 class Decoder::Heard {
  public:
   Heard(const GradientCode& code, bool exact)
@@ -18,7 +18,7 @@ class Decoder::Heard {
     short_ = holders_.size();
   }
 
-  std::vector<bool> set;  // of several copies only the first, so that sums do not depend on which copies came
+  std::vector<bool> set;  // has only the first of several copies, so that sums do not depend on which copies came
   std::size_t count = 0;  // of messages that are not copies, or of children with all their parts
 
   void add(std::size_t row) {
@@ -77,7 +77,7 @@ std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& 
   return found_[key] = first_that_suffice(order, key.second);
 }
 
-// The least number of messages for which it is worth asking the code, if only the `possible` messages may come.
+// Return how many messages must have come before the code is asked, if only the `possible` messages can come.
 std::size_t Decoder::least(const std::vector<bool>& possible) {
   if (pinned()) return enough_;
   if (possible != possible_ || !least_) {
@@ -118,7 +118,7 @@ std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& an
   return known(approximations_, answered, true);
 }
 
-// The code's answer for a set of messages. The code is asked only once for each set.
+// Return the code's answer for a set of messages. The code is asked only once for each set.
 const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vector<bool>& set,
                                                       bool approximate) {
   const auto found = all.find(set);

@@ -12,7 +12,7 @@
 
 namespace jaxcoded {
 
-// The items of a call: its name, and the texts between commas outside brackets.
+// Split a call into its name and the texts between the commas that are outside brackets.
 inline std::vector<std::string_view> items(std::string_view call) {
   std::vector<std::string_view> out;
   std::size_t start = 0;
@@ -31,7 +31,7 @@ inline std::vector<std::string_view> items(std::string_view call) {
   return out;
 }
 
-// The first item in which two calls differ, as it is in each call; "nothing" if a call has no such item.
+// Return the first item in which two calls differ, from each call; "nothing" for a call that lacks the item.
 inline std::pair<std::string_view, std::string_view> difference(std::string_view one,
                                                                 std::string_view other) {
   const auto a = items(one), b = items(other);
@@ -44,7 +44,7 @@ inline std::pair<std::string_view, std::string_view> difference(std::string_view
   return {left(a), left(b)};
 }
 
-// A call, without its middle if it is long: the two ends show which call it is.
+// Cut the middle out of a long call: the two ends show which call it is.
 inline std::string shortened(std::string_view call) {
   constexpr std::size_t first = 120, last = 60;
   if (call.size() <= first + last) return std::string(call);

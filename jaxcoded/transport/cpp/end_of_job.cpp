@@ -34,10 +34,10 @@ namespace jaxcoded {
 namespace {
 
 constexpr double ask_seconds = 1;   // between an answer and the next question
-constexpr double say_seconds = 10;  // after this long a waiting root names the ranks that it waits for
+constexpr double say_seconds = 10;  // how long a root waits before it names the ranks that it waits for
 constexpr double look_seconds = 10e-3;
 constexpr double go_on_seconds = 1e-3;
-constexpr double others_seconds = 2;  // within this time the others reach their end, if all have failed alike
+constexpr double others_seconds = 2;  // within this time the other ranks reach their end, if all have failed alike
 constexpr double heard_seconds = 0.1;  // time for the last words to reach the launcher, which otherwise may lose them
 constexpr double forever = std::numeric_limits<double>::infinity();
 
@@ -59,8 +59,8 @@ int size_of(MPI_Comm comm) {
   return size;
 }
 
-// The processes that this process knows: those of MPI_COMM_WORLD with their ranks there, and then those that
-// have joined.
+// The processes that this process knows: first the processes of MPI_COMM_WORLD, in the order of their ranks
+// there, then the processes that have joined.
 MPI_Group& world() {
   static MPI_Group known = [] {
     MPI_Group out;
@@ -76,7 +76,7 @@ int world_size() {
   return size;
 }
 
-// The ranks of a group as ranks of the world. All processes of the group are known.
+// Return the ranks of a group as ranks of the world. All processes of the group must be known.
 std::vector<int> of_world(MPI_Group group) {
   int size = 0;
   MPI_Group_size(group, &size);
@@ -86,7 +86,7 @@ std::vector<int> of_world(MPI_Group group) {
   return out;
 }
 
-// The ranks of a communicator as ranks of the world. Some of its processes may be new.
+// Return the ranks of a communicator as ranks of the world. Some of its processes may not be known yet.
 std::vector<int> in_world(MPI_Comm comm) {
   MPI_Group group;
   MPI_Comm_group(comm, &group);
@@ -102,7 +102,7 @@ std::vector<int> in_world(MPI_Comm comm) {
   return out;
 }
 
-// Send a byte, or nothing, to a rank. A dead rank does not get it.
+// Send a message of one byte, or an empty one, to a rank. A dead rank does not get it.
 void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) {
   MPI_Request sent;
   if (MPI_Isend(byte, byte != nullptr, MPI_BYTE, to, tag, comm, &sent) == MPI_SUCCESS) {
@@ -110,7 +110,7 @@ void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) 
   }
 }
 
-// Add the dead ranks of a communicator, as far as MPI has noticed. Only a fault-tolerant MPI does.
+// Add the dead ranks of a communicator, as far as MPI has noticed. Only a fault-tolerant MPI notices any.
 void add_dead([[maybe_unused]] MPI_Comm comm, [[maybe_unused]] std::set<int>& out) {
 #ifdef MPIX_ERR_PROC_FAILED
   MPI_Group failed;
@@ -140,7 +140,7 @@ void say(const std::string& words) {
 bool tell_parent(const char* letter) {
   const char* const told = std::getenv("JAXCODED_ENDS_JOB");
   int parent = 0, pipe = 0;
-  // processes that a rank has started have the variable, but not the pipe
+  // processes that a rank has started inherit the variable, but not the pipe
   return told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid() &&
          write(pipe, letter, 1) == 1;
 }
@@ -157,7 +157,7 @@ void end_job(int status) {
 std::set<int> EndOfJob::dead() const {
   std::set<int> out;
   add_dead(MPI_COMM_WORLD, out);
-  // dead ranks of those that have joined
+  // also the dead ranks among the processes that have joined
   if (world_size() > size_of(MPI_COMM_WORLD)) {
     for (const Own& group : own_) add_dead(group.comm, out);
     for (const auto& [rank, root] : roots_) add_dead(root.comm, out);
@@ -212,7 +212,7 @@ void EndOfJob::end() {
     if (status_) end_job(status_);
   }
   go_on(below);
-  // the other ranks may have another root by now
+  // the other ranks may by now have a new root, and continue without this rank
   if (dies_ && !dead().empty()) {
     nap(std::max(dies_at_ - now(), 0.0));
     die();
@@ -300,8 +300,8 @@ void EndOfJob::wait() {
   }
 }
 
-// Continue when all roots do. A root waits until every rank has received its message, since MPI may move no
-// messages in `MPI_Finalize`.
+// Continue once all roots of this process's groups continue. A root waits until every rank has received the
+// root's message, since MPI may move no messages in `MPI_Finalize`.
 void EndOfJob::go_on(const std::vector<Below>& below) {
   std::vector<MPI_Request> requests;
   const auto add = [&](auto start, MPI_Comm comm, Rank other) {

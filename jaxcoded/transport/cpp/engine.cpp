@@ -18,23 +18,23 @@
 namespace jaxcoded {
 namespace {
 
-// After the last news a thread polls for this long before it sleeps, and yields its core after each poll.
+// For this long after the last message, a thread polls before it sleeps, and yields its core after each poll.
 // Sleeping and waking up takes longer than the rest of a short round: 76 µs instead of 56 on 4 ranks.
 constexpr double spin_seconds = 60e-6;
 // Without wake-ups (peers on other hosts), the naps between polls grow. They grow slowly if no rank waits.
 constexpr double shortest_nap = 20e-6;
 constexpr double usual_nap = 1e-3;  // while any rank waits for a round
-// With wake-ups no message goes unnoticed, so these sleeps are for timers only. The longer nothing has come,
-// the less often timers are checked.
+// With wake-ups no message goes unnoticed, so the lengths of sleeps matter only for timers. The longer nothing
+// has come, the less often timers are checked.
 constexpr double shortest_timer = 10e-3;
 constexpr double longest_timer = 0.1;
 constexpr double idle_seconds = 0.25;
 double longer(double nap) {
   return std::clamp(nap * (nap < usual_nap ? 1.5 : 1.1), shortest_nap, longest_timer);
 }
-// Time for the last messages of a group to leave.
+// How long to wait until a group's last messages are sent.
 constexpr double flush_seconds = 1;
-// Time for ranks that still lack results, if a program finalizes MPI while groups are open.
+// How long to serve ranks that still lack results, if a program finalizes MPI while groups are open.
 constexpr double finalize_seconds = 5;
 // Time between answers that tell a root that this process is there.
 constexpr double answer_seconds = 0.2;
@@ -64,7 +64,7 @@ std::uint64_t mixed(std::uint64_t fingerprint, const std::string& words) {
   return fingerprint;
 }
 
-// Memory for this many vectors.
+// Take memory for the first `count` of these vectors.
 std::vector<std::byte*> memory_for(std::vector<Buffer>& memory, Pool& pool, const std::vector<Segment>& segments,
                                    std::size_t count) {
   std::vector<std::byte*> out;
@@ -87,7 +87,7 @@ Closed use_after_close(std::uint64_t index) {
           " was closed; make a new CodedGroup, and compile with it what used the old one"};
 }
 
-// A call for which this rank lacks memory. The round of the call fails.
+// Return a call for which this rank lacks memory. The round of the call fails.
 std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
   auto out = std::make_shared<Flight>();
   out->call.fingerprint = fingerprint;
@@ -95,7 +95,7 @@ std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
   return out;
 }
 
-// Whether there was enough memory for a step.
+// Run a step. Returns whether there was enough memory for it.
 template <class Step>
 bool attempted(Step step) {
   const reserve::Turn turn;
@@ -251,8 +251,8 @@ std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
   return out;
 }
 
-// The open call that a request continues. Null if there is none, or the open call is another one. A request
-// that only ends the call has no fingerprint.
+// Return the open call that a request continues; null if no call is open, or if the open call does not match
+// the request. A request that only ends the call has no fingerprint.
 std::shared_ptr<Flight> Engine::continued(Member& its, const Request& request) const {
   if (!its.has_open_call()) return nullptr;
   const std::shared_ptr<Flight>& flight = its.queue.back();
@@ -307,8 +307,8 @@ Call Engine::call_of(Member& its, Request& request) {
   return call;
 }
 
-// Why the group carries out no calls, in words, or an empty text. If two threads have called it, other ranks
-// may have combined either thread's calls with different calls, from the first call on.
+// Return why the group carries out no calls, in words, or an empty text. If two threads have called the group,
+// other ranks may have combined either thread's calls with different calls, from the first call on.
 std::string Engine::why_not(Member& its) {
   if (its.running && its.mixed_up.empty()) {
     its.mixed_up = two_threads;
@@ -319,7 +319,7 @@ std::string Engine::why_not(Member& its) {
   return its.mixed_up;
 }
 
-// A thread returns from `run` or `take`. Returns why its result is invalid; empty if it is valid.
+// A thread returns from `run` or `take`. Returns why the thread's result is invalid; empty if it is valid.
 std::string Engine::returned(std::uint64_t index) {
   const auto still = members_.find(index);
   if (still == members_.end()) return {};
@@ -347,9 +347,9 @@ void Engine::enqueue_unmade(Member& its) {
   for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
 }
 
-// The call that `make` makes of this request. If memory is too short for that, a call that fails its round.
-// Null if memory is too short even for this: then the round fails later, but before the round of any later
-// call.
+// Return the call that `make` makes of this request or, if there is too little memory for it, a call that fails
+// its round. If there is too little memory even for that, return null: the round then fails later, but before
+// any later call's round.
 template <class Make>
 std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
   std::shared_ptr<Flight> out;
@@ -382,8 +382,8 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
   }
 }
 
-// The program takes no more blocks, or brings no more parts. Other ranks compute its blocks, and the round ends
-// without it. If memory is too short for this, `fly` does it later.
+// End the open call of a program that takes no more blocks, or passes no more parts. Other ranks compute its
+// blocks, and the round ends without it. If this runs out of memory, `fly` does it later.
 void Engine::leave_call(Member& its, Flight& flight) {
   flight.open = false;
   if (flight.submitted) {
@@ -397,8 +397,8 @@ void Engine::leave_open_share(Member& its) {
   if (its.has_open_call() && its.queue.back()->shared) leave_call(its, *its.queue.back());
 }
 
-// Run a turn of a member. Returns whether the turn had news. If the turn lacks memory, the member's round fails
-// as soon as memory allows it.
+// Run a turn of a member. Returns whether the turn made progress. If the turn lacks memory, the member's round
+// fails as soon as memory allows it.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
   const auto fail = [&] { return !attempted([&] { its.node->lack_memory(); }); };
@@ -430,7 +430,7 @@ bool Engine::fly(Member& its) {
       } else {
         node.submit(std::move(flight.call));
       }
-      // a process that was stopped sees first that time has passed, so read what has come meanwhile
+      // after a stop, this process first notices that time has passed, so read what has come meanwhile
       if (node.wakes_at() <= now()) its.wire->poll(node, true);
       node.advance();
     }
@@ -695,7 +695,7 @@ bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(
   return ended;
 }
 
-// Let every node read its messages and do what it can. Returns whether there was any news.
+// Let every node read its messages and do what it can. Returns whether any node made progress.
 bool Engine::poll() {
   bool news = false;
   if (stopping_) return news;
@@ -726,18 +726,18 @@ void Engine::say_news(std::uint64_t index, Member& its, bool waits) {
   warnings_.add({index, words + waited_for_elsewhere(index)});
 }
 
-// Whether something may happen without a wake-up.
+// Whether something may happen in some group without a wake-up.
 bool Engine::hears_nothing() const {
   return std::ranges::any_of(members_, [](const auto& it) { return it.second.wire->hears_nothing(); });
 }
 
-// Time between polls for news of a group that arrives without a wake-up.
+// Return the time between polls of a group whose messages may arrive without a wake-up.
 double Engine::longest_nap(const Member& its) const {
   if (!its.wire->awaits()) return longest_timer;
   return its.queue.empty() && !its.node->awaited_below() ? shortest_timer : usual_nap;
 }
 
-// How long a thread may sleep. `waiting`: it waits for a call. `quiet`: nothing has come for this many seconds.
+// Return how long a thread may sleep. `waiting`: it waits for a call. `quiet`: seconds since anything came.
 double Engine::longest_sleep(bool waiting, double quiet) const {
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
   attempted([&] {
@@ -750,11 +750,11 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
   return out;
 }
 
-// Do the engine's work on this thread until `done`, or until the engine stops. Returns whether it is done.
+// Do the engine's work on this thread until `done`, or until the engine stops. Returns whether `done` is true.
 template <class Done>
 bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double until) {
   WakeUp& wake_up = page_->wake_up;
-  // What `done` reads stays valid until this thread releases the lock.
+  // While this thread is inside, and then until it releases the lock, what `done` reads stays valid.
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;
@@ -849,7 +849,7 @@ void Engine::tell_of_ended_roots() {
   }
 }
 
-// Where this process's groups stand, a line for each.
+// Describe where this process's groups stand, with a line for each.
 std::string Engine::standing() const {
   std::string out;
   for (const auto& [index, its] : members_) {
@@ -858,7 +858,7 @@ std::string Engine::standing() const {
   return out.empty() ? "jaxcoded: no group is open\n" : out;
 }
 
-// The other groups in which ranks wait for this rank, while it waits in the group `index`.
+// Name the other groups in which ranks wait for this rank while it waits in the group `index`.
 std::string Engine::waited_for_elsewhere(std::uint64_t index) const {
   std::string out;
   for (const auto& [other, its] : members_) {
@@ -883,7 +883,7 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   tell_waiting();
 }
 
-// The node's own call may still end; the calls behind it will not begin.
+// Leave a group. The node's current call may still end; the calls behind it in the queue fail.
 void Engine::leave(Member& its, const std::string& failure) {
   while (its.queue.size() > 1) {
     fail(*its.queue.back(), "GroupClosed: the group has failed, or the process ends");
@@ -945,7 +945,7 @@ Engine::Members::iterator Engine::end(Members::iterator it, const char* why) {
   return it;
 }
 
-// Groups that an exception has ended here still relay, until no rank below needs this. Then they end.
+// End groups that an exception has ended at this rank, once no rank below needs them as relays any more.
 void Engine::end_abandoned() {
   for (auto it = members_.begin(); it != members_.end();) {
     const Member& its = it->second;
@@ -959,19 +959,19 @@ void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
   if (its.root) end_of_job_.give_up(its.comm, absent);
 }
 
-// Report what was wrong with a call, if no later round was left to fail with it.
+// Warn of a fault that was reported too late to fail a round.
 void Engine::report_untold(std::uint64_t index, const Member& its) {
   if (!its.node->untold().empty()) {
     warnings_.add({index, "after its last round: " + its.node->untold()});
   }
 }
 
-// Let waiting threads check again for what they wait for.
+// Let waiting threads check again whether they may continue.
 void Engine::tell_waiting() {
   if (waiting_) changed_.notify_all();
 }
 
-// Wait until no thread is inside. Each of them must see by what it waits for that it must leave.
+// Wait until no thread is inside. The caller has made sure that the threads leave as soon as they check again.
 void Engine::wait_until_nobody_is_in(std::unique_lock<FairMutex>& lock, const int& inside) {
   while (inside) {
     page_->wake_up.send();
@@ -1006,11 +1006,11 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
   }
   drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
         now() + flush_seconds);
-  // Ranks that read the memory of this process, or of the caller, must not use what is there from now on.
+  // From now on, ranks that read this process's memory, or the caller's, must not use what they read.
   for (const auto& [index, its] : members_) page_.close_slot(its.slot);
   stopping_ = true;
   warnings_.close();
-  // Handlers that still wait notice this, and release their groups.
+  // Handlers that still wait notice `stopping_`, and release their groups.
   wait_until_nobody_is_in(lock, inside_);
   members_.clear();
   return end_of_job_.left_any();

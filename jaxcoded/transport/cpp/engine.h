@@ -30,12 +30,12 @@ namespace jaxcoded {
 // were made.
 struct Flight {
   std::uint32_t number = 0;  // identifies a started call for `finish`; 0 for other calls
-  Call call;                 // until the node takes the call
+  Call call;                 // the call itself, until the node takes it
   bool submitted = false;    // the node has taken the call
-  std::shared_ptr<Flight> replaces = {};  // the call of the same round that the node has until it takes this call
-  bool open = false;         // more parts of the call's vectors follow
-  bool shared = false;       // or more blocks follow, until the round is over
-  bool looped = false;       // the blocks are computed in a loop on the host, which says when it ends
+  std::shared_ptr<Flight> replaces = {};  // the same round's earlier call, which the node has until it takes this call
+  bool open = false;         // more parts of the call's vectors follow,
+  bool shared = false;       // or, with shared work, more blocks, until the round is over
+  bool looped = false;       // the program computes the blocks in a loop on the host, and reports the loop's end
   Outcome outcome = Outcome::pending;
   std::string error;
   std::uint64_t fingerprint = 0;   // of the call
@@ -63,7 +63,7 @@ struct Member {
   std::shared_ptr<Pool> pool;
   // Calls that are not over; the node has the first. An open call is always the last.
   std::deque<std::shared_ptr<Flight>> queue;
-  // Started calls that wait for their `finish`, in their order. They may already be over.
+  // Started calls for which `finish` was not called, in the order of their starts. They may be over.
   std::deque<std::shared_ptr<Flight>> started;
   std::uint32_t numbers = 0;  // the latest number given to a started call
   bool running = false;       // a thread is in `run` or `take`, or copies in `start`
@@ -96,12 +96,12 @@ struct Request {
   std::vector<Apart> apart = {};
   Examples examples = {};
   Audits audits = {};
-  std::vector<double> costs = {};  // of blocks, see `Ledger::begin`
-  bool continues = false;    // continues the open call, some of whose parts have come
+  std::vector<double> costs = {};  // of the blocks, see `Ledger::begin`
+  bool continues = false;    // this continues the open call, some of whose parts have come
   std::shared_ptr<Feed> feed = {};  // copies the vectors, if they are not in host memory
 };
 
-// The answer to a program that shares its work: a block, or none once the round is over.
+// The answer to a program with shared work that asks for a block: the block, or none once the round is over.
 struct Taken {
   std::optional<Work> work = {};
   std::string error = {};
@@ -122,29 +122,29 @@ class Engine {
  public:
   static Engine& instance();
 
-  // What the other ranks need to know about this process for a new group.
+  // Return what the other ranks need to know about this process for a new group.
   Card introduce();
   // `cards`: what `introduce` returned on all ranks of a group. Must be called on every rank before any opens it.
   void let_read(const std::vector<Card>& cards);
-  // The group of this card will not be opened.
+  // Forget a card, because its group will not be opened.
   void forget(const Card& card);
   void open(std::uint64_t index, std::unique_ptr<MpiWire> wire, std::unique_ptr<Node> node,
             Member member);
-  // The group was opened here, but not on all ranks, and no rank has called anything.
+  // Discard a group that was opened at this rank but not at all ranks. No rank has called anything in it.
   void discard(std::uint64_t index);
   Validity& validity(std::uint64_t slot);
   const std::atomic<std::uint32_t>& messages(std::uint64_t slot);
   // Memory for vectors, `shared` if other processes of this host read them.
   Source& memory(bool shared);
-  // The group of this communicator is open on all ranks; see `EndOfJob`.
+  // Record that the group of this communicator is open on all ranks; see `EndOfJob`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
-  // This process joins a job, or is about to start others that do; see `EndOfJob`.
+  // Record that this process joins a job, or is about to start processes that join its job; see `EndOfJob`.
   void join();
 
   // Run one round. Blocks until its result is available. Any thread may call; one call per group at a time.
   Result run(std::uint64_t index, Request request);
-  // Start a round that `finish` will end. Copies the vectors and does not wait, with one exception. If
-  // `most_started` calls already wait for their `finish`, this waits until the oldest one ends, and forgets it.
+  // Start a round that `finish` will end. Copies the vectors and does not wait, with one exception: if
+  // `most_started` calls wait for `finish`, this waits until the oldest one ends, and drops its result.
   Started start(std::uint64_t index, Request request);
   // Blocks until the started call is over, and copies its result. `total` must equal the segments of that
   // result.
@@ -157,18 +157,18 @@ class Engine {
   std::string extend(std::uint64_t index, Request request);
   // Return the next block to compute, in a round that a `run` with `continues` will end. The program has
   // computed the previous block. `own`, this rank's vectors, must stay valid until this returns. Blocks until
-  // there is an answer. Without `own` it also returns when the vectors are needed.
+  // there is an answer. Without `own`, this also returns as soon as the vectors are needed.
   Taken take(std::uint64_t index, Request request);
-  // The program takes no more blocks of a round with shared work.
+  // Record that the program takes no more blocks of a round with shared work.
   void leave_share(std::uint64_t index);
   void note_failure(std::uint64_t index, const std::string& words);
-  // This rank had too little memory to make a call. The call's round fails.
+  // Fail the round of a call that this rank had too little memory to make.
   void note_unmade(std::uint64_t index);
-  // This rank had too little memory for the next part of the open call, if there is one.
+  // Record that this rank had too little memory for the next part of the open call, if there is one.
   void note_lost_part(std::uint64_t index);
-  // The feed of the open call that a request continues; null if the request begins a call.
+  // Return the feed of the open call that a request continues; null if the request begins a call.
   std::shared_ptr<Feed> feed_of(std::uint64_t index, const Request& request);
-  // A feed has news. Any thread may call this.
+  // Wake the engine because a feed has news. Any thread may call this.
   void wake_up() { page_->wake_up.send(); }
 
   // Call `use` with the group's member, under the lock.
@@ -177,11 +177,11 @@ class Engine {
     std::unique_lock lock(mutex_);
     return use(member(index));
   }
-  // Do the engine's work until `done(member)`, or for this many seconds. Returns whether `done(member)` holds.
-  // Raises `Closed` if the group is closed meanwhile.
+  // Do the engine's work until `done(member)` is true, or for this many seconds. Returns whether `done(member)`
+  // is true. Raises `Closed` if the group is closed meanwhile.
   bool wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done);
 
-  // The group continues under the index `next`, with another code. It must have no call in progress.
+  // Continue the group under the index `next`, with another code. The group must have no call in progress.
   void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
               Decoder decoder, Erasures erasures);
 
@@ -194,13 +194,13 @@ class Engine {
   // ranks below it.
   void abandon(std::uint64_t index, const std::string& failure);
   // Leave the group once no rank needs this rank any more, after this many seconds at the latest. Returns the
-  // ranks below that had not left by then. Raises `Closed` if another thread has closed the group.
+  // ranks below that this rank did not wait for. Raises `Closed` if another thread has closed the group.
   std::vector<Rank> close(std::uint64_t index, double seconds);
   // Leave all groups, after a failure or as planned, and fail the calls that wait. Ranks below that have not
   // left after this many seconds are given up. Afterwards the engine does only one thing: until `MPI_Finalize`,
   // it answers that this process is there. When this returns, no other thread is in the engine, and no rank
-  // uses anything that it reads in this process. If `status` is not 0, the process would end the job with it.
-  // Returns whether the engine will end the job itself, as its root has left ranks behind.
+  // uses anything that it reads in this process. If `status` is not 0, the process would end the job with this
+  // status. Returns whether the engine itself will end the job, as a root that has left without some ranks.
   bool stop(double seconds, const std::string& failure, int status);
 
  private:
@@ -296,7 +296,7 @@ auto counted(std::uint64_t index, bool begins, Make make) {
   }
 }
 
-// Raised for a group that is not open.
+// Thrown for a group that is not open.
 struct Closed {
   std::string text;
 };

@@ -1,4 +1,4 @@
-// Which ranks a round can spare.
+// Which ranks a round can do without.
 #pragma once
 
 #include <map>
@@ -17,7 +17,7 @@ struct Parent {
   Decoder decoder = Decoder();
 };
 
-// The answers of `jaxcoded.Plan.missing` and `Plan.why_not`, for the whole tree.
+// Computes what `jaxcoded.Plan.missing` and `Plan.why_not` return, for the whole tree.
 class Erasures {
  public:
   // `parents`: each parent before the parents below it.

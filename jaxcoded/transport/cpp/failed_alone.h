@@ -1,5 +1,5 @@
-// The rounds that failed here without the root, and that the root has not mentioned since. Until the root
-// mentions them, this rank's state may differ from the other ranks' state.
+// The rounds that failed at this rank without the root, and about which the root has sent nothing since. Until
+// it does, this rank's state may differ from the other ranks' state.
 #pragma once
 
 #include "message.h"
@@ -15,8 +15,8 @@ class FailedAlone {
   Round first() const { return first_; }  // 0: none
   void clear() { first_ = 0; }
 
-  // The root mentions a round. unrelated: the round did not fail here alone. confirmed: it failed at the root,
-  // too. contradicted: other ranks may have a result of a round that failed here.
+  // Record news from the root about a round. unrelated: the round did not fail at this rank alone. confirmed:
+  // the round failed at the root, too. contradicted: other ranks may have a result of a round that failed here.
   enum class Heard { unrelated, confirmed, contradicted };
   Heard heard(Round round, bool failed) {
     if (!first_ || round < first_) return Heard::unrelated;

@@ -1,4 +1,4 @@
-// A lock that one thread may need for long, while others still get their turn.
+// A lock that one thread may need for long, although other threads must get it in between.
 #pragma once
 
 #include <atomic>
@@ -8,14 +8,14 @@
 namespace jaxcoded {
 
 // If a thread unlocks a plain mutex and locks it again, it gets the mutex before any waiting thread wakes up.
-// This is fast, since the threads do not alternate. `FairMutex` allows it until some thread has waited long.
+// This is fast, since the threads do not alternate. `FairMutex` allows this until a thread has waited for 1 ms.
 class FairMutex {
  public:
   void lock() {
     if (!mutex_.try_lock()) wait();
   }
   void unlock() { mutex_.unlock(); }
-  // Called by the thread that has the lock. A thread that has waited long gets the lock next.
+  // Called by the thread that has the lock: if another thread has waited for 1 ms, it gets the lock next.
   void give_way() {
     const Time since = waits_since_;
     if (since == nobody || now() - since < patience) return;

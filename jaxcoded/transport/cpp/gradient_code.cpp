@@ -14,7 +14,7 @@ namespace {
 constexpr double exact_within = 1e-5;
 // Numbers this close to whole numbers are rounded to them, if the result is exact.
 constexpr double whole_within = 1e-9;
-// How many times to look for less damping.
+// How many times to try half the damping.
 constexpr int halvings = 40;
 
 double length(const std::vector<double>& vector) {
@@ -106,7 +106,7 @@ GradientCode::Block GradientCode::block(std::vector<std::size_t> classes,
   return out;
 }
 
-// The classes of the block from which no message came.
+// Return the classes of the block from which no message came.
 std::vector<std::size_t> GradientCode::Block::missing(const std::vector<bool>& heard) const {
   std::vector<std::size_t> out;
   for (std::size_t c = 0; c < classes.size(); ++c) {
@@ -137,8 +137,8 @@ double GradientCode::Block::amplification(const Matrix& solution) const {
   return grown.values.empty() ? 0 : std::ranges::max(grown.values);
 }
 
-// A bound for the amplification by the solution (Cauchy-Schwarz). For solutions of least norm the bound never
-// grows with more messages, while the amplification itself may.
+// Return a bound for the amplification by the solution (Cauchy-Schwarz). For solutions of least norm the bound
+// never grows with more messages, while the amplification itself may.
 double GradientCode::Block::bound(const Matrix& solution) const {
   double most = 0;
   for (std::size_t u = 0; u < solution.columns; ++u) {
@@ -163,14 +163,14 @@ Matrix GradientCode::Block::in_whole_numbers(Matrix solution) const {
   return (equations * whole).values == target.values ? whole : solution;
 }
 
-// The exact solution without these classes; empty if there is none.
+// Return the exact solution without these classes; empty if there is none.
 Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const {
   Matrix solution = everything;
   if (!missing.empty()) {
     Matrix lacking = everything.taken(missing);
     for (double& value : lacking.values) value = -value;
-    // The rows are those of an orthonormal basis, so lengths count as small compared with 1. The longest row
-    // itself may be only rounding.
+    // The rows belong to an orthonormal basis, so lengths are compared with 1, not with the longest row. Even
+    // this row may be only rounding.
     const Matrix change = surplus * Factored(surplus.taken(missing), 1.0).solve(std::move(lacking));
     for (std::size_t i = 0; i < solution.values.size(); ++i) solution.values[i] += change.values[i];
     for (std::size_t c : missing) std::fill_n(solution[c], solution.columns, 0.0);
@@ -179,12 +179,12 @@ Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const
   return solves(solution) ? solution : Matrix();
 }
 
-// The solution with the least residual. If its amplification exceeds the limit, a solution near it.
+// Return the solution with the least residual or, if its amplification exceeds the limit, a solution near it.
 Matrix GradientCode::Block::best(const std::vector<std::size_t>& missing, double limit) const {
   Matrix solution = exact(missing);
   if (solution.values.empty()) solution = damped(missing, 0);
   if (amplification(solution) <= limit) return solution;
-  // This damping certainly suffices: each slice of the solution is at most as long as the target's slice, over
+  // This damping δ certainly suffices: no slice of the solution is longer than the target's slice divided by
   // 2δ.
   const auto ones = static_cast<double>(target.rows / target.columns);
   double damping = weight * std::sqrt(ones) / (2 * limit);
@@ -197,7 +197,7 @@ Matrix GradientCode::Block::best(const std::vector<std::size_t>& missing, double
   return solution;
 }
 
-// The x, zero at missing classes, with the least ‖equations·x − target‖² + δ²‖x‖².
+// Return the x, 0 at missing classes, with the least ‖equations·x − target‖² + δ²‖x‖², where δ is `damping`.
 Matrix GradientCode::Block::damped(const std::vector<std::size_t>& missing, double damping) const {
   std::vector<std::size_t> heard(classes.size());
   std::iota(heard.begin(), heard.end(), 0);
@@ -246,7 +246,7 @@ std::optional<GradientCode::Solution> GradientCode::solved(const std::vector<boo
   return out;
 }
 
-// The classes that a promise needs, from the first children that have sent them; nothing if no promise is kept.
+// Return the classes that a promise needs, of the first children that satisfy it; nothing if no promise holds.
 std::optional<std::vector<bool>> GradientCode::promised(const std::vector<bool>& heard) const {
   const std::size_t parts = tensor_.parts, children = tensor_.children();
   std::vector<std::size_t> came(children);  // how many first parts of each child came

@@ -27,8 +27,8 @@ struct CodeTensor {
   struct Promise {
     std::size_t late, parts, first;
   };
-  std::vector<Promise> promises = {};  // in addition to this one: all parts of all children but `stragglers` suffice
-  // Bounds the amplification by any set of messages that suffices.
+  std::vector<Promise> promises = {};  // besides the first promise: all parts of all children but any `stragglers`
+  // Messages suffice only if their amplification is at most this.
   double limit = std::numeric_limits<double>::infinity();
 
   const double* row(std::size_t row) const { return values.data() + row * partitions * slices; }
@@ -47,12 +47,12 @@ class GradientCode {
   // The partitions in each row.
   const std::vector<std::vector<std::size_t>>& held() const { return held_; }
 
-  // Coefficients (slices × rows) with which the messages give the exact sum, with an amplification within the
-  // limit. No values if there are none. Of each class, only the first message that came is used.
+  // Return coefficients (slices × rows) with which these messages give the exact sum, with an amplification
+  // within the limit; without values if there are none. Only the first message of each class is used.
   Matrix exact(const std::vector<bool>& answered) const;
   // Whether these messages suffice for a parent to continue.
   bool sufficient(const std::vector<bool>& answered) const;
-  // The best sum that these messages allow.
+  // Return the coefficients of the best sum that these messages allow.
   Matrix best(const std::vector<bool>& answered) const;
 
  private:
@@ -68,7 +68,7 @@ class GradientCode {
     Matrix surplus;     // Nᵀ: classes × surplus
 
     Matrix magnitudes;  // partitions × classes
-    double weight = 0;  // of a solution's length, for its bound
+    double weight = 0;  // times a solution's length: a bound for its amplification
 
     std::vector<std::size_t> missing(const std::vector<bool>& heard) const;
     void put(const Matrix& solution, Matrix& all) const;
@@ -82,7 +82,7 @@ class GradientCode {
   };
   struct Solution {
     Matrix coefficients;  // classes × slices
-    double bound = 0;     // of the amplification by the coefficients
+    double bound = 0;     // for the amplification by the coefficients
   };
 
   std::vector<bool> heard_classes(const std::vector<bool>& answered) const;
@@ -94,9 +94,9 @@ class GradientCode {
   Block block(std::vector<std::size_t> classes, const std::vector<std::size_t>& partitions) const;
 
   CodeTensor tensor_;
-  std::vector<std::size_t> classes_;  // by row
-  std::vector<std::size_t> first_;    // by class
-  std::vector<double> units_;         // by class: the size of its messages, a power of 2
+  std::vector<std::size_t> classes_;  // of each row
+  std::vector<std::size_t> first_;    // the first row of each class
+  std::vector<double> units_;         // for each class, the size of its messages: a power of 2
   std::vector<std::vector<std::size_t>> held_;
   std::vector<Block> blocks_;
   bool complete_ = true;  // each partition is in some row

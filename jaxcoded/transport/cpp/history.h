@@ -16,11 +16,11 @@ struct Entry {
   std::uint64_t fingerprint = 0;
   bool failed = false;
   std::string error = {};  // the error of a round that failed
-  bool alone = false;      // failed without the root, whose decision other ranks may have
+  bool alone = false;      // failed without the root; other ranks may have the root's decision
   Layout layout = {};
   std::vector<std::byte*> at = {};  // the address of each segment
   Buffer buffer = {};               // empty if the result lies in the caller's memory
-  std::uint32_t ready = 0;          // pieces
+  std::uint32_t ready = 0;          // pieces that are available
   std::uint32_t remains = 0;        // pieces that were available before the round failed
   std::vector<bool> here = {};      // which pieces have arrived, also out of order
   std::uint64_t counted = 0;        // bytes, see `History::account`

@@ -10,8 +10,8 @@ namespace jaxcoded {
 
 struct Incoming {
   std::size_t parts = 1;    // parts of a child's message for each part of this rank's message
-  std::size_t vectors = 0;  // vectors of each part
-  Layout incoming = {};     // one part of the children's messages for each of this rank's parts
+  std::size_t vectors = 0;  // vectors in each part
+  Layout incoming = {};     // one part of a child's message for each part of this rank's message
   Layout theirs = {};       // all of a child's message, if it has several parts
 
   // `message`: this rank's message, in parts of `vectors` vectors each.
@@ -34,7 +34,7 @@ struct Incoming {
   // The layout of a child's message.
   const Layout& of_child() const { return parts > 1 ? theirs : incoming; }
 
-  // The piece of a child's message, in this part of it, that goes into this piece of `incoming`.
+  // Return the piece of this part of a child's message that goes into this piece of `incoming`.
   std::uint32_t piece_of_part(std::size_t part, std::uint32_t piece) const {
     if (parts == 1 || !incoming[piece].count) return piece;
     const std::size_t segment = incoming[piece].segment;

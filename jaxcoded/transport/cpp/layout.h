@@ -10,7 +10,7 @@
 
 namespace jaxcoded {
 
-// A vector of one element type. Each part of a message has one for each type in it.
+// A vector of one element type. Each part of a message has a segment for each element type in it.
 struct Segment {
   DType dtype;
   std::uint64_t count;  // elements
@@ -25,8 +25,8 @@ inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
   return out;
 }
 
-// This machine's memory, including swap. No message can be longer, so a longer length from another rank is an
-// error.
+// Return the bytes of this machine's memory, including swap. No message can be longer, so a greater length sent
+// by another rank is damaged.
 inline std::uint64_t most_bytes() {
   static const std::uint64_t bytes = [] {
     struct sysinfo its {};
@@ -46,14 +46,14 @@ struct Piece {
   std::uint64_t packed = 0;  // the offset if the pieces of the segment lie one after the other in memory
 };
 
-// The pieces of a message. There is always at least one, even if it has no elements: an empty message is a
-// message too. Pieces are computed on request, since a layout is made several times a round.
+// The pieces of a message. There is always at least one piece, even without elements, so that an empty message
+// can be sent, too. Pieces are computed on request, since a layout is made several times a round.
 class Layout {
  public:
   Layout() = default;
 
-  // `slices`: the number of equal slices of each segment. The first piece of each slice comes first, then the
-  // second piece of each slice. One piece of the coded messages makes one piece of each slice.
+  // `slices`: the number of equal slices of each segment. The first pieces of all slices come first, then the
+  // second pieces of all slices. One piece of the coded messages makes one piece of each slice.
   Layout(std::vector<Segment> segments, std::uint64_t piece_bytes, std::uint64_t slices = 1)
       : segments_(std::move(segments)) {
     places_.reserve(segments_.size());
@@ -73,7 +73,7 @@ class Layout {
   Piece operator[](std::uint32_t piece) const {
     if (!pieces_) return {};
     std::size_t s = 0;
-    if (places_.size() > 1) {  // the last segment that begins at this piece or before; empty ones have no piece
+    if (places_.size() > 1) {  // the last segment that begins at this piece or before; empty segments have no piece
       const auto after = std::ranges::upper_bound(places_, piece, {}, &Place::first);
       s = static_cast<std::size_t>(after - places_.begin()) - 1;
     }
@@ -87,11 +87,11 @@ class Layout {
     return {s, first, count, first * size, count * size, before * size};
   }
 
-  // Bytes of a copy in one block of memory, in which segment `s` starts at `start(s)`.
+  // Return the bytes of a copy of the message in one block of memory, where segment `s` starts at `start(s)`.
   std::uint64_t bytes() const { return bytes_; }
   std::uint64_t start(std::size_t segment) const { return places_[segment].start; }
 
-  // The first piece of a segment. For the index after the last segment, the number of pieces.
+  // Return the first piece of a segment or, for the index after the last segment, the number of pieces.
   std::uint32_t first(std::size_t segment) const {
     return segment < places_.size() ? places_[segment].first : size();
   }
@@ -104,7 +104,7 @@ class Layout {
     std::uint64_t step;   // elements of each piece
     std::uint64_t slices;
     std::uint64_t slice;  // elements of each slice
-    std::uint32_t first;  // its first piece
+    std::uint32_t first;  // the segment's first piece
   };
 
   std::vector<Segment> segments_;

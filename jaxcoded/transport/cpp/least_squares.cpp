@@ -37,7 +37,7 @@ void reflect(const Matrix& a, std::size_t c, double scale, Matrix& b, std::size_
   }
 }
 
-// The nonzero rows of R, as columns.
+// Return the nonzero rows of R as columns.
 Matrix upper_rows(const Triangular& triangular, std::size_t columns) {
   Matrix out(columns, triangular.rank());
   for (std::size_t i = 0; i < triangular.rank(); ++i) {
@@ -141,7 +141,7 @@ Matrix Factored::null_space() const {
   return in_place(x);
 }
 
-// The rows of `x`, moved to the original places of `a`'s columns.
+// Move the rows of `x` to the original places of `a`'s columns.
 Matrix Factored::in_place(const Matrix& x) const {
   Matrix out(x.rows, x.columns);
   for (std::size_t i = 0; i < x.rows; ++i) {

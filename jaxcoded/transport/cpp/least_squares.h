@@ -23,11 +23,11 @@ struct Matrix {
 
 Matrix operator*(const Matrix& a, const Matrix& b);
 
-// Householder's reflections that make a matrix upper triangular.
+// A matrix that Householder reflections have made upper triangular.
 class Triangular {
  public:
-  // With `zero`, columns are exchanged so that the longest remaining column comes next. This ends once no
-  // remaining column is longer than `zero`.
+  // With `zero`, columns are exchanged so that the longest remaining column comes next, until no remaining
+  // column is longer than `zero`.
   explicit Triangular(Matrix a, std::optional<double> zero = {});
 
   std::size_t rank() const { return scales_.size(); }
@@ -42,7 +42,6 @@ class Triangular {
   std::vector<std::size_t> order_;
 };
 
-// A matrix of any shape and rank, factored for its least-norm least-squares solutions: the complete
 // A matrix of any shape and rank, factored for its least-norm least-squares solutions: the complete orthogonal
 // factorization (Golub and Van Loan, Matrix Computations, 5.4.7 and 5.5.2). A column counts as dependent on
 // others if its remainder is short compared with `size`, by default the length of the longest column.
@@ -50,9 +49,9 @@ class Factored {
  public:
   explicit Factored(Matrix a, std::optional<double> size = {});
 
-  // Of the x (columns × n) with the least ‖a·x − b‖, the one with the least ‖x‖.
+  // Return the x (columns × n) with the least ‖x‖ among all x with the least ‖a·x − b‖.
   Matrix solve(Matrix b) const;
-  // Columns: an orthonormal basis of all x with a·x = 0.
+  // Return an orthonormal basis of all x with a·x = 0, as columns.
   Matrix null_space() const;
 
  private:

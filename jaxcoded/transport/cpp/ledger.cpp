@@ -13,15 +13,15 @@
 namespace jaxcoded {
 namespace {
 
-// A member asks for more while it computes its last block, so that the answer arrives in time.
+// A member gets more blocks while it computes its last one, so that they arrive in time.
 constexpr std::size_t ahead = 1;
-// A block that takes longer than usual is expected to take half as long again as it has taken so far.
+// An overdue block is expected to take another half of the time that it has taken so far.
 constexpr double further = 0.5;
-// A block in progress is computed again only if it then ends sooner by this share of a block.
+// A block in progress is computed again only if its member is expected to need 1 + this times as long.
 constexpr double worth = 0.1;
 constexpr double telling = 0.5;  // a pace is known after this many blocks of usual cost
-constexpr std::uint32_t most_doublings = 6;  // of the patience with a member
-// A late member is checked again after this share of its silence, but not before this share of the patience.
+constexpr std::uint32_t most_doublings = 6;  // how often the patience with a member is doubled at most
+// A late member is checked again after `share_of_time` of its silence, but not before `finest` of the patience.
 constexpr double share_of_time = 1.0 / 16, finest = 1.0 / 64;
 constexpr double never = std::numeric_limits<double>::infinity();
 
@@ -117,7 +117,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   const bool granted = progress.added <= member.blocks.size();
   const bool recalled = progress.answered <= member.answered + member.recalls.size();
   if (!granted || !recalled) throw Damaged();
-  if (member.state == Member::State::given_up) {  // and empty
+  if (member.state == Member::State::given_up) {  // the member has begun again, with an empty vector
     member.state = Member::State::here;
     member.since = now;
   }
@@ -126,7 +126,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const double told = cost(member, member.added, progress.added);
     const double block = (now - ago - member.since) / told;
     // The member may have begun before the round began here. A cheap block takes little longer than its
-    // messages, so it says nothing.
+    // messages, so its time says little about the member's pace.
     if (block > 0 && told >= telling) {
       member.seconds = member.measured ? (member.seconds + block) / 2 : block;
       usual_.reset();
@@ -140,7 +140,7 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
     const bool returns = std::ranges::find(progress.returned, recall.block) != progress.returned.end();
     const auto returned = std::ranges::find(member.blocks, recall.block);
     if (returns && returned - member.blocks.begin() < member.added) throw Damaged();  // the block is in its vector
-    (returns ? free_ : member.kept).insert(recall.block);  // if memory is too short for this, nothing has changed
+    (returns ? free_ : member.kept).insert(recall.block);  // if this runs out of memory, nothing has changed
     member.recalls.pop_front();
     ++member.answered;
     break_promise(recall);
@@ -186,7 +186,7 @@ void Ledger::close(double now) {
   closed_at_ = now;
   for (std::size_t m = 0; m < members_.size(); ++m) {
     Member& member = members_[m];
-    will_ask(m);  // if the member is only expected
+    will_ask(m);  // changes only members that are expected
     if (!member.here()) continue;
     for (std::size_t i = member.added + 1; i < member.blocks.size(); ++i) {
       const Block block = member.blocks[i];
@@ -254,7 +254,7 @@ double Ledger::wakes_at(double now) const {
     block = std::min(block, seconds(member));
   }
   if (!idle || latest == -never || waits_) return out;
-  // Only time shows how much longer a block takes. The later it is, the less often it is checked.
+  // Only time shows how much longer a block takes. The later the block is, the less often it is checked.
   const double quarter = (block > 0 ? block : patience_seconds_) / 4;
   return std::min(out, now + std::max({quarter, (now - latest) * share_of_time, patience_seconds_ * finest}));
 }
@@ -316,7 +316,7 @@ std::vector<Block> Ledger::orphans(const std::vector<bool>& silent) const {
   return out;
 }
 
-// When the parent gives the member up, unless the member answers before.
+// Return when the parent gives the member up, unless the member answers before.
 double Ledger::patience_ends(const Member& member) const {
   if (member.held) return *member.held + patience_seconds_;
   if (member.recalls.empty()) return never;
@@ -324,10 +324,10 @@ double Ledger::patience_ends(const Member& member) const {
   return member.recalls.front().since + patience_seconds_ * (1u << doublings);
 }
 
-// Until when a closed round waits for blocks in progress.
+// Return until when a closed round waits for blocks in progress.
 double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_seconds_, usual()); }
 
-// Seconds for a block of usual cost: the median over the members.
+// Return the seconds for a block of usual cost: the median over the members.
 double Ledger::usual() const {
   if (usual_) return *usual_;
   std::vector<double> known;
@@ -341,7 +341,7 @@ double Ledger::seconds(const Member& member) const {
   return member.seconds > 0 ? member.seconds : usual();
 }
 
-// The cost of the member's blocks `first` to `last` together.
+// Return the total cost of the member's blocks from `first` up to before `last`.
 double Ledger::cost(const Member& member, std::size_t first, std::size_t last) const {
   if (costs_.empty()) return static_cast<double>(last - first);
   double out = 0;
@@ -363,7 +363,7 @@ double Ledger::done_in(const Member& member, double now, double more) const {
   return further * present + (left - untold) * std::max(usual, elapsed / untold);
 }
 
-// The place of the first of the member's blocks that may be worth a recall.
+// Return the index of the first of the member's blocks that may be worth a recall.
 std::size_t Ledger::begun(const Member& member, double now) const {
   if (!member.here()) return 0;
   const double usual = seconds(member);
@@ -401,7 +401,7 @@ void Ledger::grant(std::size_t m, const std::vector<Block>& blocks, double now) 
   order(m, Order::Kind::grant, blocks);
 }
 
-// Grant a member those of its own blocks that are still free.
+// Grant a member its own blocks, as far as they are still free.
 bool Ledger::grant_own(std::size_t m, double now) {
   std::vector<Block> own;
   std::ranges::copy_if(own_[m], std::back_inserter(own),
@@ -411,7 +411,7 @@ bool Ledger::grant_own(std::size_t m, double now) {
   return true;
 }
 
-// Grant a free block: the one that its owner, if the owner arrives, would reach last.
+// Grant the free block that its owner, if the owner arrives, would reach last.
 bool Ledger::grant_free(std::size_t m, double now) {
   if (divided_) return grant_own(m, now);
   std::optional<Block> last;
@@ -423,7 +423,7 @@ bool Ledger::grant_free(std::size_t m, double now) {
   return last.has_value();
 }
 
-// In how many seconds the other members would finish all blocks granted to this member.
+// Return in how many seconds the other members would finish all blocks granted to this member.
 double Ledger::anew_in(std::size_t from, double now) const {
   std::vector<std::pair<double, double>> others;  // when each is done, and its time for a block of usual cost
   for (std::size_t m = 0; m < members_.size(); ++m) {
@@ -444,9 +444,9 @@ double Ledger::anew_in(std::size_t from, double now) const {
   return out;
 }
 
-// How much longer a member's last block must take before another member computes it again, which would finish
-// the block in `mine`. The threshold doubles each time. So a block that takes long everywhere is finished at
-// last.
+// Return how many more seconds a member's last block must be expected to take before it is granted to another
+// member, which would finish it in `mine` seconds. The threshold doubles each time, so a block that takes long
+// everywhere is finished at last.
 double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   const Member& other = members_[from];
   double least = mine;
@@ -479,7 +479,7 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
       const Block block = other.blocks[i];
       if (!holds(m, block)) continue;
       if (recalled(other, block) || (other.kept.contains(block) && !last)) continue;
-      // Estimated as for the other members, so that no block moves back and forth between two late members.
+      // `mine` is estimated like others' times, so no block moves back and forth between two late members.
       if (cost(block) != of) mine = done_in(member, now, of = cost(block));
       if (its <= mine || (last && its <= worth_taking(v, mine, now))) continue;
       latest = its;

@@ -1,8 +1,8 @@
-// Which rank computes which blocks of a round with shared work, as the parent records it.
+// The parent's record of which member (parent or child) computes which blocks of a round with shared work.
 //
-// Every block is granted to one member at a time: first to its owner, which need not ask. Later the parent may
-// take a block back from the member that would finish last. It grants the block to an idle member that holds
-// its data. So each block is in the sum once, whichever rank is late. The rules are in tests/sharing/model.py.
+// Each block is granted to one member at a time: first to its owner, which need not ask. Later the parent may
+// take a block from the member that would finish last, and grant it to an idle member that holds its data. So
+// each block is in the sum once, whichever rank is late. The rules are in tests/sharing/model.py.
 #pragma once
 
 #include <cstdint>
@@ -47,48 +47,48 @@ class Ledger {
   // Each member computes its blocks of this division, in this order, and no others.
   Ledger(const Division& division, double patience_seconds);
 
-  // A round begins. Members are expected to begin with their own blocks. Members that were told to hold, and
-  // were granted nothing since, ask first. `costs`: the cost of each block, > 0, in units of a usual block;
-  // empty: all blocks have the usual cost.
+  // Begin a round. Members are expected to begin with their own blocks. A member that was told to hold, and was
+  // granted nothing since, asks first. `costs`: the cost of each block, > 0, in units of a usual block; empty:
+  // all blocks have the usual cost.
   void begin(double now, std::vector<double> costs = {});
-  // The member calls. `claims`: the member has begun with its own blocks.
+  // Record that the member calls. `claims`: the member has begun with its own blocks.
   void arrived(std::size_t member, bool claims, double now);
-  // The member will ask before it begins, as it was told to.
+  // Record that the member will ask before it begins, as it was told to.
   void will_ask(std::size_t member);
   void heard(std::size_t member, const Progress& progress, double now);
-  // The member's vector is not available. If the member answers after all, it begins again.
+  // Give up a member whose vector is not available. If it answers after all, it begins with an empty vector.
   void give_up(std::size_t member, double now);
-  // The member takes no part any more.
+  // Record that the member no longer takes part.
   void lost(std::size_t member);
-  // The time for the round is over: no member begins another block. A block in progress gets the time that a
-  // block usually takes. After that, the vector of its member is not used.
+  // Close the round, because its time is over: no member begins another block. A block in progress gets the
+  // time that a block usually takes. If it takes longer, the member's vector is not used.
   void close(double now);
   bool closed() const { return closed_at_.has_value(); }
 
-  // What to tell the members now.
+  // Return the orders to send to the members now.
   std::vector<Order> orders(double now);
-  // When there may be new orders even if no report comes.
+  // Return when there may be new orders even if no report comes.
   double wakes_at(double now) const;
 
-  // Whether the members' vectors hold every block or, once the round is closed, every block that they will
+  // Whether the members' vectors hold every block or, once the round is closed, every block that they will ever
   // hold.
   bool settled() const;
-  // Blocks that are granted to no member.
+  // Return how many blocks are granted to no member.
   std::size_t missing() const { return free_.size(); }
-  // Blocks that a member has not computed yet.
+  // Return how many granted blocks a member has not computed yet.
   std::size_t left(std::size_t member) const { return members_[member].left(); }
   // The version that a member's vector must have.
   Version version(std::size_t member) const;
   Division division() const;
-  // How many blocks each member has computed.
+  // Return how many blocks each member has computed.
   std::vector<Computed> computed() const;
-  // Whether other members can compute the member's blocks, and the free blocks that it holds. Once the round is
-  // closed, no member need do so.
+  // Whether other members can compute the member's blocks, and the free blocks that it holds. True once the
+  // round is closed, since nothing more need be computed.
   bool replaceable(std::size_t member) const;
-  // Whether the member holds blocks that are granted to no member, and has not come or not come back.
+  // Whether the member holds blocks that are granted to no member, and has not called or is still given up.
   bool awaited(std::size_t member) const;
-  // Blocks for which no holder takes part now, or may do so later. `silent` members will not; empty: all
-  // members may.
+  // Return the free blocks that no holder can compute, now or later. `silent`: members that will compute none;
+  // empty: all members may.
   std::vector<Block> orphans(const std::vector<bool>& silent = {}) const;
 
  private:
@@ -105,7 +105,7 @@ class Ledger {
     std::vector<Block> blocks = {};  // granted and not returned, in order
     std::deque<Recall> recalls = {};  // recalls that are not answered yet
     std::set<Block> kept = {};        // blocks that were recalled and not returned
-    std::uint32_t promised = 0;      // blocks that are recalled for this member
+    std::uint32_t promised = 0;      // how many blocks are recalled for this member
     std::uint32_t times_given_up = 0;
     std::optional<double> held = {};  // since when it was told to hold, without an answer
     double since = 0;     // when it began the work that it has not reported
@@ -129,7 +129,7 @@ class Ledger {
   double seconds(const Member& member) const;
   double cost(Block block) const { return costs_.empty() ? 1 : costs_[block]; }
   double cost(const Member& member, std::size_t first, std::size_t last) const;
-  // In how many seconds the member finishes, with additional blocks of cost `more`.
+  // Return in how many seconds the member finishes, with additional blocks of cost `more`.
   double done_in(const Member& member, double now, double more = 0) const;
   std::size_t begun(const Member& member, double now) const;
   double anew_in(std::size_t from, double now) const;
@@ -150,12 +150,12 @@ class Ledger {
 
   std::vector<std::vector<std::size_t>> holders_;
   Division own_;                     // blocks of each member
-  std::vector<std::size_t> places_;  // of each block among the blocks of its owner
-  std::vector<double> costs_ = {};   // of each block in this round; empty: all are usual
+  std::vector<std::size_t> places_;  // the place of each block among its owner's blocks
+  std::vector<double> costs_ = {};   // of each block in this round; empty: all have the usual cost
   double patience_seconds_;
   std::vector<Member> members_;
   std::vector<bool> asks_;  // for each member, whether it asks before it begins with its own blocks
-  bool divided_ = false;    // the division is fixed: no member computes another one's blocks
+  bool divided_ = false;    // the division is fixed: no member computes another member's blocks
   bool waits_ = false;
   std::optional<double> closed_at_ = {};
   std::set<Block> free_;

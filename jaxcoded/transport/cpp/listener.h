@@ -21,20 +21,20 @@ struct Listener {
     told = 0;
   }
   void want_nothing() { last = 0; }
-  // The result of a round has changed: the rank knows no piece of the new one.
+  // Record that the result of a round has changed: the rank knows no piece of the new result.
   void changed(Round round) {
     if (first == round) told = 0;
   }
-  // The rank knows all of the result of `first`.
+  // Record that the rank knows all of the result of `first`.
   void next() {
     ++first;
     told = 0;
   }
 
-  // The rank has sent something.
+  // Record that the rank has sent something.
   void heard() { noted_ = false; }
-  // Whether to tell the rank that this round is decided, although it has not asked. The rank hears this once
-  // for each round. Until it sends something, it hears about no other round.
+  // Whether to tell the rank that this round is decided, although the rank has not asked. It is told once for
+  // each round, and about no later round before it has sent something.
   bool note(Round newest) {
     if (noted_ || last >= newest || noted_round_ >= newest) return false;
     noted_ = true;

@@ -1,4 +1,4 @@
-// The usual value of something.
+// Medians.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace jaxcoded {
 
-// The median, or 0 without values. Reorders the values.
+// Return the median, or 0 without values. Reorders the values.
 inline double median(std::span<double> values) {
   if (values.empty()) return 0;
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -16,7 +16,7 @@ inline double median(std::span<double> values) {
   return *middle;
 }
 
-// The latest values of something.
+// The latest values of a quantity.
 class Latest {
  public:
   void add(double value) {

@@ -22,29 +22,29 @@ enum class Kind : std::uint8_t {
   want,        // tell me the results of rounds `round` … `last`. If `fingerprint` is not 0: also of the rounds
                // from `fingerprint` on, which failed only at me
   want_state,  // tell me your newest snapshot
-  alert,       // a fault, in words: the calls of some ranks do not match
+  alert,       // a fault, in words; for example, the calls of some ranks do not match
   bye,         // I and all ranks below me have left; the body: ranks that were given up
   // Down the tree.
   result,  // `ready` pieces of the result of `round` are available
-  note,    // `last` is decided
+  note,    // round `last` is decided
   gone,    // I no longer have the result of `round`
   state,   // my snapshot of `round` is available; round 0: I have none
-  // Others.
+  // Other messages.
   signature,  // the call with this fingerprint, in words
   pull,   // send me piece `ready` of an object in a message with tag `last` (wires only)
-  step_times,  // up: how fast I and those below me are, a `StepTime` each
+  step_times,  // up: a `StepTime` of me and of each rank below me
   ask,    // down: are you there?
-  here,   // up: I am
+  here,   // up: yes, I am there
   order,  // down: what to compute of `round`, an `Order`
-  will_ask,  // up: from `round` on I ask before I begin with my own blocks
+  will_ask,  // up: from `round` on, I ask before I begin with my own blocks
   // For a sum that is formed in sections.
   delegate,  // down: which rank forms which section of `round`, a `SectionPlan`
-  formed,    // to all: pieces before `ready` of section `last` are available; failed: a message for it is not
+  formed,    // to all: pieces before `ready` of section `last` are available; `failed`: a message for it is not
 };
 
 enum Flag : std::uint8_t {
   inlined = 1,  // the body ends with the vectors themselves
-  failed = 2,   // the round's result is an error; the body is its text
+  failed = 2,   // the round failed; the body is the text of its error
   relays = 4,   // in bye: I offer nothing more, but ranks below still need me
   calls = 16,   // in want: the sender waits for the round in a call; in here: it waits in a call, not in its program
   shares = 16,  // in an offer: the body begins with the sender's `Progress`
@@ -69,7 +69,7 @@ struct Header {
   std::uint64_t session = 0;  // of the group; set and checked by wires
 };
 
-// Thrown if a message from another rank cannot be what that rank meant to send.
+// Thrown if a message cannot be what its sender meant to send.
 struct Damaged {};
 
 struct Message {
@@ -91,7 +91,7 @@ struct Message {
     if (count) std::memcpy(out.data(), body.data() + offset, count * sizeof(T));
     return out;
   }
-  // The values of a body that holds nothing else.
+  // Return the values of a body that contains nothing else.
   template <class T>
   std::vector<T> all() const {
     if (body.size() % sizeof(T)) throw Damaged();
@@ -120,11 +120,11 @@ struct Object {
     result,
     state,
     section,
-    own,  // the parent's own vector in a sum that others form
+    own,  // a parent's own vector in a sum that other ranks form
   } what;
   static constexpr std::size_t kinds = 5;
   Round round;  // of a state: its number instead, counted by the rank that has the state
-  std::uint64_t version = 0;  // of a message or vector whose work is shared, and of a section
+  std::uint64_t version = 0;  // of a message or own vector with shared work, and of a section
 
   bool operator==(const Object&) const = default;
   auto operator<=>(const Object&) const = default;

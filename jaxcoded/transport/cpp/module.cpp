@@ -1,4 +1,4 @@
-// The engine as Python sees it.
+// The engine's interface for Python.
 #include <mpi.h>
 #include <nanobind/ndarray.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 using PromiseTuple = std::tuple<std::size_t, std::size_t, std::size_t>;
 
-// A decoder for a code as `jaxcoded.GradientCode` describes it.
+// Return a decoder for a code as `jaxcoded.GradientCode` describes it.
 Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>& B,
                    std::size_t parts, std::size_t stragglers, const std::string& decoding,
                    const std::vector<PromiseTuple>& promises, double limit) {
@@ -36,7 +36,7 @@ Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb
   return Decoder(std::move(out));
 }
 
-// Coefficients: slices × rows, row by row; empty if there are none.
+// Return the coefficients, slices × rows, row by row; empty if there are none.
 std::vector<double> coefficients(const Decoder& decoder,
                                  const std::shared_ptr<const Decoding>& found) {
   std::vector<double> out;
@@ -115,7 +115,7 @@ std::tuple<int, std::string> run(std::uint64_t index, std::uint64_t fingerprint,
   });
 }
 
-// The next block of a round whose vectors follow in a later round; none at the end of the round.
+// Return the next block of a round whose vectors the next round sums; nothing at the end of the round.
 std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::string signature,
                           bool first, std::vector<double> costs) {
   const Taken taken = counted(index, first, [&] {
@@ -130,13 +130,13 @@ std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::s
   return taken.work->block;
 }
 
-// The end of a round that `take` began.
+// End a round that `take` began.
 std::tuple<int, std::string> end_of_blocks(std::uint64_t index) {
   const Result result = counted(index, false, [&] { return Engine::instance().run(index, {.continues = true}); });
   return {static_cast<int>(result.outcome), result.error};
 }
 
-// What a group remembers of its rounds: columns of numbers, by name.
+// Return what a group remembers of its rounds: columns of numbers, by name.
 nb::dict telemetry(std::uint64_t index) {
   std::vector<RoundRecord> records;
   std::vector<StepTime> step_times;
@@ -198,9 +198,9 @@ nb::dict telemetry(std::uint64_t index) {
   return out;
 }
 
-// Records of a group from now on, until the group is closed or another reader subscribes. `subscribe` gives a
-// node the function to call with each record. Returned in a capsule: a thread may keep the capsule until the
-// process ends, and nanobind would report any other object as a leak.
+// Return the records of a group from now on, until the group is closed or another reader subscribes.
+// `subscribe` gives a node the function to call with each record. The records come in a capsule: a thread may
+// keep it until the process ends, and nanobind would report any other object as a leak.
 template <class Record>
 nb::capsule reports_of(std::uint64_t index,
                        void (Node::*subscribe)(std::function<void(const Record&)>)) {
@@ -219,7 +219,7 @@ nb::capsule reports_of(std::uint64_t index,
   });
 }
 
-// The next record; none after the last one.
+// Return the next record; nothing after the last one.
 template <class Record>
 std::optional<Record> next_of(nb::capsule reports) {
   const auto from = *static_cast<std::shared_ptr<Reports<Record>>*>(reports.data());
@@ -227,7 +227,7 @@ std::optional<Record> next_of(nb::capsule reports) {
   return from->next();
 }
 
-// How many records were lost since the last call, because the reader is slower than the rounds.
+// Return how many records were lost since the last call, because the reader is slower than the rounds.
 template <class Record>
 std::uint64_t lost_of(nb::capsule reports) {
   return (*static_cast<std::shared_ptr<Reports<Record>>*>(reports.data()))->take_lost();
@@ -269,7 +269,7 @@ void replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& ch
   Engine::instance().replan(index, next, children, std::move(decoder), std::move(erasures));
 }
 
-// A call whose vectors lie on a GPU, like the calls of XLA's handlers.
+// Return a call whose vectors lie on a GPU, like the calls of XLA's handlers.
 DeviceCall device_call(std::uint64_t index, std::uint64_t stream, std::uint64_t fingerprint,
                        std::string signature, bool continues, std::uint64_t skipped,
                        const std::vector<Vector>& own) {
@@ -326,7 +326,7 @@ NB_MODULE(_engine, module) {
   module.doc() = "The engine of jaxcoded.";
   module.attr("sources") = JAXCODED_SOURCES;
 
-  // The MPI that this module was built with and has loaded; mpi4py may have loaded another one.
+  // Return the version of the MPI that this module has loaded; mpi4py may have loaded a different MPI.
   module.def("mpi_library", [] {
     char words[MPI_MAX_LIBRARY_VERSION_STRING];
     int length = 0;
@@ -436,8 +436,8 @@ NB_MODULE(_engine, module) {
       .def_rw("least_piece_bytes", &Limits::least_piece_bytes)
       .def("piece_for", &Limits::piece_for);
 
-  // `choices`: dicts from a port to the length of its message. Returns the shares as tuples of a maker, a
-  // choice and a number of pieces; and how busy the busiest port is.
+  // `choices`: dicts from a port to the length of its message. Returns a tuple (maker, choice, number of
+  // pieces) for each section, and how much the busiest port moves.
   module.def("section_shares", [](const std::vector<std::size_t>& makers,
                                   const std::vector<std::map<std::size_t, double>>& choices,
                                   std::size_t ports, std::uint32_t pieces,

@@ -1,4 +1,4 @@
-// Definitions that the parts of the module share.
+// Definitions that several sources of the Python module use.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -17,8 +17,7 @@ constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
-// For bodies to which one rank after another adds something, such as texts. No honest body comes near this
-// length.
+// Limits bodies that grow from rank to rank, such as texts. No honest body comes near this length.
 constexpr std::size_t longest_body = 64 << 20;
 
 // Whether this class of errors means that the other rank is dead. Only a fault-tolerant MPI reports that.
@@ -30,7 +29,7 @@ bool reports_death([[maybe_unused]] int error) {
 #endif
 }
 
-// Whether it makes no sense to send anything again after this class of errors.
+// Whether it is useless to send anything again after this class of errors.
 bool is_final([[maybe_unused]] int error) {
 #ifdef MPIX_ERR_REVOKED
   if (error == MPIX_ERR_REVOKED) return true;
@@ -98,7 +97,7 @@ MpiWire::~MpiWire() {
     MPI_Cancel(&request);
     int over = 0;
     if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over) continue;
-    // If its sender is stopped, a message that has come in part may never be complete.
+    // A message that has come in part may never be complete, if its sender is stopped.
     MPI_Request_free(&request);
     static_cast<void>(peers_[ranks_[i]].inbox.release());
   }
@@ -129,8 +128,8 @@ void MpiWire::receive(Transfer& it) noexcept {
   it.state = may_try_again(outcome) ? Transfer::refused : Transfer::pending;
 }
 
-// Send a message. Returns whether MPI lacked the resources to take it. A dead rank gets none, and no rank gets
-// one once the communicator is unusable.
+// Send a message. Returns whether MPI lacked the resources to take it. Nothing is sent to a dead rank, or over
+// an unusable communicator.
 bool MpiWire::refused(Transfer& it) noexcept {
   return may_try_again(MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
                                  comm_, &it.request));
@@ -159,8 +158,8 @@ void MpiWire::tell(Rank to) const noexcept {
   if (peer != peers_.end() && peer->second.page) peer->second.page->tell();
 }
 
-// If an inbox cannot hold the message, it is sent as several messages, which arrive one after the other. If
-// there is too little memory, none of them is sent.
+// A message that is too long for an inbox is sent as several messages, which arrive one after the other. If
+// there is too little memory, none of these is sent.
 void MpiWire::send(Rank to, const Message& message) {
   Header header = message.header;
   header.session = session_;
@@ -215,7 +214,7 @@ MpiWire::Transfers MpiWire::asking_for(const Transfer& it) const {
   return out;
 }
 
-// Vectors are copied, since their memory may be reused before they have left.
+// Vectors are copied, since their memory may be reused before MPI has sent them.
 void MpiWire::answer(Rank from, const Header& pull, const Node& node) {
   if (pull.last < tag::first_vector || pull.last > tag::last_vector) throw Damaged();
   const auto what = static_cast<Object::What>(pull.flags);
@@ -268,8 +267,8 @@ double MpiWire::now() const {
 bool MpiWire::open_inboxes(Node& node) {
   int count = 0, outcome = MPI_SUCCESS;
   if (inboxes_.empty()) return false;
-  // Open MPI checks its requests first and makes progress afterwards. So only the second check sees what has
-  // just come.
+  // Open MPI first checks its requests and then makes progress. So only the second check sees what has just
+  // come.
   for (int look = 0; look < 2 && count <= 0; ++look) {
     outcome = MPI_Testsome(static_cast<int>(inboxes_.size()), inboxes_.data(), &count,
                            indices_.data(), statuses_.data());
@@ -349,8 +348,8 @@ void MpiWire::understand(Rank from, Peer& its, Node& node) {
   its.begun = {};
 }
 
-// Note the outcome of everything that is on its way. One check of the network serves all transfers: a check for
-// each one takes more time than the messages.
+// Note the outcome of all transfers that are on their way. One check of the network serves all of them: a check
+// for each transfer would take more time than the messages.
 void MpiWire::complete_some() {
   auto& [requests, transfers, indices, statuses] = look_;
   requests.clear();
@@ -388,7 +387,7 @@ void MpiWire::complete_some() {
   }
 }
 
-// Hand a piece to the node, or the news that it will not come. Returns whether the node got either.
+// Hand the node a piece, or tell it that the piece will not come. Returns whether either was done.
 bool MpiWire::end_fetch(Transfer& it, Node& node) {
   if (it.state == Transfer::lost) post(asking_for(it));
   if (it.state == Transfer::lost || it.state == Transfer::refused) {
@@ -398,7 +397,7 @@ bool MpiWire::end_fetch(Transfer& it, Node& node) {
   const Stamp expected{session_, it.object.round, it.object.version, it.piece,
                        static_cast<std::uint64_t>(it.object.what)};
   if (it.received >= sizeof(Stamp) && std::memcmp(it.bytes.data(), &expected, sizeof expected) != 0) {
-    receive(it);  // an answer to a rank that asked earlier and has left
+    receive(it);  // an answer to an earlier rank, which has left
     return false;
   }
   std::span<const std::byte> data;  // nothing, or all that was requested
@@ -410,7 +409,7 @@ bool MpiWire::end_fetch(Transfer& it, Node& node) {
   return true;
 }
 
-// Remove a transfer. MPI may still be at work on a request whose end it has not reported.
+// Remove a transfer. MPI may still use a request whose end it has not reported.
 void MpiWire::remove(Transfers& from, Transfers::iterator it) {
   if (it->state == Transfer::unreported) {
     left_to_mpi_->splice(left_to_mpi_->end(), from, it);

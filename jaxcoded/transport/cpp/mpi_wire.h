@@ -29,15 +29,15 @@ bool fault_tolerant();
 
 // The traffic from one other rank to this rank.
 struct Link {
-  std::uint64_t bytes = 0;  // of all kinds
+  std::uint64_t bytes = 0;  // of messages of all kinds
   double seconds = 0;       // in which vectors were on their way
 };
 
 class MpiWire : public Wire {
  public:
-  // `comm` belongs to the wire and is not freed. Messages to a rank that has left may still be on their way,
-  // and MPI would deliver them in the next communicator. `cards` are those of all ranks of `comm`. `peers` are
-  // the ranks that this rank ever exchanges messages with.
+  // `comm` belongs to the wire and is never freed: messages to a rank that has left may still be on their way,
+  // and MPI would deliver them in a later communicator. `cards`: the cards of all ranks of `comm`. `peers`: the
+  // ranks that this rank ever exchanges messages with.
   MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
           const std::vector<Card>& cards, Validity& validity,
           const std::atomic<std::uint32_t>& messages, Source& shared_memory, Source& memory);
@@ -53,22 +53,22 @@ class MpiWire : public Wire {
   double now() const override;
 
   // Hand new messages to the node. Returns whether there were any. An MPI that finds nothing may yield the
-  // core, so MPI is asked only if more has been sent than the node has, or `anyway`. If the node has no memory
-  // for a message, the message stays here until the next call. This call then ends with `std::bad_alloc`.
+  // core. So MPI is asked only if more messages were sent than the node has, or if `anyway`. A message for
+  // which the node has too little memory stays in the wire until the next call, and this call throws
+  // `std::bad_alloc`.
   bool poll(Node& node, bool anyway);
-  // The node has all messages that were sent before: the latest polls of all groups have found nothing.
+  // Record that the node has all messages sent so far, since the latest polls of all groups have found nothing.
   void has_all() { had_ = sent_; }
   // Whether something may happen without a wake-up.
   bool hears_nothing() const { return awaits() || !outgoing_.empty(); }
-  // Whether something may happen without a wake-up, apart from the end of sends. A send to a stopped rank does
-  // not end.
+  // Like `hears_nothing`, but without the end of sends: a send to a stopped rank does not end.
   bool awaits() const { return silent_peers_ || unread_ > 0 || !fetches_.empty() || !refused_.empty(); }
-  // Whether all messages have left.
+  // Whether all messages have been sent.
   bool sent() const { return outgoing_.empty() && refused_.empty(); }
   std::map<Rank, Link> links() const;
 
  private:
-  // What is in an inbox and has not reached the node.
+  // What an inbox contains that has not reached the node.
   enum class Unread : std::uint8_t { nothing, message, too_long, lost, death };
   struct Peer {
     std::unique_ptr<PeerPage> page;
@@ -88,15 +88,15 @@ class MpiWire : public Wire {
     Object object = {};  // of a piece
     std::uint32_t piece = 0;
     MPI_Request request = MPI_REQUEST_NULL;
-    // refused: nothing is on its way. lost: what was on its way cannot be used. The other rank lives, so a
-    // refused message or a lost fetch is tried again. A lost message is reported to the node instead, as later
-    // messages may have arrived after it.
+    // refused: MPI did not take the transfer. lost: what was on its way cannot be used. In both cases the other
+    // rank lives, so a refused message or a lost fetch is tried again. A lost message is reported to the node
+    // instead, as later messages may have arrived after it.
     enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };
   // Moving an element from another list to a list takes no memory.
   using Transfers = std::list<Transfer>;
-  // Buffers for checking transfers. They are kept, since every turn checks.
+  // Buffers for checking transfers. They are kept, since every poll needs them.
   struct Look {
     std::vector<MPI_Request> requests = {};
     std::vector<Transfer*> transfers = {};
@@ -125,10 +125,10 @@ class MpiWire : public Wire {
   Source& shared_memory_;
   Source& memory_;
   const std::atomic<std::uint32_t>& messages_;  // how many messages peers with pages have sent
-  std::uint32_t sent_ = 0;                       // this number when MPI was last asked
-  std::optional<std::uint32_t> had_ = {};        // this number when MPI last had nothing more
+  std::uint32_t sent_ = 0;                       // the value of `messages_` when MPI was last asked
+  std::optional<std::uint32_t> had_ = {};        // the value when MPI last had nothing more
   std::map<Rank, Peer> peers_;
-  std::vector<Rank> ranks_;               // whose inboxes these are
+  std::vector<Rank> ranks_;               // the sender for each inbox
   std::vector<MPI_Request> inboxes_;
   std::vector<int> indices_;
   std::vector<MPI_Status> statuses_;

@@ -43,8 +43,8 @@ Header Node::header(Kind kind, Round round) const {
   return {.kind = kind, .round = round, .last = newest_, .done = done()};
 }
 
-// The first round whose result this rank or a rank below still lacks, or about which it must hear from the
-// root. A rank that has left needs no result once its parent knows that it has left.
+// Return the first round whose result this rank or a rank below lacks, or about which this rank needs news from
+// the root. A rank that has left needs no result once its parent knows that it has left.
 Round Node::done() const {
   const Round unsure = unsure_of();
   return lacked_below(departures_.retired() && has_left() ? frontier_ : unsure ? std::min(unsure, next_) : next_);
@@ -82,8 +82,8 @@ void Node::submit(Call call) {
   }
 }
 
-// The round fails on all ranks. If other ranks have a result that this rank cannot keep, the round fails only
-// at this rank. Until the program calls the round, the others do not need this rank.
+// Fail the round on all ranks. If other ranks have a result that this rank cannot keep, the round fails only at
+// this rank. Before the program calls the round, nothing fails: the other ranks do not need this rank.
 void Node::lack_memory(bool for_call) {
   if (!calling()) return;
   up_.call.lacks_memory |= for_call && !up_.call.complete;  // a complete call loses nothing
@@ -91,10 +91,10 @@ void Node::lack_memory(bool for_call) {
   const Entry* entry = history_.find(next_);
   const bool here = entry && entry->complete();
   if (here && (entry->failed || !up_.call.lacks_memory)) {
-    if (!root()) stop_contributing();  // there may be no memory for its sum
+    if (!root()) stop_contributing();  // there may be no memory for this rank's sum
     return hand_over(*entry);
   }
-  if (root() && here) {  // others may have the result: they hear of this failure in the next round
+  if (root() && here) {  // others may have the result: the next round reports this failure to them
     alerts_.add(next_ + 1, "CodedError: " + text + ", round " + std::to_string(next_) +
                                ", whose result others have: go on from a checkpoint, on all ranks");
     return finish(Outcome::failed, "CodedError: " + text);
@@ -112,15 +112,15 @@ void Node::lack_memory(bool for_call) {
   up_.told_little_memory = true;
 }
 
-// From now on this round uses neither this rank's vectors nor sums of them.
+// Keep this rank's vectors, and sums that contain them, out of the round from now on.
 void Node::stop_contributing() {
   if (up_.offering) withdraw(Object::What::message, next_ + 1);
   if (!std::exchange(up_.call.skipped, true)) abandon_sections();
 }
 
 // Once the root has the whole sum, the result may overwrite this rank's vectors. A rank that compares messages,
-// here or further up, must not take a partly overwritten vector for this rank's message. If messages are
-// compared, the root announces no part of a sum before it has the whole.
+// this one or one above, must not take a partly overwritten vector for this rank's message. If messages are
+// compared, the root announces no part of a sum before it has the whole sum.
 void Node::stop_contributing_to_what_is_decided() {
   if (!root() && calling() && decoder_.checked() && newest_ >= next_) stop_contributing();
 }
@@ -129,13 +129,13 @@ void Node::begin(Call call) {
   const double now = wire_.now();
   up_ = WayUp();
   up_.call = std::move(call);
-  outcome_ = Outcome::pending;  // if memory is too short from here on, this call fails
+  outcome_ = Outcome::pending;  // if memory runs out from here on, this call fails
   up_.started = up_.waiting_since = now;
   up_.in_time = newest_ < next_;
   if (lacks_state()) skip("it has not got what the root has");
   if (up_.call.shared) begin_share();
   error_.clear();
-  // Ranks below may already wait for the result. A new call must not give the rank above more time.
+  // Ranks below may already wait for the result. Then this rank's call must not give the rank above more time.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped, up_.call.shared,
                      up_.call.shared && !up_.call.lends());
@@ -191,7 +191,7 @@ void Node::begin(Call call) {
   if (up_.call.shared) deals() ? begin_sharing() : tell_share();
 }
 
-// Keep the program's vectors out of the sum. `why` tells the other ranks the reason.
+// Keep the program's vectors out of the sum. `why` is the reason that other ranks get.
 void Node::skip(const std::string& why) {
   up_.call.skipped = true;
   up_.call.lacks = me() + " (" + why + ")";
@@ -222,7 +222,7 @@ void Node::complete(std::vector<std::byte*> out) {
   if (!calling()) return;
   up_.call.out = std::move(out);
   up_.call.complete = true;
-  // without memory for the result, the call only waits for it
+  // without memory for the result, the call only waits for its arrival
   if (const Entry* entry = history_.find(next_)) hand_over(*entry);
 }
 
@@ -234,7 +234,7 @@ void Node::break_off(Call call) {
       call.lacks = me() + " (another call took the place of this one)";
       abandon_sections();
     } catch (const std::bad_alloc&) {
-      end_sections();  // the other ranks are not told, and still get the result
+      end_sections();  // the other ranks do not learn of this, and still get the result
     }
   }
   submit(std::move(call));
@@ -249,7 +249,7 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
   family_.children = children;
 }
 
-// Why a sum fails. A sum of the other ranks must not get into this rank's state either.
+// Return why a rank's sums fail without the root's state. Even the others' sum must not change its state.
 std::string Node::what_it_lacks() const {
   return "CodedError: rank " + std::to_string(family_.rank) +
          " has not got what the root has, as ranks have joined, or the root died and ranks had had the sums of "
@@ -262,7 +262,7 @@ void Node::finish(Outcome outcome, std::string error) {
     outcome = Outcome::failed;
     error = what_it_lacks();
   }
-  // otherwise the message may still be offered after a resync
+  // if it stayed valid, the message might still be offered after a resync
   if (up_.offering) withdraw(Object::What::message, next_ + 1);
   if (!children_.empty()) withdraw(Object::What::own, next_ + 1);
   if (outcome == Outcome::done && !up_.call.down && !root()) {
@@ -273,7 +273,7 @@ void Node::finish(Outcome outcome, std::string error) {
   const double started = began();
   error_ = std::move(error);
   outcome_ = outcome;
-  // even if memory is too short from here on, the next call is of the next round
+  // advance the round first: even if an allocation below fails, the next call belongs to the next round
   const Round round = outcome == Outcome::desynchronized ? next_ : next_++;
   if (up_.call.shared) telemetry_.worked(round, up_.busy, up_.blocks);
   if (up_.call.shared && !up_.call.lends()) {
@@ -281,7 +281,7 @@ void Node::finish(Outcome outcome, std::string error) {
     work_.computed = up_.share.blocks();
     work_.computed_round = round;
   }
-  if (!root() && up_.delegated) end_sections();  // their sum has no memory any more
+  if (!root() && up_.delegated) end_sections();  // the memory of their sum is about to be freed
   up_.sum = {};
   up_.own_copy = {};
   for (Child& child : children_) child.offer.slots.clear();
@@ -307,9 +307,9 @@ void Node::withdraw(Object::What what, Round first_valid) {
   wire_.withdraw(what, first_valid);
 }
 
-// How many seconds a rank that this rank relies on may be silent. The limit grows while nothing comes: networks
-// may be slow, and a long wait should cost few questions. An answer is not late if it takes no longer than
-// earlier answers.
+// Return how many seconds a rank that this rank relies on may be silent. The limit grows while nothing comes:
+// networks may be slow, and a long wait should cost few questions. The limit is at least twice the time of
+// recent answers.
 double Node::patience(double stuck_since) const {
   const double usual = std::min(2 * durations_.median(), longest_patience);
   return std::max({limits_.orphan_seconds, usual, 2 * upstream_.answer_seconds(wire_.now()), share_of_wait(stuck_since)});
@@ -342,7 +342,7 @@ bool Node::advance() {
   bool more = false;
   attempts.make([&] {
     stop_contributing_to_what_is_decided();
-    tell_alerts();  // before the parent hears that this rank skips
+    tell_alerts();  // before the parent learns that this rank skips
     offer_what_is_held_back();
     return false;
   });
@@ -489,7 +489,7 @@ void Node::root_has_ended() {
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {
-  // the child's messages may have to wait behind the piece
+  // the child is there: its messages may only have waited behind this piece
   if (Child* child = child_of(from)) {
     child->asked = 0;
     child->heard = wire_.now();
@@ -571,7 +571,7 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     if (!calling() || object.round != next_ || piece >= up_.outgoing.size()) return std::nullopt;
     if (first_valid_[static_cast<std::size_t>(object.what)] > object.round) return std::nullopt;
     const bool delegates = root() || up_.delegated;
-    // a piece of a child's message
+    // the piece of the children's messages that goes into this piece
     const std::uint32_t with_it = std::min(piece / limits_.slices, up_.incoming.size() - 1);
     const bool offered = of_own ? delegates && adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;

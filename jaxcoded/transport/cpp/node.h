@@ -45,8 +45,8 @@
 
 namespace jaxcoded {
 
-// A block to compute. `fresh`: the vector must not contain earlier blocks. `audit`: whether to report the
-// block's norm and sum (`told`), or only to report them and not to add the block (`only_told`).
+// A block to compute. `fresh`: the vector must not contain earlier blocks. `audit`: `told` if the program must
+// also report the block's norm and sum, `only_told` if it must not add the block.
 enum class Audit : std::uint8_t { none, told, only_told };
 struct Work {
   Block block;
@@ -56,7 +56,7 @@ struct Work {
 
 enum class Outcome { pending, done, failed, desynchronized };
 
-// How an error describes a dead rank.
+// What errors append to a dead rank's number.
 inline constexpr const char* is_dead = ", which is dead";
 
 struct Family {
@@ -78,15 +78,15 @@ enum class OnDeadline {
 
 // Which messages of its children a parent compares, if it has a `check`.
 enum class Compares {
-  what_has_come,   // those that have arrived when the sum can be formed
-  until_deadline,  // those of living children that arrive before the deadline
+  what_has_come,   // the messages that have arrived when the sum can be formed
+  until_deadline,  // the messages of living children that arrive before the deadline
   all,
 };
 
-// What a parent does if messages do not fit.
+// What a parent does if its children's messages do not fit together.
 enum class OnContradiction {
   raise,  // the round fails
-  warn,   // it says so, and continues
+  warn,   // it logs this, and continues
   drop,   // it continues without the wrong child; if it cannot tell which one is wrong, the round fails
 };
 
@@ -111,15 +111,15 @@ struct Limits {
   std::uint64_t telemetry_rounds = 1024;     // remembered rounds
   double step_times_seconds = 1;             // between messages about the speed of ranks
   std::uint64_t sections_from = 0;           // least bytes of a sum in sections; 0: no sections
-  std::uint64_t section_pieces = 0;          // the wanted number of pieces of such a sum
-  std::uint32_t slices = 1;                  // one piece of a message makes this many of the sum,
+  std::uint64_t section_pieces = 0;          // the wanted number of pieces of a sum in sections
+  std::uint32_t slices = 1;                  // one piece of a message makes this many pieces of the sum,
   std::uint32_t parts = 1;                   // and a message has this many parts
   std::uint64_t least_piece_bytes = 16 << 10;  // pieces have at least this length,
-  std::uint64_t most_piece_bytes = 32 << 10;   // and at most this one: MPI sends such pieces at once
+  std::uint64_t most_piece_bytes = 32 << 10;   // and at most this length: MPI sends such pieces at once
 
   // The length of the pieces of a vector of this many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
-    const std::uint64_t countable = std::max(piece_bytes, bytes >> 24);  // pieces have numbers of 32 bits
+    const std::uint64_t countable = std::max(piece_bytes, bytes >> 24);  // pieces are numbered in 32 bits
     if (!section_pieces || !sections_from || bytes < sections_from) return countable;
     const std::uint64_t wanted = std::clamp(bytes / section_pieces, least_piece_bytes, most_piece_bytes);
     return std::min(countable, wanted);
@@ -130,39 +130,39 @@ class Node {
  public:
   Node(Family family, Decoder decoder, Limits limits, Wire& wire);
 
-  // Begin a call. There is at most one at a time; `outcome` stays until the next `submit`.
+  // Begin a call. There is at most one call at a time; `outcome` does not change before the next `submit`.
   void submit(Call call);
-  // This rank has too little memory for its work or, if `for_call`, for the call itself, which cannot be
-  // carried out.
+  // Report that this rank has too little memory for its work or, if `for_call`, for the call itself. The round
+  // fails.
   void lack_memory(bool for_call = false);
   // Add this rank's next vectors to a call that is not complete. Does nothing if the call is over.
   void extend(const std::vector<const std::byte*>& own);
-  // The call has all its vectors. The result goes to `out`.
+  // Complete the call, which now has all its vectors. The result goes to `out`.
   void complete(std::vector<std::byte*> out);
 
-  // For shared work: which ranks hold each block, its owner first.
+  // Set which ranks hold each block of shared work, its owner first.
   void share_blocks(const std::vector<std::vector<Rank>>& holders);
-  // Which blocks each rank computed in the latest round with shared work, by the root's ledger.
+  // Return which blocks each rank computed in the latest round with shared work, by the root's ledger.
   Division division() const { return work_.ledger ? work_.ledger->division() : Division(); }
-  // The root calls `hook` with the division of each such round, once the round's work is done.
+  // Make the root call `hook` with the division of each round with shared work, once its work is done.
   void on_dealt(std::function<void(const Dealt&)> hook) { work_.hook = std::move(hook); }
-  // From now on divide the work as in these recorded rounds. Call it on every rank; only the root needs the
-  // records.
+  // From now on, divide the work as in these recorded rounds. Call this on every rank; only the root needs
+  // `rounds`.
   void replay(const std::vector<Dealt>& rounds);
-  // The program has computed its block, if it had one, and waits for the next one. Its vectors `own` stay valid
-  // while it waits.
+  // Called when the program has computed its block, if it had one, and waits for the next. Its vectors `own`
+  // stay valid while it waits.
   void come_for_block(const std::vector<const std::byte*>& own);
-  // The next block, if there is one.
+  // Return the next block, if there is one.
   std::optional<Work> take_block();
   // Whether `take_block` will certainly return a block, or no more blocks come. Then no rank uses the program's
   // vectors before the program continues.
   bool goes_on_at_once() const { return up_.share.has_blocks() || no_more_blocks(); }
   // Whether this call gets no more blocks.
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
-  // The program takes no more blocks, or brings no more parts of its call. Other ranks compute this rank's
-  // blocks, and the round ends without this rank.
+  // Called when the program takes no more blocks, or passes no more parts of its call. Other ranks compute this
+  // rank's blocks, and the round ends without this rank.
   void leave_call();
-  // The blocks that this rank computed in the previous round, if the next round sums them.
+  // Return the blocks that this rank computed in the previous round, if the next round sums them.
   std::optional<std::vector<Block>> computed() const {
     const bool follows = work_.computed_round && work_.computed_round + 1 == next_;
     return follows ? std::optional(work_.computed) : std::nullopt;
@@ -174,41 +174,41 @@ class Node {
   const std::string& error() const { return error_; }
 
   void deliver(Rank from, const Message& message);
-  // A message from this rank cannot be understood; `which` describes the message.
+  // Called when a message from this rank cannot be read; `which` describes the message.
   void garbled(Rank from, const std::string& which);
-  // `rank` is dead: it sends nothing any more.
+  // Called when `rank` is dead and sends nothing any more.
   void lost(Rank rank);
-  // The end of a pending fetch; `data` is empty if `from` no longer had the piece.
+  // Called at the end of a pending fetch; `data` is empty if `from` no longer had the piece.
   void arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data);
-  // Do what can be done now. Returns whether there is more to do at once; the caller may look at its mailbox first.
+  // Do what can be done now. Returns whether there is more to do; the caller may look for messages first.
   bool advance();
 
-  // A piece of an object of this rank, if this rank has it.
+  // Return a piece of an object of this rank, if this rank has the piece.
   std::optional<std::span<const std::byte>> read(Object object, std::uint32_t piece) const;
 
-  // From the next round on use another code, which must be the same on all ranks. `children` are in the order
-  // of its rows.
+  // Use another code from the next round on. It must be the same on all ranks. `children`: in the order of its
+  // rows.
   void replan(const std::vector<Rank>& children, Decoder decoder);
 
-  // The program computes the vectors to sum in numbers of this eps.
+  // Record the machine epsilon of the numbers in which the program computes its vectors.
   void computes_with(double eps) { program_eps_ = std::max(program_eps_, eps); }
 
-  // How many rounds are completely decided and not yet called by this rank.
+  // Return how many rounds are completely decided and not yet called by this rank.
   std::uint64_t lag() const;
   Round decided() const;  // the latest round that is over, as far as this rank knows
   // Whether a rank below waits, in a call, for a result that this rank lacks.
   bool awaited_below() const;
-  // Whether to ask the ranks above even while this rank makes no call, for example while ranks change.
+  // Set whether to ask the ranks above even while this rank makes no call, for example while ranks change.
   void watch(bool whether) { watches_ = whether; }
   Round next() const { return next_; }       // the round that this rank will call next
-  Round frontier() const { return frontier_; }  // the first whose result this rank lacks
+  Round frontier() const { return frontier_; }  // the first round whose result this rank lacks
 
-  // Keep a snapshot of the user's state, which the rounds before `round` have made. Returns the previous
-  // snapshot, whose memory may take a while to free.
+  // Keep a snapshot of the user's state, which results from the rounds before `round`. Returns the previous
+  // snapshot, because freeing its memory may take a while.
   State keep_state(Round round, State state);
   void ask_state();
   void ask_no_more() { recovery_.reset(); }
-  // The round of the fetched snapshot; 0 while it is on its way.
+  // Return the round of the fetched snapshot; 0 while the snapshot is on its way.
   Round state_round() const { return recovery_ && recovery_->complete() ? recovery_->round() : 0; }
   bool state_missing() const { return recovery_ && recovery_->missing(); }
   // Move the fetched snapshot to the caller.
@@ -217,64 +217,64 @@ class Node {
   void resume();
   bool desynchronized() const { return desynchronized_; }
 
-  // This rank makes no more calls: after `failure` or, if `failure` is empty, as planned. Once no rank below
-  // needs this rank, `left` is true.
+  // End this rank's calls: because of `failure` or, if `failure` is empty, as planned. Once no rank below needs
+  // this rank, `left` returns true.
   void leave(const std::string& failure = {});
-  // This rank's calls are invalid, for the reason `why`. A round fails with this reason on every rank.
+  // Make a round fail on every rank with the reason `why`, because this rank's calls are invalid.
   void alarm(const std::string& why);
-  // MPI has lost a message to or from a living rank. Of all messages, only a question is sent again.
+  // Called when MPI has lost a message to or from a living rank. Only a question is sent again.
   void lost_message(Rank other);
-  // The program of the root is at its end: it has left without this rank, and answers nothing any more.
+  // Called when the root's program is at its end: it has left without this rank, and answers nothing any more.
   void root_has_ended();
   Rank root_rank() const { return family_.ancestors.empty() ? family_.rank : family_.ancestors.back(); }
   bool left() const { return departures_.gone(); }
   // Leave without the ranks below that still need this rank.
   void give_up();
-  // The process ends, even if ranks still need it. Returns the ranks below that had not left.
+  // Called when the process ends, even if ranks still need it. Returns the ranks below that have not left.
   std::vector<Rank> end();
-  // Ranks below that make no more calls, and the error that ended their program, if one did.
+  // Return the ranks below that make no more calls, each with the error that ended its program, if any.
   std::vector<std::pair<Rank, std::string>> departed() const;
-  // Ranks below that were given up, by this rank or by one below.
+  // Return the ranks below that were given up, by this rank or by a rank below.
   const std::vector<Rank>& absent() const { return departures_.absent(); }
 
-  // Which ranks the call in progress waits for, in words; empty if it lacks no message.
+  // Return which ranks the call in progress waits for, in words; empty if it lacks no message.
   std::string waiting_for() const;
-  // Which children are in a round that this rank has not called, in words; empty if none is.
+  // Return which children are in a round that this rank has not called, in words; empty if no child is.
   std::string waited_for() const;
   // Whether the call waits after its deadline. 0: it does not. 1: it waits for ranks below. 2: it waits, and no
   // rank above answers.
   int overdue() const { return up_.forsaken ? 2 : up_.overdue; }
-  // At the root: a reported fault with which no round has failed yet; empty if there is none.
+  // At the root, return a reported fault that has not failed a round yet; empty if there is none.
   const std::string& untold() const { return alerts_.pending(); }
-  // The time, by the clock of the wire, at which the node must act even if nothing has come.
+  // Return when, by the wire's clock, the node must act even if nothing has come.
   double wakes_at() const;
-  // Where this rank stands, in words for its user: in which round, since when, for which ranks it waits, and
-  // when its neighbours last sent something.
+  // Describe to the user where this rank stands: in which round, since when, for which ranks it waits, and when
+  // its neighbours last sent something.
   std::string standing() const;
-  // News of children that are stuck or dead, in words; each item is returned once.
+  // Return news of children that are stuck or dead, in words. Each item is returned once.
   std::vector<std::string> take_news();
-  // Where this rank stands in terms of the protocol, to find the cause of a hang.
+  // Describe where this rank stands in terms of the protocol, to find the cause of a hang.
   std::string status() const;
   const Telemetry& telemetry() const { return telemetry_; }
   const Decoder& decoder() const { return decoder_; }
   // `hook` is called at the end of each round of this rank, if it has telemetry.
   void on_round(std::function<void(const RoundRecord&)> hook) { hook_ = std::move(hook); }
-  // The children's ranks, in the order of the telemetry's columns.
+  // Return the children's ranks, in the order of the telemetry's columns.
   const std::vector<Rank>& columns() const { return columns_; }
-  // The step times of this rank and the ranks below, as far as they are known.
+  // Return the step times of this rank and the ranks below, as far as they are known.
   std::vector<StepTime> step_times() const;
   std::uint64_t history_bytes() const { return history_.bytes(); }
   std::uint64_t memory_bytes() const {
     return pool_.used() + snapshot_.bytes() + (recovery_ ? recovery_->bytes() : 0);
   }
   std::uint64_t fetched_bytes() const { return fetched_bytes_; }
-  // Bytes of the sections that this rank has formed, see `Section`.
+  // Return the bytes of the sections that this rank has formed, see `Section`.
   std::uint64_t formed_bytes() const { return formed_bytes_; }
-  // In how many rounds this rank had more messages than it needed, and compared them.
+  // Return in how many rounds this rank had more messages than it needed, and compared them.
   std::uint64_t compared_rounds() const { return compared_rounds_; }
-  // The first round that failed at this rank alone, unknown to the root; 0: none.
+  // Return the first round that failed at this rank alone, unknown to the root; 0: none.
   Round failed_alone() const { return failed_alone_.first(); }
-  // Ranks have different states. Until this rank has received the root's state, a sum is an error.
+  // Record that ranks have different states. Sums raise an error until this rank has received the root's state.
   void expect_state() { alike_ = false; }
   bool alike() const { return alike_; }
 
@@ -288,17 +288,17 @@ class Node {
     Round asked_round = 0;
     Round there = 0;  // the round that it has confirmed to be in
     Offer offer = {};         // its latest offer
-    Round overdue_round = 0;  // a round in which it waits past its deadline,
+    Round overdue_round = 0;  // the latest round in which it reported a wait past its deadline,
     std::string overdue = {};  // and the ranks that it waits for
-    Round not_finite_round = 0;  // a round for which NaN or infinities below it were reported
+    Round not_finite_round = 0;  // the latest round in which it reported NaN or infinities
     Round done = 1;
-    Round told = 0;  // the latest round that it says it has called
+    Round told = 0;  // the latest round that it has reported to have called
     bool dead = false;
     bool retired = false;  // makes no more offers
     bool left = false;     // and no rank below it needs anything
     struct Behind {
       Round called = 0;   // its latest call
-      double since = 0;   // since when rounds have been decided without a call by it
+      double since = 0;   // since when rounds have been decided that it has not called
       double asked = 0;   // when it was asked where it is
       double answered = 0;  // when it answered, and its answer:
       bool in_program = false;
@@ -470,7 +470,7 @@ class Node {
   std::optional<bool> follow_sections();
   double sections_at() const;
 
-  // Whether this rank has the state that the others have.
+  // Whether this rank lacks the other ranks' state and must not take part in this sum.
   bool lacks_state() const { return !alike_ && up_.call.up; }
   std::string what_it_lacks() const;
   std::string me() const { return "rank " + std::to_string(family_.rank); }  // in texts
@@ -520,7 +520,7 @@ class Node {
   void watch_above();
   void decide_alone(const std::string& text);
   std::string without_a_root(Round round) const;
-  // The first round of which the root may know more than this rank; 0: none, or the root is dead.
+  // Return the first round about which the root may know more than this rank; 0: none, or the root is dead.
   Round unsure_of() const { return upstream_.rootless() ? 0 : failed_alone_.first(); }
   void on_overdue(Child& child, const Message& message);
   std::shared_ptr<const Decoding> approximation(std::uint32_t piece);
@@ -624,13 +624,13 @@ class Node {
 
   // This rank's calls.
   Round next_ = 1;
-  WayUp up_;  // this rank's way up in that round
+  WayUp up_;  // this rank's way up in the round `next_`
   Outcome outcome_ = Outcome::done;
   bool alike_ = true;
   bool watches_ = false;
   std::string error_;
-  Latest durations_;  // of rounds, each from this rank's call on
-  std::map<std::uint64_t, Latest> waits_;  // for children, by fingerprint of the call
+  Latest durations_;  // how long rounds took, from this rank's call on
+  std::map<std::uint64_t, Latest> waits_;  // times that this rank waited for its children, by fingerprint of the call
   Telemetry telemetry_;
   std::function<void(const RoundRecord&)> hook_;
   std::vector<Rank> columns_;
@@ -656,11 +656,11 @@ class Node {
   std::map<Round, Announcement> announced_;
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
-  std::vector<std::byte> zeros_ = {};  // a piece of zeros, as the vector of a root without data
+  std::vector<std::byte> zeros_ = {};  // a piece of zeros, for the vector of a root without data
   Sections sections_;  // of the round at the frontier, if it has sections
   std::vector<std::pair<Rank, Message>> early_ = {};  // messages about sections that overtook the plan
-  SectionVersions section_versions_;  // used so far, in all rounds, as a round may be repeated
-  double section_seconds_ = 0;  // per byte of a sum in sections, from the plan on
+  SectionVersions section_versions_;  // counted across rounds, as a round may be repeated
+  double section_seconds_ = 0;  // for each byte of a sum in sections, from its plan on
   // How many pieces to request at a time, if a fetch takes time: pieces to form a section from, and pieces of
   // formed sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};

@@ -1,6 +1,6 @@
 // Audits: two ranks compute one block of shared work, so that a fault of one of them shows.
 //
-// Each round audits another block. The auditor is a rank that holds the block's data and is not its owner. It
+// Each round audits one block. The auditor is a rank that holds the block's data and is not its owner. It
 // computes the block before its own blocks and does not add it. The auditor and the rank that computes the
 // block for the sum both report on it. Their reports are in the last vector of the sum, of float32:
 //
@@ -10,8 +10,8 @@
 //     pseudo-random signs.
 //     Last, the same report from the auditor.
 //
-// Nothing is compared in two cases. One of the two ranks is late, so its report is not in the sum. Or the
-// auditor has taken the block over from a late rank.
+// Nothing is compared if one of the two ranks is late, so that its report is not in the sum, or if the auditor
+// has taken the block over from a late rank.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -37,21 +37,21 @@ std::uint64_t mixed(std::uint64_t x) {
 
 }  // namespace
 
-// The audited block of the call in progress, if there is one.
+// Return the audited block of the call in progress, if there is one.
 std::optional<Block> Node::audited() const {
   if (up_.call.audits.empty() || work_.holders.empty()) return {};
   return static_cast<Block>(mixed(2 * next_) % work_.holders.size());
 }
 
-// The rank that audits the block.
+// Return the rank that audits the block.
 Rank Node::auditor(Block block) const {
   const std::vector<Rank>& holders = work_.holders[block];
   if (holders.size() < 2) return holders.front();
   return holders[1 + mixed(2 * next_ + 1) % (holders.size() - 1)];
 }
 
-// Whether the two reports on the round's block fit together. With `warn` a mismatch is only logged, and the sum
-// is used.
+// Whether the sum may be used: the two reports on the round's block fit together, or a mismatch is only logged
+// (`warn`).
 bool Node::audited_alike() {
   const auto block = audited();
   if (!block) return true;
@@ -94,7 +94,7 @@ bool Node::audited_alike() {
     const double* const its = whose + 1 + 3 * v;
     return std::ldexp(its[i], static_cast<int>(its[0]));
   };
-  // The smaller size, so that a wrong size cannot raise the bound.
+  // Use the smaller size, so that a wrong size cannot raise the bound.
   const auto size = [&](std::size_t v) { return std::min(number(first, v, 1), number(second, v, 1)); };
   double largest = 0;
   for (std::size_t v = 0; v < vectors; ++v) largest = std::max(largest, size(v));

@@ -11,24 +11,24 @@
 namespace jaxcoded {
 namespace {
 
-// With fewer rounds a median says nothing.
+// A median of fewer rounds is not used.
 constexpr std::size_t fewest_rounds = 5;
 
 }  // namespace
 
-// The deadline in seconds from the beginning of a round of this call, for a parent with this share of the
-// root's deadline.
+// Return the deadline in seconds from the beginning of a round of this call. `share`: this parent's share of
+// the root's deadline.
 double Node::deadline(double share, std::uint64_t fingerprint) const {
   if (limits_.deadline_seconds > 0) return limits_.deadline_seconds * share;
   const auto such = waits_.find(fingerprint);
   if (such != waits_.end() && such->second.size() >= fewest_rounds) {
-    // between the usual time of such a round and the root's deadline
+    // between the usual time of this call's rounds and the root's deadline
     return such->second.median() * (1 + (limits_.deadline_rounds - 1) * share);
   }
   return std::numeric_limits<double>::infinity();
 }
 
-// When the round began: when its first message came, even if this rank itself is late.
+// Return when the round began: when its first message came, even if this rank itself is late.
 double Node::began() const {
   double first = up_.started;
   for (const Child& child : children_) {
@@ -41,8 +41,8 @@ bool Node::waits_for_children() const {
   return up_.call.sums() && !children_.empty();
 }
 
-// The round took this many seconds. A deadline is a multiple of the usual time of the same call. A program may
-// sum a gradient, which takes long to compute, and then a single number.
+// Record how many seconds the round took, by call: a deadline is a multiple of the usual time of the same call.
+// A program may sum a gradient, which takes long to compute, and then a single number.
 void Node::waited(double seconds) {
   if (limits_.deadline_rounds <= 0 || !up_.in_time || !up_.call.sums()) return;
   if (waits_.size() >= Signatures::most && !waits_.contains(up_.call.fingerprint)) waits_.clear();
@@ -53,14 +53,14 @@ double Node::wakes_at() const {
   return std::min({overdue_at(), uncalled_at(), shares_at(), sections_at()});
 }
 
-// When the call in progress has waited long enough for the children.
+// Return when the call in progress will have waited long enough for the children.
 double Node::overdue_at() const {
   const bool waits = calling() && waits_for_children() && !up_.overdue;
   return waits ? began() + deadline(limits_.deadline_share) : std::numeric_limits<double>::infinity();
 }
 
-// When the ranks below have waited long enough for the root's program to call their round. The root's engine
-// still answers them, so they have no reason to give the root up.
+// Return when the ranks below will have waited long enough for the root's program to call their round. The
+// root's engine still answers them, so they have no reason to give the root up.
 double Node::uncalled_at() const {
   double out = std::numeric_limits<double>::infinity();
   const bool called = calling() && next_ == frontier_;
@@ -72,7 +72,7 @@ double Node::uncalled_at() const {
   return out;
 }
 
-// At `uncalled_at` the round fails. The program learns of it when it calls, like any late rank.
+// Fail the round at `uncalled_at`. The root's program learns of this when it calls, as on any late rank.
 void Node::fail_uncalled() {
   const double at = uncalled_at();
   if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
@@ -86,7 +86,7 @@ void Node::fail_uncalled() {
   fail_round(frontier_, fingerprint, text);
 }
 
-// The deadline has passed for the missing children, or for the root's own program.
+// Act on a deadline that the missing children, or the root's own program, have missed.
 void Node::miss_the_deadline() {
   if (!up_.call.shared && !own_ready(up_.decoded.pieces)) {
     if (root() && limits_.on_deadline == OnDeadline::raise) {
@@ -125,7 +125,7 @@ bool Node::lacks(std::size_t child) const {
   return stalled(children_[child]);
 }
 
-// Whether a child is dead or frozen: it was asked before this round began, and has been silent since.
+// Whether a child is dead or seems frozen: it was asked before this round began, and has been silent since.
 bool Node::silent(const Child& child) const {
   if (child.dead) return true;
   return child.asked != 0 && child.asked < began() &&
@@ -151,7 +151,7 @@ void Node::ask_whether_it_is_there(Child& child) {
   child.asked_round = next_;
 }
 
-// Whether the child offers its whole message without some rank below it. No better message will come.
+// Whether the child offers its whole message, although a rank below it is missing. No better one will come.
 bool Node::offers_approximation(const Child& child) const {
   const Offer& offer = child.offer;
   return offer.round == next_ && !offer.withdrawn && offer.fingerprint == up_.call.fingerprint &&
@@ -176,7 +176,7 @@ bool Node::only_silent_lack() {
 // --- No answer from above ---
 
 // Without the root no round is decided. Each rank that gets no answer from any rank above notices this by
-// itself. It then tells the ranks below. These may wait even while its own program makes no call.
+// itself. It then tells the ranks below, which may wait even while its own program makes no call.
 void Node::watch_above() {
   const double now = wire_.now();
   const bool waits = calling() ? next_ == frontier_ : awaited_below();
@@ -205,8 +205,8 @@ std::string Node::without_a_root(Round round) const {
                       : ", is dead: go on with group.recovered()");
 }
 
-// The round at the frontier fails here without the root. If the root decides the round nevertheless, other
-// ranks know more than this rank and the ranks below; see `on_result`.
+// Fail the round at the frontier at this rank, without the root. If the root decides the round nevertheless,
+// other ranks know more than this rank and the ranks below; see `on_result`.
 void Node::decide_alone(const std::string& text) {
   failed_alone_.add(frontier_);
   fail_round(frontier_, up_.call.fingerprint, text, true);
@@ -224,8 +224,8 @@ void Node::begin_approximating() {
   up_.approximating = true;
 }
 
-// The best sum of the messages that have arrived. All pieces that are not summed yet use the same messages, so
-// the residual holds for every number in these pieces.
+// Return the best sum of the messages that have arrived. All pieces that are not summed yet use the same
+// messages, so the residual holds for every number in these pieces.
 std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   if (!up_.approximating) begin_approximating();
   std::vector<bool> answered(decoder_.rows());
@@ -235,7 +235,7 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
   return decoder_.approximate(answered);
 }
 
-// Whether messages that suffice can be fetched from ranks that answer.
+// Whether the chosen messages can be fetched from ranks that answer.
 bool Node::can_be_had() const {
   const auto answer = [&](const std::shared_ptr<const Decoding>& it) {
     return it && std::ranges::none_of(it->rows, [&](std::size_t row) { return stalled(child_of_row(row)); });
@@ -243,7 +243,7 @@ bool Node::can_be_had() const {
   return up_.delegated ? std::ranges::all_of(up_.delegated->decodings, answer) : answer(up_.decoding);
 }
 
-// Which ranks this rank waits for, or why it cannot continue; empty if it can.
+// Return which ranks this rank waits for, or why it cannot continue; empty if it can continue.
 std::string Node::lacking() const {
   if (up_.forsaken) {
     return me() + " waits for " + listed(family_.ancestors) +

@@ -1,8 +1,8 @@
 // A parent whose children form a long sum in sections. The parent chooses the messages, as for any sum. It
 // tells each child which section to form from which messages.
 //
-// The root's sum is the result, which all ranks fetch. Another parent's sum is its message, which only the
-// parent fetches. Once a parent has its whole sum, the round continues like any other.
+// The root's sum is the result, which all ranks fetch. The sum of any other parent is its message, which only
+// this parent fetches. Once a parent has its whole sum, the round continues like any other.
 #include "node.h"
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 namespace jaxcoded {
 namespace {
 
-constexpr std::size_t most_choices = 16;  // sets of messages that the sections of one sum may use
-constexpr std::size_t most_attempts = 3;  // of other ranks than the parent to form a section
+constexpr std::size_t most_choices = 16;  // how many sets of messages the sections of one sum may use
+constexpr std::size_t most_attempts = 3;  // how often ranks other than the parent try to form a section
 constexpr double unformed = 4;  // times the usual patience: how long to wait for the first piece
 
 }  // namespace
@@ -64,12 +64,12 @@ std::optional<bool> Node::delegate() {
   return true;
 }
 
-// Until when to wait for latecomers: no longer than it would save if they also send and form a part. Between
-// hosts the wait is at least `stall_seconds`, as no child arrives sooner. A parent that alone fetches the sum
-// needs as long without latecomers.
+// Return until when to wait for latecomers: no longer than the time saved if they also send and form a part.
+// Between hosts the wait is at least `stall_seconds`, as no child arrives sooner. Only the root waits: a parent
+// that fetches its sum alone saves no time.
 double Node::latecomers_until() const {
   if (!root()) return up_.sufficient_at;
-  // some children are already reported as stuck
+  // children that were reported as stuck are not expected
   const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.said; };
   const auto here = [&](const Child& child) { return takes_part(child); };
   const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
@@ -132,14 +132,14 @@ bool Node::own_is_zero() const {
   return true;
 }
 
-// Whether others can fetch these messages. Short messages come within offers, without addresses.
+// Whether other ranks can fetch these messages. Short messages come within offers, without addresses.
 bool Node::fetchable(const Decoding& choice) {
   return std::ranges::all_of(choice.rows, [&](std::size_t row) {
     return child_of_row(row).offer.addresses.size() == up_.of_child().segments().size();
   });
 }
 
-// How much each member forms, and from which messages; this rank counts as the last member.
+// Return how much each member forms, and from which messages; this rank counts as the last member.
 SectionShares Node::shares_of(const Delegated& it,
                               const std::vector<std::shared_ptr<const Decoding>>& choices) const {
   const std::size_t own = children_.size();
@@ -165,7 +165,7 @@ SectionShares Node::shares_of(const Delegated& it,
   return section_shares(makers, messages, own + 1, up_.incoming.size(), taker);
 }
 
-// Choices of messages, beginning with `first`, that use all messages about equally often.
+// Return choices of messages, beginning with `first`, that use all messages about equally often.
 std::vector<std::shared_ptr<const Decoding>> Node::decodings_in_turn(
     std::shared_ptr<const Decoding> first) {
   std::vector<std::size_t> order(decoder_.rows()), used(decoder_.rows());
@@ -185,10 +185,10 @@ bool Node::gives_up() const {
   return up_.overdue && limits_.on_deadline != OnDeadline::wait;
 }
 
-// Whether the whole sum must use one choice of messages, which other code makes.
+// Whether the whole sum must use one choice of messages, which `choose` makes.
 bool Node::chosen_by_all() const { return pinned() || up_.call.shared || sums_blocks(); }
 
-// Messages that suffice for the whole sum: the first ones in this order.
+// Return messages that suffice for the whole sum: the first ones in this order.
 std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_t>& order, bool in_time) {
   const std::uint32_t last = up_.incoming.size() - 1;
   std::vector<std::size_t> here;
@@ -199,7 +199,7 @@ std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_
   return decoder_.decode(here, may_offer(last));
 }
 
-// The same, in the order of the rows from `first` on, and then the rows before `first`.
+// The same for the rows in their order from `first` on, and then from row 0 to `first`.
 std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
   std::vector<std::size_t> order(decoder_.rows());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = (first + i) % order.size();
@@ -277,7 +277,7 @@ void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const 
   wire_.send(to, message);
 }
 
-// A child comes while other ranks form the sum. It can fetch what they have formed.
+// Tell a child that comes while other ranks form the sum what they have formed, so that it can fetch that.
 void Node::join_sections(const Child& child) {
   if (!root() || !up_.delegated || !takes_part(child)) return;
   Delegated& it = *up_.delegated;
@@ -292,7 +292,7 @@ void Node::join_sections(const Child& child) {
   }
 }
 
-// One more turn of the sections. Returns whether there is more to do at once.
+// Continue with the sections. Returns whether there is more to do at once.
 bool Node::oversee() {
   if (up_.call.shared) {
     const std::vector<Version> before = up_.versions;
@@ -301,7 +301,7 @@ bool Node::oversee() {
       return true;
     }
   }
-  // there are no sections if memory was too short to assign them
+  // there are no sections if there was too little memory to assign them
   if (sections_.all.empty() || !mend_sections()) {
     abandon_sections();
     return true;
@@ -321,15 +321,15 @@ bool Node::oversee() {
   return false;
 }
 
-// Below the root: the message that the children form is complete, or no longer needed.
+// Below the root: end the sections, because the message that the children form is complete or no longer needed.
 void Node::end_delegation() {
   withdraw(Object::What::own, next_ + 1);
   up_.delegated.reset();
   sections_ = {};
-  formed_.parts.clear();  // parts that this rank formed itself, because others did not
+  formed_.parts.clear();  // sections that this rank formed itself, because others did not
 }
 
-// Make sure that some rank forms each section. False if none can.
+// Make sure that some rank forms each section. Returns false if that is impossible.
 bool Node::mend_sections() {
   Delegated& it = *up_.delegated;
   const double now = wire_.now();
@@ -353,7 +353,7 @@ bool Node::mend_sections() {
     }
     if (lost && chosen_by_all()) return false;
     // If the whole sum must use one choice of messages, the ordinary path makes another choice. With shared
-    // work the ledger does that (`watch_members`), and it has not made another one.
+    // work the ledger makes the choice (`watch_members`), and so far it is unchanged.
     if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
@@ -364,8 +364,8 @@ bool Node::mend_sections() {
       if (!other && (lost || gives_up())) return false;
     }
     if (late && !other) it.flows[i].wait(now);
-    // A section that begins again loses all fetched pieces. So patience doubles with each attempt. This rank is
-    // the last to try, and never loses its pieces: even on slow networks the sum is formed at last.
+    // A section that begins again loses all fetched pieces. So patience doubles with each attempt. The parent
+    // is the last to try, and never loses its pieces: even on slow networks the sum is formed at last.
     const bool stuck = now - it.flows[i].moved >= std::ldexp(patience, static_cast<int>(it.attempts[i]));
     if (!other && (!maker || !(left || stuck))) continue;
     other_messages |= late && other;
@@ -382,8 +382,8 @@ bool Node::mend_sections() {
 }
 
 // Whether a child that this rank relies on answers. A child that has been silent for a while is asked. Between
-// hosts a message may have to wait behind much earlier data. How long rounds take says nothing about this wait:
-// programs compute for most of a round.
+// hosts a message may have to wait behind a lot of earlier data. The usual time of rounds does not show how
+// long, since programs compute for most of a round.
 bool Node::is_responsive(Child& child) {
   if (child.dead || stalled(child)) return false;
   const double now = wire_.now();
@@ -411,7 +411,7 @@ Rank Node::stand_in(std::size_t index) {
   return family_.rank;
 }
 
-// The sum is formed in another way, or again. All ranks forget what they know of its sections.
+// Give up the sections, because the sum is formed in another way, or again. All ranks forget the sections.
 void Node::abandon_sections() {
   up_.sufficient_at = 0;
   if (!up_.delegated) return;
@@ -428,13 +428,13 @@ void Node::abandon_sections() {
 
 // --- On the way down ---
 
-// Whether children fetch this result from here in sections.
+// Whether children fetch this result from this rank in sections.
 bool Node::spreads(const Entry& entry) const {
   return family_.delegates && !root() && !entry.failed && entry.buffer && limits_.slices == 1 &&
          entry.layout.size() > 1 && entry.layout.bytes() >= limits_.sections_from;
 }
 
-// Children that wait for this result and do not know any of it yet; empty if there is only one.
+// Return the children that wait for this result and do not know any of it yet; empty if there is only one.
 std::vector<Rank> Node::those_waiting(const Entry& entry) const {
   std::vector<Rank> out;
   for (const Child& child : children_) {
@@ -454,9 +454,9 @@ bool Node::will_spread_to(Rank rank, const Entry& entry) const {
   return spreads(entry) && std::ranges::count(those_waiting(entry), rank);
 }
 
-// Let waiting children fetch one section each from here, and the other sections from each other. Only then do
-// they hear that this rank has the whole result. A child that still lacks something after a while fetches it
-// from here.
+// Let waiting children fetch one section each from this rank, and the other sections from each other. Only then
+// does this rank announce the whole result to them. A child that lacks a piece for a while fetches it from this
+// rank.
 void Node::spread(const Entry& entry) {
   if (!spreads(entry)) return;
   SectionPlan plan{.purpose = Purpose::copy, .members = those_waiting(entry), .of_parent = OfParent::term};

@@ -14,7 +14,7 @@ constexpr std::size_t most_announced = 64;
 
 }  // namespace
 
-// Give an entry its own memory.
+// Give an entry memory of its own.
 void Node::place(Entry& entry) {
   entry.buffer = pool_.take(entry.layout.bytes());
   entry.at.clear();
@@ -23,7 +23,7 @@ void Node::place(Entry& entry) {
   }
 }
 
-// The first `ready` pieces of the newest result are here.
+// Record that the first `ready` pieces of the newest result have arrived.
 void Node::decided(Entry& entry, std::uint32_t ready) {
   if (ready == entry.ready) return;
   entry.ready = ready;
@@ -33,7 +33,7 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
     announced_.erase(announced_.begin(), announced_.lower_bound(frontier_));
     upstream_.advanced();
     asked_pieces_.clear();
-    end_sections();  // memory may be too short for this
+    end_sections();  // this may run out of memory
     if (formed_.round < entry.round) drop_formed();
   }
   upstream_.moved(wire_.now());
@@ -45,7 +45,7 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
   const bool theirs = !(head.flags & alone);
-  // a result of which only a part is known may still fail
+  // the round may still fail while only a part of its result is known
   const bool settled = (head.flags & (failed | inlined)) || head.round != failed_alone_.first() ||
                        head.ready == laid_out(segments_of(message)).size();
   if (theirs && settled && !desynchronized_) {
@@ -64,7 +64,7 @@ void Node::on_result(Rank from, const Message& message) {
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {
-    if (known->second.failed) return;  // the round stays an error, even if other ranks know of pieces
+    if (known->second.failed) return;  // the round stays failed, even if other ranks announce pieces
     // Fetch from the nearest rank that has the result.
     const bool better = from == known->second.from ? head.ready > known->second.ready
                                                    : height(from) < height(known->second.from);
@@ -100,7 +100,7 @@ std::vector<Segment> Node::segments_of(const Message& message) {
   return out;
 }
 
-// Read where a result lies in the memory of a rank above, or the result itself.
+// Read from a message where a result lies in the memory of a rank above, or the result itself.
 void Node::read_announcement(Announcement& news, const Message& message) const {
   const Header& head = message.header;
   news.segments = segments_of(message);
@@ -120,8 +120,7 @@ void Node::read_announcement(Announcement& news, const Message& message) const {
   if (news.ready > layout.size()) throw Damaged();
 }
 
-// The entry of the round at the frontier, which is made if necessary. Null if there is no room for the entry
-// yet.
+// Return the entry of the round at the frontier, which is made if necessary; null if the entry must wait.
 Entry* Node::entry_at_frontier(const Announcement& news) {
   const std::string error =
       news.failed ? readable({reinterpret_cast<const char*>(news.body.data()), news.body.size()})
@@ -143,7 +142,7 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
-  // A leaf keeps results only for itself: the first ones that it needs. The ranks above keep the later ones.
+  // A leaf keeps only the first results that it needs for its own calls. The ranks above keep the later ones.
   if (!mine && listeners_.empty() && !history_.empty() &&
       history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;
@@ -177,7 +176,7 @@ bool Node::follow() {
   const auto found = announced_.find(frontier_);
   const bool known = found != announced_.end();
   if (known && !found->second.alone && failed_alone_.first() && !desynchronized_) {
-    take_back();  // the root had announced the result before
+    take_back();  // the root had announced the result before the round failed here
     return true;
   }
   if (const auto more = follow_sections()) return *more;
@@ -201,7 +200,7 @@ bool Node::follow() {
     return true;
   }
   entry->here.resize(entry->layout.size());
-  // others fetch the result from here, or else it goes to the program
+  // a result in a buffer is fetched by ranks below; otherwise it goes to the program
   const Copy how = entry->buffer ? Copy::cached : for_program(entry->layout.bytes());
   const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
   std::uint64_t bytes = 0;
@@ -239,7 +238,7 @@ bool Node::follow() {
   return more || (last && announced_.contains(frontier_));
 }
 
-// The rank that announced the result at the frontier no longer has it.
+// Act on the news that the rank that announced the result at the frontier no longer has it.
 void Node::lost_source() {
   const Rank from = announced_.at(frontier_).from;
   announced_.erase(frontier_);
@@ -284,8 +283,8 @@ void Node::hand_over(const Entry& entry) {
   if (entry.complete()) finish(Outcome::done);
 }
 
-// Tell the feed which bytes are in place. The feed expects bytes in order. With slices, whose pieces alternate,
-// it learns of a vector only once the whole vector is in place.
+// Tell the feed which bytes are in place, in order. The pieces of slices alternate, so with slices the feed is
+// told of a vector only once the whole vector is in place.
 void Node::give(const Layout& layout, std::uint32_t piece) {
   const Piece it = layout[piece];
   if (limits_.slices == 1) return up_.call.feed->given(it.segment, it.offset, it.bytes);
@@ -293,7 +292,7 @@ void Node::give(const Layout& layout, std::uint32_t piece) {
   up_.call.feed->given(it.segment, 0, layout.segments()[it.segment].bytes());
 }
 
-// How far above this rank an ancestor is; 0 for the parent.
+// Return how far above this rank an ancestor is; 0 for the parent.
 std::size_t Node::height(Rank ancestor) const {
   return static_cast<std::size_t>(std::ranges::find(family_.ancestors, ancestor) -
                                   family_.ancestors.begin());
@@ -310,19 +309,19 @@ bool Node::awaited_below() const {
 // Ask above for decided results. If a result does not come, ask another rank for it.
 void Node::ask() {
   if (root() || left()) return;
-  // a result of shared work that is announced waits for this rank's program
+  // an announced result of shared work is not late: it waits for this rank's program
   const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
   const bool mine = calling() && next_ == frontier_ && !there;
   const bool decided = newest_ >= frontier_;
-  // an offer that is held back until the root sends something does not ask for the result either
+  // an offer that is held back until the root sends something does not ask for the result
   const bool unsure = mine && unsure_of() && upstream_.may_ask(upstream_.source());
   if (((decided || unsure) && upstream_.wanted() < frontier_) ||
       (mine && upstream_.stand_in_unasked(frontier_))) {
     want(upstream_.source());
   }
   if (!mine && !watches_ && !awaited_below()) return;
-  // The rank that has the result, or will have it, may only be slow. It is asked whether it is there, and given
-  // up if it stays silent. A rank that has not answered is not asked again.
+  // The rank that has the result, or will have it, may only be slow. Ask whether it is there, and give it up if
+  // it stays silent. A rank that has not answered is not asked again.
   const auto source = announced_.find(frontier_);
   const bool announced = source != announced_.end();
   const Rank silent = announced ? source->second.from : upstream_.source();
@@ -378,16 +377,16 @@ void Node::skip_to(Round round) {
   asked_pieces_.clear();
 }
 
-// Other ranks may have the result of a round that failed here alone. Ranks below must not take this failure
-// from here. They get the result, and later ones, from above.
+// Other ranks may have the result of a round that failed at this rank alone. Ranks below must not copy this
+// failure: they get this result, and later ones, from the ranks above.
 void Node::take_back() {
   skip_to(failed_alone_.first());
   for (const Child& child : children_) tell_gone(child.rank, frontier_, frontier_);
   desynchronize();
 }
 
-// This rank's calls fail from now on, until it has fetched a snapshot. If the root is dead, no snapshot helps:
-// then the calls fail like those of the other ranks.
+// Make this rank's calls fail until it has fetched a snapshot. If the root is dead, no snapshot helps: then the
+// calls fail as on the other ranks.
 void Node::desynchronize(const std::string& why) {
   desynchronized_ = true;
   if (!calling()) return;
@@ -480,7 +479,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   }
   if (root() && departures_.leaving()) refuse_called(rank, listener);
   tell(rank, listener);
-  // A rank that asks must hear that this rank is here, even if there is no result yet.
+  // Tell a rank that asks that this rank is there, even if there is no result yet.
   const bool answered = listener.first > head.round || listener.told || !listener.last;
   if (!answered) note(rank, newest_);
 }
@@ -491,7 +490,7 @@ bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
 }
 
 // Drop the results that no rank lacks any more, and the oldest ones if they take too much memory. The root
-// keeps the results of its own calls, which it can get from no other rank.
+// keeps the results of its own next calls, which it can get from no other rank.
 void Node::forget() {
   const Round needed = lacked_below(desynchronized_ || has_left() ? frontier_ : next_);
   const auto drop = [&] {
@@ -504,7 +503,7 @@ void Node::forget() {
          over_budget(history_.bytes(), history_.rounds())) {
     drop();
   }
-  // the call in progress, some of whose parts have not come yet, has lost its result
+  // the call in progress, which still lacks parts, has lost its result
   if (calling() && next_ < frontier_ && !history_.find(next_)) desynchronize();
 }
 

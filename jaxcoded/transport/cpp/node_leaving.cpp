@@ -1,4 +1,4 @@
-// A node at the end of its group: this rank leaves, or one below it has.
+// A node at the end of its group: this rank leaves, or a rank below has left.
 #include "node.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace jaxcoded {
 void Node::leave(const std::string& failure) {
   if (!departures_.leave(family_.rank, failure)) return;
   leave_call();
-  // other ranks must not wait for sections that this rank no longer forms
+  // other ranks must not wait for a section that this rank no longer forms
   if (copied_.round) tell_unformed(copied_.round, copied_.index, copied_.version, copied_.members);
   if (!may_leave()) retire();
   for (Child& child : children_) check_offer(child);
@@ -45,8 +45,8 @@ void Node::on_bye(Child& child, const Message& message) {
   say_bye();
 }
 
-// `last`: this rank has made all calls up to this round. The parent may not have heard of calls that had a
-// result already.
+// `last`: the latest round that this rank has called. The parent may not know of calls whose results already
+// existed.
 Message Node::bye(Round round) const {
   Message message{header(Kind::bye, round)};
   message.header.last = next_ - 1;
@@ -97,7 +97,7 @@ void Node::learn_failures(std::string_view lines) {
   }
 }
 
-// Dead ranks need nothing, but ranks below them may.
+// A dead child needs nothing, but ranks below it may.
 bool Node::needs_nothing(const Child& child) const {
   const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
   return child.left || (child.dead && alone);
@@ -130,7 +130,7 @@ void Node::say_bye(bool at_once) {
   departures_.said_bye();
 }
 
-// Called in each turn, as memory may have been too short in an earlier turn.
+// Called in each turn, as an earlier turn may have run out of memory.
 void Node::go_on_leaving() {
   if (!departures_.leaving() || left()) return;
   if (!may_leave()) retire();
@@ -154,13 +154,13 @@ std::vector<Rank> Node::end() {
   if (root()) end_round();
   if (root() || !calling() || !up_.offering) return out;
   Message message = bye(next_);
-  // Ranks below may still be ending their rounds, served by ranks above: the remaining ranks wait for them.
+  // Ranks below may still be ending their rounds with results from ranks above, which must wait for them.
   message.header.flags = left() ? ended : ended | relays;
   wire_.send(family_.ancestors.front(), message);
   return out;
 }
 
-// The root leaves in the middle of a round.
+// Fail the round in which the root leaves.
 void Node::end_round() {
   if (!calling() || is_over(next_)) return;
   decide_error(departures_.kind({family_.rank}) + departures_.how(family_.rank) + " before round " +
@@ -169,7 +169,7 @@ void Node::end_round() {
 
 // --- Calls after the end ---
 
-// In words: the ranks that send nothing any more, and the errors of those that failed.
+// Return in words which ranks send nothing any more, and the errors of the ranks that failed.
 std::string Node::who_left() const {
   std::vector<Rank> others = departures_.closed();
   std::erase_if(others, [&](Rank rank) { return departures_.failures().contains(rank); });
@@ -184,7 +184,7 @@ std::string Node::who_left() const {
 // left, and why.
 void Node::refuse(Round round, const std::string& text) {
   if (!root()) {
-    // If the parent is silent, a rank that waits asks further up. So the root finds out.
+    // If the parent is silent, a rank that waits asks ranks further up. So the root learns of the call.
     return tell_alert(round, closed, text);
   }
   if (!departures_.leaving()) {  // the root has not left yet
@@ -198,7 +198,7 @@ void Node::refuse(Round round, const std::string& text) {
   }
 }
 
-// A rank asks for the result of a round that it has called, but the root has left.
+// Refuse the call of a rank that asks for its result, since the root has left.
 void Node::refuse_called(Rank rank, const Listener& listener) {
   if (listener.called < next_) return;
   refuse(listener.called, "rank " + std::to_string(rank) + " or one below it called round " +

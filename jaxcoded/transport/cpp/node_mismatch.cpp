@@ -54,13 +54,13 @@ void Node::check_offer(Child& child) {
 
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
-  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // this rank waits for no child
+  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // then this rank waits for no child
   if (up_.call.shared) return;  // others compute the blocks of children that have left
   // A child may leave between the parts of its message. What it has offered suffices at most for the first
   // pieces.
   const std::uint32_t last = up_.incoming.size() - 1;
   if (sums_blocks()) {
-    if (approximates()) return;  // this rank continues without them
+    if (approximates()) return;  // then this rank continues without the children that have left
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
       if (up_.call.leaves_out(i) || usable(i, last)) continue;
@@ -84,12 +84,12 @@ void Node::check_offers() {
                            ", but " + who_left();
   if (root()) {
     decide_error(text);
-  } else {  // in other rounds this rank may offer its message
+  } else {  // this rank does not retire: it may offer its message in other rounds
     alert(next_, text);
   }
 }
 
-// The messages that this rank has, or may still get in this round.
+// Return which messages this rank has, or may still get in this round.
 std::vector<bool> Node::may_offer(std::uint32_t piece) const {
   std::vector<bool> out(decoder_.rows());
   for (std::size_t row = 0; row < out.size(); ++row) {
@@ -105,12 +105,12 @@ void Node::alert(Round round, const std::string& text) {
   if (!root()) return tell_alert(round, 0, text);
   if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
-  if (entry && entry->complete()) return;  // other ranks may have its result, although this rank still calls it
-  // without the reporting rank, pieces of this very round may never come
+  if (entry && entry->complete()) return;  // other ranks may have its result, although this rank's call is not over
+  // without the reporting rank, pieces of this round may never come
   if (calling() && (!entry || entry->ready == 0 || round == next_)) decide_error(text);
 }
 
-// Send an alert to the parent, in such a way that alerts do not pile up if the parent is stopped.
+// Send an alert to the parent, without piling up alerts if the parent is stopped.
 void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) {
   Message message{header(Kind::alert, round)};
   message.header.flags = flags;
@@ -119,16 +119,15 @@ void Node::tell_alert(Round round, std::uint8_t flags, const std::string& text) 
   tell_alerts();
 }
 
-// If this rank has failed rounds without the root, the root is in an earlier round, which the alert must not
-// end. A desynchronized rank relays the alerts of ranks below.
+// Send waiting alerts. If this rank has failed rounds without the root, the root may be in an earlier round,
+// which the alert must not fail. A desynchronized rank relays the alerts of ranks below.
 void Node::tell_alerts() {
   if (unsure_of() && !desynchronized_) return;
   upstream_.send_alerts([&](const Message& message) { wire_.send(upstream_.parent(), message); });
 }
 
 void Node::alarm(const std::string& why) {
-  // A rank that is behind must name a round that can still fail. The root drops an alert about an earlier
-  // round.
+  // A late rank must name a round that can still fail, since the root drops an alert about an earlier round.
   alert(std::max(next_, decided() + 1), "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
 }
 
@@ -140,11 +139,11 @@ void Node::lost_message(Rank other) {
   alarm("MPI has lost a message to or from rank " + std::to_string(other) +
         ": look for errors of the network with jaxcoded doctor");
   upstream_.lost_message(other);
-  // The lost message may have said that sections are given up. Then pieces of these sections must not be mixed
-  // with pieces of the result.
+  // The lost message may have taken the sections back. Their pieces must then not be mixed with pieces of the
+  // result.
   const bool in_sections = calling() && sections_.round == next_;
   if (in_sections && !root() && other == family_.ancestors.front()) learn_sections({.purpose = sections_.purpose});
-  // The lost message may have been a question. Then the other rank asks again when it hears that this rank is
+  // The lost message may have been a question. Then the other rank asks again when it learns that this rank is
   // there.
   if (listeners_.contains(other)) note(other, newest_);
 }

@@ -1,5 +1,5 @@
-// A node that compares its children's messages before it passes on their sum, and what it does if the messages
-// do not fit. Also a root that knows the number of examples in the sum.
+// How a node compares its children's messages before it passes on their sum, and what it does if they do not
+// fit. Also, how the root checks the number of examples in the sum.
 #include "node.h"
 
 #include <algorithm>
@@ -43,7 +43,7 @@ bool Node::all_may_come() const {
   return true;
 }
 
-// Whether to wait for more messages than these before messages are compared.
+// Whether to wait for further messages before these are compared.
 bool Node::awaits_more(const std::vector<bool>& heard) const {
   if (limits_.compares == Compares::what_has_come) return false;
   if (limits_.compares == Compares::until_deadline && up_.overdue) return false;
@@ -57,8 +57,8 @@ bool Node::awaits_more(const std::vector<bool>& heard) const {
   return false;
 }
 
-// The messages to decode from, once all messages to compare are offered. The messages must be complete, as
-// pieces that were passed on cannot be taken back.
+// Return the messages to decode from, once all messages to compare were offered as a whole; null before. A
+// piece of the sum is passed on only after the comparison, since it cannot be taken back.
 std::shared_ptr<const Decoding> Node::choose_checked() {
   if (up_.decoding) return up_.decoding;
   const std::uint32_t last = up_.incoming.size() - 1;
@@ -94,7 +94,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
   return nullptr;
 }
 
-// Check one piece of the messages that were fetched. Returns the pieces to decode.
+// Add one piece of the fetched messages to the comparison. Returns the pieces to decode.
 std::vector<const std::byte*> Node::checked(const Decoding& decoding,
                                             std::span<const std::byte* const> messages) {
   std::vector<const std::byte*> of_rows(decoder_.rows());
@@ -115,8 +115,8 @@ std::vector<const std::byte*> Node::checked(const Decoding& decoding,
   return out;
 }
 
-// Whether the counted number of examples is the stated number. If the count is NaN, so is whatever is divided
-// by it.
+// Whether the sum's count of examples is the stated number. A NaN count is accepted, since whatever is divided
+// by it is NaN, too.
 bool Node::counted() {
   const auto [number, allowed] = up_.call.examples;
   const Layout& incoming = up_.incoming;
@@ -134,7 +134,7 @@ std::string Node::about_round() const {
   return "round " + std::to_string(next_) + ", " + up_.call.signature + ": ";
 }
 
-// All messages were checked. Returns whether to pass on the sum; otherwise the round fails, or the sum is formed again.
+// Return, after the check, whether to pass on the sum; if not, the round fails or the sum is formed again.
 bool Node::accepted() {
   Parity& parity = *decoder_.parity();
   const std::vector<std::size_t> not_finite = parity.not_finite();
@@ -186,7 +186,7 @@ bool Node::accepted(const Contradiction& wrong) {
 }
 
 // Like `accepted`, if these children's messages, or this rank's own vectors, have NaN or infinities. No rank
-// passes them on, unless it only warns of them.
+// passes on NaN or infinities, unless it only warns of them.
 bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   const bool warns = limits_.on_contradiction == OnContradiction::warn;
   std::vector<Rank> ranks;
@@ -206,7 +206,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
     return true;
   }
   if (limits_.on_contradiction == OnContradiction::drop) {
-    if (children.empty() && !root()) return true;  // this rank's parent leaves it out
+    if (children.empty() && !root()) return true;  // this rank's parent leaves this rank out
     if (!children.empty() && can_do_without(children)) {
       if (decoder_.parity()->newly_wrong(children)) news_.push_back(text + without);
       leave_out(children);
@@ -217,7 +217,7 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   return false;
 }
 
-// Report NaN or infinities at the root.
+// Make the root report NaN or infinities.
 void Node::tell_not_finite(Round round, const std::string& text) {
   if (root()) return news_.push_back(text);
   tell_alert(round, Flag::not_finite, text);

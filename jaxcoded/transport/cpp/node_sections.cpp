@@ -2,8 +2,8 @@
 //
 // A maker that has formed a part of its section tells the ranks that fetch the section. No rank ends its call
 // before the root has all sections of the result. Until then messages stay in place, so that a section can be
-// formed again; pieces of its old version are not used. Then the round is decided like any other. A rank gets
-// missing pieces from the maker, or else from its parent.
+// formed again; pieces of its old version are not used. Once the root has all sections, the round is decided
+// like any other. A rank gets missing pieces from the maker or, if this fails, from its parent.
 #include "node.h"
 
 #include <algorithm>
@@ -15,13 +15,13 @@
 namespace jaxcoded {
 namespace {
 
-// At least this many of the requested pieces may come from one rank.
+// At least this many of the requested pieces may be from one rank.
 constexpr std::size_t results_from_one = 4;
 constexpr std::size_t early_of_each = 32;  // messages of each rank that may arrive before the plan and are kept
 
 }  // namespace
 
-// The length of pieces, in all messages of a round whose result has these segments.
+// Return the length of pieces in all messages of a round whose result has these segments.
 std::uint64_t Node::piece_bytes(const std::vector<Segment>& total) const {
   return limits_.piece_for(bytes_of(total));
 }
@@ -30,7 +30,7 @@ Layout Node::laid_out(const std::vector<Segment>& total) const {
   return Layout(total, piece_bytes(total), limits_.slices);
 }
 
-// The shape of a sum with these segments, and of its messages.
+// Return the shape of a sum with these segments, and of its messages.
 SumShape Node::sum_shape(const std::vector<Segment>& total) const {
   return {laid_out(total).size(), total.size(), limits_.slices, limits_.parts};
 }
@@ -45,9 +45,9 @@ void Node::on_delegate(Rank from, const Message& message) {
   const Header& head = message.header;
   if (root() || from != upstream_.parent()) return;
   const Entry* entry = history_.find(next_);
-  // if memory is short, later messages must not wait behind this one
+  // if there is too little memory, later messages must not wait behind this one
   const bool waits = calling() && !up_.told_little_memory && head.round == next_ && frontier_ == next_ &&
-                     head.fingerprint == up_.call.fingerprint;  // a mismatch is reported in other ways
+                     head.fingerprint == up_.call.fingerprint;  // a mismatch is reported elsewhere
   const bool has_some = entry && (entry->failed || !entry->buffer || entry->ready);
   if (!waits || has_some) return decline(message);
   const std::vector<Segment>& total = up_.call.total;
@@ -56,14 +56,14 @@ void Node::on_delegate(Rank from, const Message& message) {
     return rank == family_.rank || rank == from || is_sibling(rank);
   });
   const auto known = announced_.find(next_);
-  if (plan.purpose == Purpose::message && (entry || known != announced_.end())) return;  // no longer needed
+  if (plan.purpose == Purpose::message && (entry || known != announced_.end())) return;  // not needed now
   if (entry && entry->layout.segments() != total) throw Damaged();
   if (known != announced_.end() && !known->second.failed && known->second.segments != total) {
     throw Damaged();
   }
   const bool mine = !plan.terms.empty();
   if (mine) {
-    // the family's code has no messages for such a sum, for example if its slices do not divide its length
+    // the family's code has no messages for this sum, for example if slices do not divide the sum's length
     if (shape.pieces != messages_of(total).incoming.size() * limits_.slices) throw Damaged();
     if (head.ready >= plan.sections.size()) throw Damaged();
     if (plan.sections[head.ready].maker != family_.rank) throw Damaged();
@@ -81,8 +81,7 @@ void Node::on_delegate(Rank from, const Message& message) {
   for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
 }
 
-// Refuse to form a section. A rank that needs no part of a copy says so, as no rank oversees the sections of a
-// copy.
+// Refuse to form a section. For a copy, tell the members, as no rank oversees the sections of a copy.
 void Node::decline(const Message& message) {
   const auto anybody = [](Rank) { return true; };
   const SectionPlan plan = SectionPlan::from(message, nullptr, anybody);
@@ -109,7 +108,7 @@ void Node::tell_unformed(Round round, std::size_t index, std::uint32_t version,
   }
 }
 
-// Learn a plan. Unchanged sections stay, and pieces of all others must be fetched again.
+// Learn a plan. Unchanged sections stay; pieces of all other sections must be fetched again.
 void Node::learn_sections(SectionPlan plan) {
   if (sections_.round != next_) {
     if (formed_.round != next_) drop_formed();
@@ -120,7 +119,7 @@ void Node::learn_sections(SectionPlan plan) {
                  .slices = limits_.slices};
   }
   Sections& it = sections_;
-  // if memory is too short for these, nothing has changed
+  // if there is too little memory for these, nothing has changed
   std::vector<Sections::Known> all;
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
@@ -154,15 +153,15 @@ void Node::learn_sections(SectionPlan plan) {
   if (it.all.empty()) it = {};
 }
 
-// Whether some sections come from another host. On one host it gains nothing to copy sections before the round
-// is decided. After that they can be copied directly to where the program wants them.
+// Whether some sections come from another host. On one host it saves no time to copy sections before the round
+// is decided. Afterwards they can be copied directly to where the program wants them.
 bool Node::from_afar() const {
   return std::ranges::any_of(sections_.all, [&](const Sections::Known& it) {
     return it.section.maker != family_.rank && !wire_.direct(it.section.maker);
   });
 }
 
-// The entry of the round in the history, with its own memory.
+// Return the round's entry in the history, with its own memory.
 Entry* Node::begin_entry() {
   Entry* entry = history_.find(sections_.round);
   if (!entry) {
@@ -224,7 +223,7 @@ void Node::drop_formed() {
 
 // --- Forming a section ---
 
-// Take a turn of forming a section of this rank. Returns whether there is more to do at once.
+// Form some pieces of this rank's next section. Returns whether there is more to do at once.
 bool Node::form() {
   if (sections_.forming.empty()) return false;
   Forming& it = sections_.forming.front();
@@ -271,14 +270,14 @@ bool Node::form() {
   return over ? !sections_.forming.empty() : bytes >= limits_.announced_bytes;
 }
 
-// Request the messages of a section, and find those whose piece for the section's next piece is here. Returns
-// false if a message is no longer available.
+// Request the messages of a section, and collect their pieces for the section's next piece, as far as these
+// have arrived. Returns false if a message is no longer available.
 bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   static const std::byte nothing[1] = {};
   const std::size_t count = it.terms.size(), ahead = terms_ahead_.pieces();
   for (std::uint32_t p = it.next; p < it.section.last; ++p) {
     for (std::size_t turn = 0; turn < count; ++turn) {
-      const std::size_t i = (turn + it.index) % count;  // each rank begins with another term
+      const std::size_t i = (turn + it.index) % count;  // each maker begins with a different term
       const Term& term = it.terms[i];
       const std::uint32_t number = sections_.number(it, i, p);
       const Piece piece = sections_.of_term(it, i, number);
@@ -328,8 +327,8 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
   return true;
 }
 
-// A message is no longer available, so tell the parent. For a copy tell the members, which can get the result
-// from the parent in another way.
+// Tell the parent that a message is no longer available. For a copy tell the members, which can also get the
+// result directly from the parent.
 void Node::cannot_form(std::size_t index, Rank term) {
   const Section section = sections_.all[index].section;
   std::erase_if(sections_.forming, [&](const Forming& it) { return it.section == section; });
@@ -344,8 +343,8 @@ void Node::cannot_form(std::size_t index, Rank term) {
   wire_.send(family_.ancestors.front(), message);
 }
 
-// Act, but give a copy up if memory is too short. A decided round must not fail because memory is too short to
-// pass it on.
+// Act, but give up a copy if memory runs out: a decided round must not fail for lack of memory to pass on its
+// result.
 void Node::unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act) {
   try {
     act();
@@ -364,8 +363,7 @@ void Node::lose_term(Rank rank) {
   }
 }
 
-// A piece of a message has come, from which a section is formed. Returns false if no section waits for the
-// piece.
+// Take a piece of a message from which a section is formed. Returns false if no section waits for the piece.
 bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
                           std::span<const std::byte> data) {
   if (!sections_.round || object.round != sections_.round) return false;
@@ -391,7 +389,7 @@ bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
 
 // --- Formed sections ---
 
-// A piece of a section, if it is here.
+// Return a piece of a section, if this rank has it.
 const std::byte* Node::piece_of_section(std::size_t index, std::uint32_t piece) const {
   const Section& section = sections_.all[index].section;
   if (const auto* part = formed_.round == sections_.round ? formed_.find(section.version) : nullptr) {
@@ -418,7 +416,7 @@ void Node::tell_formed(Rank to, std::size_t index) {
       message.append(piece_of_section(index, p), sections_.layout[p].bytes);
     }
   } else if (known.addresses.empty()) {
-    message.header.flags = failed;  // this rank got the section in a message, and sends it on with the result
+    message.header.flags = failed;  // this rank got the section within a message, and sends it on with the result
   } else {
     message.header.segments = static_cast<std::uint32_t>(known.addresses.size());
     message.append(known.addresses.data(), known.addresses.size() * sizeof(std::uint64_t));
@@ -436,7 +434,7 @@ void Node::on_formed(Rank from, const Message& message) {
                      of_mine == up_.delegated.has_value();
   if (!known || head.fingerprint > sections_.all[head.last].section.version) {
     if (of_mine) return;
-    std::erase_if(early_, [&](const auto& it) {  // the new message says more than this one
+    std::erase_if(early_, [&](const auto& it) {  // the new message replaces this one
       return it.first == from && it.second.header.last == head.last;
     });
     if (early_.size() < early_of_each * (family_.siblings.size() + 1)) early_.emplace_back(from, message);
@@ -474,7 +472,7 @@ void Node::on_formed(Rank from, const Message& message) {
   }
 }
 
-// The pieces of a section before `ready` are available from its maker, at these addresses.
+// Record that a section's pieces before `ready` are available from its maker, at these addresses.
 void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses) {
   Sections::Known& it = sections_.all[index];
   it.formed = ready;
@@ -485,7 +483,7 @@ void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint6
   for (const Rank rank : up_.delegated->joined) tell_formed(rank, index);
 }
 
-// Sections have made progress.
+// Record that sections have made progress.
 void Node::sections_came_on() {
   const double now = wire_.now();
   sections_.flow.move(now);
@@ -499,7 +497,7 @@ bool Node::take_sections(Destination to) {
   const std::size_t ahead = results_ahead_.pieces();
   const std::size_t from_one = std::max(results_from_one, ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
-    // each rank begins with another section
+    // each rank begins with a different section
     Sections::Known& it = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
     const Rank maker = it.section.maker;
     std::size_t on_their_way = 0;
@@ -543,13 +541,13 @@ bool Node::take_sections(Destination to) {
   return false;
 }
 
-// Whether the whole sum is here. With `or_gone`: whether everything that is still available is here.
+// Whether the whole sum has arrived. With `or_gone`: whether everything that is still available has arrived.
 bool Node::all_taken(bool or_gone) const {
   const auto is_taken = [&](const Sections::Known& it) { return it.taken == it.section.last || (or_gone && it.gone); };
   return std::ranges::all_of(sections_.all, is_taken);
 }
 
-// A piece of a section has come, or the news that it is no longer available.
+// Take a piece of a section, or the news that the piece is no longer available.
 void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
                            std::span<const std::byte> data) {
   const auto asked = sections_.asked.find(piece);
@@ -588,7 +586,7 @@ std::optional<bool> Node::follow_sections() {
     if (!all_taken()) {
       if (!sections_.decided_at) sections_.decided_at = wire_.now();
       const double since = std::max(sections_.flow.moved, sections_.decided_at);
-      // no piece of a copy may be here yet
+      // the first piece of a copy may still be on its way
       const bool copies = sections_.purpose == Purpose::copy;
       const double least = copies ? limits_.silent_seconds : limits_.orphan_seconds;
       const double patience = std::max(least, 2 * sections_.flow.longest);
@@ -599,7 +597,7 @@ std::optional<bool> Node::follow_sections() {
   return {};
 }
 
-// When to ask, or give up, a rank that is silent about the sections.
+// Return when to ask or give up a rank that is silent about the sections.
 double Node::sections_at() const {
   if (calling() && up_.sufficient_at) return latecomers_until();
   return sections_.round ? wire_.now() + limits_.orphan_seconds

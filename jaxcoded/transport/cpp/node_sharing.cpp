@@ -1,8 +1,8 @@
 // A round of shared work: blocks of the batch go to the ranks that have time for them.
 //
-// The root's ledger says which rank computes which block. A rank's vector belongs to its program, which lends
-// it to other ranks while it waits for its next block. Once the vectors hold every block exactly once, the root
-// sums all vectors. Only then do programs hear that the round is over.
+// The root's ledger determines which rank computes which block. A rank's vector belongs to its program, which
+// lends the vector to other ranks while the program waits for its next block. Once the vectors hold every block
+// exactly once, the root sums all vectors. Only then do programs learn that the round is over.
 #include "node.h"
 
 #include <algorithm>
@@ -33,7 +33,7 @@ void Node::share_blocks(const std::vector<std::vector<Rank>>& holders) {
 }
 
 void Node::replay(const std::vector<Dealt>& rounds) {
-  work_.own.clear();  // the root says which rank computes which block
+  work_.own.clear();  // the root decides which rank computes which block
   work_.replayed.emplace();
   for (const Dealt& dealt : rounds) work_.replayed->emplace(dealt.round, dealt);
 }
@@ -104,7 +104,7 @@ void Node::leave_call() {
   for (const auto what : {Object::What::message, Object::What::own}) withdraw(what, next_ + 1);
   stop_lending();
   up_.share.leave();
-  up_.call.complete = true;  // set first, as memory may be too short to tell others
+  up_.call.complete = true;  // set first, as telling others may run out of memory
   tell_share();
   complete({});
 }
@@ -139,7 +139,7 @@ void Node::on_order(const Message& message) {
     wire_.send(family_.ancestors.front(), Message{header(Kind::will_ask, next_ + calling())});
     return;
   }
-  // An order for another call is old. The root gives orders only after it has heard of a call.
+  // An order for another call is out of date: the root gives orders only to calls that it knows.
   if (!calling() || !up_.call.shared || head.round != next_ || head.last <= up_.orders) return;
   up_.orders = head.last;
   auto blocks = message.values<Block>(0, head.segments);
@@ -173,7 +173,7 @@ void Node::follow_order(const Order& order) {
 
 // --- The root ---
 
-// A child reports its progress, or calls at last.
+// Handle a child's report of its progress, or the call of a late child.
 void Node::hear_share(std::size_t child) {
   const Offer& offer = children_[child].offer;
   if (!deals() || offer.round != next_ || offer.fingerprint != up_.call.fingerprint) return;
@@ -185,7 +185,7 @@ void Node::hear_share(std::size_t child) {
   }
 }
 
-// Why a replay cannot divide the work of this call as recorded. Empty if it can, or if there is no replay.
+// Return why a replay cannot divide this call's work as recorded; empty if it can, or if there is no replay.
 std::string Node::why_not_as_before() const {
   const Call& call = up_.call;
   if (!work_.replayed || !call.shared) return {};
@@ -203,7 +203,7 @@ std::string Node::why_not_as_before() const {
          "; go on in a group without replay=";
 }
 
-// A child will ask before it begins, from this round on.
+// Record that a child asks before it begins, from this round on.
 void Node::on_will_ask(std::size_t child, Round from) {
   if (deals() && from <= next_) work_.ledger->will_ask(child + 1);
 }
@@ -233,7 +233,7 @@ bool Node::deal() {
     if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
       work_.ledger->lost(i + 1);
     } else if ((mine && child.offer.withdrawn) || does_not_answer(child)) {
-      work_.ledger->will_ask(i + 1);  // if the child is expected and has not come yet
+      work_.ledger->will_ask(i + 1);  // matters if the child is expected and has not come yet
       work_.ledger->give_up(i + 1, now);
     }
   }
@@ -283,8 +283,8 @@ bool Node::is_there(Child& child) {
   return false;
 }
 
-// A child may have continued meanwhile, because the round failed there alone. If the round then has a result,
-// the child no longer has its vector.
+// Handle an answer that says where a child is. The child may have continued, because the round failed there
+// alone. If the round still gets a result, the child no longer has its vector.
 void Node::hear_where_it_is(Child& child, const Header& head) {
   if (head.last == head.round) {
     child.there = head.round;
@@ -294,7 +294,7 @@ void Node::hear_where_it_is(Child& child, const Header& head) {
   }
 }
 
-// The vectors that hold the blocks, once all these vectors are available.
+// Return the vectors that hold the blocks, once all these vectors are available.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!work_.ledger->settled()) return nullptr;
   bool there = true;
@@ -318,7 +318,7 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
 
 // --- The sum of the blocks of the previous round, whose vectors are handed over only now ---
 
-// Why this call is not allowed here, in a group whose program computes blocks; empty if it is.
+// Return why this call is not allowed now, in a group whose program computes blocks; empty if it is allowed.
 std::string Node::why_not_after_blocks() const {
   const Call& call = up_.call;
   const bool sums = call.up && !call.shared;
@@ -339,7 +339,7 @@ std::string Node::why_not_after_blocks() const {
 }
 
 // Whether this call sums the blocks of the previous round, and this rank has none of them. The root may count
-// on blocks that this rank had before: the round failed here alone, and came again after a snapshot.
+// on blocks that this rank had before: the round failed at this rank alone, and was repeated after a snapshot.
 bool Node::lacks_what_it_computed() const {
   const auto blocks = computed();
   return !root() && up_.call.up && !up_.call.shared && blocks && blocks->empty();
@@ -353,13 +353,13 @@ void Node::leave_out_the_others() {
   }
 }
 
-// The vectors of the children that are not left out, once all are available. After the deadline, the whole sum
-// uses those that are available.
+// Return the vectors of the children that are not left out, once all of these are available. After the
+// deadline, return the available ones, from which the whole sum is formed.
 std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
   const bool some = up_.overdue && approximates();
   if (some && !up_.approximating) {
     up_.decoding.reset();
-    up_.decoded = up_.exact;  // nothing is summed
+    up_.decoded = up_.exact;  // nothing is summed yet
     begin_approximating();
   }
   const auto here = [&](std::size_t i) { return usable(i, piece); };
@@ -387,8 +387,8 @@ bool Node::lacks_blocks() const {
 
 // --- Ranks that do not answer ---
 
-// Whether to accept a part of the batch without a child's blocks, if other ranks cannot compute them. The child
-// must not have answered a question of this round or an earlier one.
+// Whether to accept a sum without a child's blocks, if other ranks cannot compute them. The child must have
+// left a question of this round, or of an earlier one, unanswered.
 bool Node::does_not_answer(const Child& child) const {
   if (!approximates() || !child.asked) return false;
   return silent(child) || wire_.now() - child.asked >= deadline(limits_.deadline_share / 4);
@@ -407,7 +407,7 @@ bool Node::only_silent_hold() const {
   return lacks && work_.ledger->orphans(silent).size() == work_.ledger->missing();
 }
 
-// Watch for ranks whose vectors do not come. They are asked whether they are there.
+// Watch for ranks whose vectors do not come, and ask whether they are there.
 void Node::watch_members() {
   if (!deals() || !work_.ledger->settled()) return;
   believe_answers();
@@ -433,7 +433,7 @@ void Node::watch_members() {
 double Node::shares_at() const {
   if (!deals()) return std::numeric_limits<double>::infinity();
   const double now = wire_.now();
-  // a rank whose vector does not come is asked
+  // ask a rank whose vector does not come
   return work_.ledger->settled() ? now + limits_.orphan_seconds : work_.ledger->wakes_at(now);
 }
 

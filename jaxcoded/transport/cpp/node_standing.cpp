@@ -64,8 +64,8 @@ bool Node::in_program() const {
 }
 
 // Report once what is known of a child that makes no calls while rounds are decided without it. The child's
-// engine answers even if its program is stuck, and says in which round it is. Report also a child that has left
-// while this rank makes more calls: usually the child's program has made fewer steps.
+// engine answers even if its program is stuck, and reports its round. Report also a child that has left while
+// this rank makes more calls: usually the child's program was set to make fewer steps.
 void Node::watch_children() {
   for (Child& child : children_) {
     Child::Behind& it = child.behind;

@@ -1,5 +1,5 @@
-// A node and snapshots of the user's state: which ranks hear of this rank's snapshot, and which ranks this rank
-// asks for one.
+// A node and snapshots of the user's state: which ranks it tells of its snapshot, and which ranks it asks for
+// theirs.
 #include "node.h"
 
 #include <new>
@@ -8,7 +8,7 @@
 namespace jaxcoded {
 
 State Node::keep_state(Round round, State state) {
-  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // if memory is too short, nothing has changed
+  Layout layout({{DType::bytes, state.bytes()}}, limits_.piece_bytes);  // if memory runs out, nothing has changed
   withdraw(Object::What::state, snapshot_.number() + 1);
   return snapshot_.keep(round, std::move(state), std::move(layout));
 }
@@ -40,8 +40,8 @@ void Node::ask_next_state() {
 
 void Node::on_state(Rank from, const Message& message) {
   if (!recovery_ || recovery_->round()) return;
-  // A snapshot of a round whose result is gone leads back to where this rank is stuck. For this rank, the
-  // others keep results from the first round on that failed here alone.
+  // A snapshot from before a round whose result is gone does not help: this rank would be stuck there again.
+  // For this rank, the others keep results from the first round on that failed at this rank alone.
   const Round lost = failed_alone_.first() ? failed_alone_.first() - 1 : next_;
   if (message.header.round <= (desynchronized_ ? lost : 0)) {
     recovery_->without(from);
@@ -49,7 +49,7 @@ void Node::on_state(Rank from, const Message& message) {
   }
   try {
     recovery_->begin(from, message, limits_.piece_bytes);
-  } catch (const std::bad_alloc&) {  // later messages must not wait for memory
+  } catch (const std::bad_alloc&) {  // later messages must not wait until there is memory
     news_.push_back(me() + " has too little memory for the snapshot of rank " +
                     std::to_string(from) + ", " + std::to_string(message.values<std::uint64_t>(0, 1)[0]) +
                     " bytes: free some, and call group.resync again");

@@ -26,8 +26,8 @@ void Node::remember_division() {
   telemetry_.divided(next_, out);
 }
 
-// Median seconds between calls that this rank took part in; `unknown` if there were none. With shared work, the
-// result is as if this rank had computed just its own blocks, at the pace of the blocks that it computed.
+// Return the median seconds between calls that this rank took part in; `unknown` without such calls. With
+// shared work, count as if this rank had computed just its own blocks, at the pace of its computed blocks.
 double Node::own_work() const {
   std::vector<double> works;
   const Round first = next_ > latest ? next_ - latest : 1;

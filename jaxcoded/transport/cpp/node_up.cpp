@@ -11,7 +11,7 @@ namespace jaxcoded {
 
 void Node::on_offer(Child& child, const Message& message) {
   const Header& head = message.header;
-  // A child that goes back offers an earlier round again. It offers no other round before it gets an answer.
+  // A child that goes back offers an earlier round again, and no other round before it gets an answer.
   if (head.round < child.offer.round) return note(child.rank, newest_);
   if (head.round == child.offer.round) {
     if (head.ready <= child.offer.ready && !(head.flags & shares)) note(child.rank, newest_);
@@ -40,8 +40,8 @@ bool Node::usable(std::size_t row, std::uint32_t piece) const {
          offer.fingerprint == up_.call.fingerprint && !up_.call.leaves_out(number);
 }
 
-// The rows in the order in which to use them: first parts before later parts, and for each part the children in
-// the order in which they came.
+// Return the rows in the order in which to use them: first parts before later parts, and for each part the
+// children in the order in which they came.
 const std::vector<std::size_t>& Node::rows_in_order() {
   if (rows_.size() == decoder_.rows() && rows_sorted_ == offers_seen_) return rows_;
   rows_.resize(decoder_.rows());
@@ -53,8 +53,8 @@ const std::vector<std::size_t>& Node::rows_in_order() {
   return rows_;
 }
 
-// The messages from which to decode a piece: those in use as long as their pieces come, otherwise the first
-// messages that sufficed.
+// Return the messages from which to decode a piece: the messages in use as long as their pieces come, otherwise
+// the first messages that sufficed.
 std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (up_.call.shared) return choose_sealed(piece);
   if (sums_blocks()) return choose_dealt(piece);
@@ -88,7 +88,7 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   return up_.decoding;
 }
 
-// The messages of which this rank has a piece, or may get it from children that live and contribute.
+// Return the messages of which this rank has this piece, or may get it from children that live and contribute.
 std::vector<bool> Node::may_come(std::uint32_t piece) const {
   std::vector<bool> out = may_offer(piece);
   for (std::size_t row = 0; row < out.size(); ++row) {
@@ -98,13 +98,13 @@ std::vector<bool> Node::may_come(std::uint32_t piece) const {
   return out;
 }
 
-// The piece that must be decoded next. Messages that are compared must be complete, so it is their last piece.
+// Return the piece that must be available next: if messages are compared as a whole, their last piece.
 std::uint32_t Node::needed() const {
   return decoder_.checked() ? up_.incoming.size() - 1 : up_.decoded.pieces;
 }
 
-// Whether this piece can no longer be decoded, whichever children still come, since other children are dead or
-// have nothing to contribute.
+// Whether this piece can no longer be decoded, because children are dead or have nothing to contribute,
+// whichever other children still come.
 bool Node::too_few_left(std::uint32_t piece) {
   if (up_.call.shared) return false;
   const auto lacks = [&](const Child& child) { return child.dead || skips(child); };
@@ -118,7 +118,7 @@ bool Node::too_few_left(std::uint32_t piece) {
   return !sums_blocks() && !decoder_.decode(rows, possible);
 }
 
-// Too few children are left for a sum here. This rank's message is left out like theirs.
+// Give up this rank's sum, for which too few children are left. Then this rank's message is missing, too.
 void Node::go_without_sum() {
   std::string lacks;
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -133,7 +133,7 @@ void Node::go_without_sum() {
   if (root()) {
     const auto& tensor = decoder_.tensor();
     const bool dead = lacks.find(is_dead) != std::string::npos;
-    // the messages of ranks below go only to the dead rank: no other rank can add them
+    // messages from ranks below a dead rank go only to the dead rank: no other rank can add them
     if (dead && family_.descendants.size() > children_.size()) lacks += ", and what any below them have";
     return decide_error(
         "TooManyErasures: round " + std::to_string(next_) + ": " + me() + " cannot rebuild its sum, as " +
@@ -151,8 +151,8 @@ void Node::go_without_sum() {
   offer();
 }
 
-// The child's pieces do not come. The pieces of other children are used if they suffice. Otherwise this child
-// is tried last, so that all children are tried in turn.
+// Note that the child's pieces do not come. The pieces of other children are used if they suffice. Otherwise
+// this child is tried last, so that all children are tried in turn.
 void Node::stall(Child& child) {
   up_.stalled.insert(child.rank);
   child.offer.order = ++offers_seen_;
@@ -166,7 +166,7 @@ void Node::believe_answers() {
 }
 
 // Forget the sum so far, as it uses messages that no longer come. No rank has been told about this sum yet.
-// Pieces on their way from the children are still wanted.
+// Pieces that are on their way from children are kept when they come.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
   for (std::size_t row : rows) {
     if (!usable(row, up_.decoded.pieces)) stall(child_of_row(row));
@@ -175,8 +175,8 @@ void Node::start_again_without(const std::vector<std::size_t>& rows) {
   up_.decoded = up_.exact;
 }
 
-// A piece of a child's message, if it is here. Null if the piece is on its way, or the child has withdrawn its
-// offer.
+// Return a piece of a child's message, if it has arrived; null if it is on its way, or if the child has
+// withdrawn its offer.
 const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   static const std::byte nothing[1] = {};
   const Rank child = child_of_row(row).rank;
@@ -212,7 +212,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   return slot.here ? slot.buffer.data() : nullptr;
 }
 
-// Whether this rank's own vectors are here up to this piece of `up_.incoming`.
+// Whether this rank's own vectors are available up to this piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
   const Piece it = up_.incoming[piece];
   if (up_.call.shared) return up_.lent || !work_.ledger->version(0).blocks;
@@ -223,11 +223,11 @@ bool Node::own_ready(std::uint32_t piece) const {
   return up_.call.feed->ready(it.segment) >= last + it.offset + it.bytes;
 }
 
-// This rank cannot contribute, and every rank must hear why.
+// Report to every rank why this rank cannot contribute.
 void Node::fail(const std::string& text) {
   if (root()) return decide_error(text);
   alert(next_, text);
-  up_.call.skipped = true;  // the result, or the error, comes as to any other rank
+  up_.call.skipped = true;  // this rank gets the result, or the error, like any other rank
 }
 
 bool Node::gather() {
@@ -259,7 +259,7 @@ bool Node::gather() {
   if (!calling()) return false;
   std::uint64_t bytes = 0;
   while (up_.decoded.pieces < up_.incoming.size()) {
-    // Pieces that are decided are no longer needed, and may have overwritten this rank's own vector.
+    // Decided pieces are no longer needed, and the result may have overwritten this rank's own vector.
     if (const Entry* entry = root() ? nullptr : history_.find(next_);
         entry && entry->ready > up_.decoded.pieces &&
         entry->layout.segments() == up_.incoming.segments()) {
@@ -292,7 +292,7 @@ bool Node::gather() {
         if (!calling()) return false;
         continue;
       }
-      // Ranks above continue with the pieces summed so far, while the rest is on its way.
+      // Let ranks above continue with the pieces summed so far, while the rest is on its way.
       if (bytes && !as_a_whole()) announce_sum();
       return false;
     }
@@ -305,7 +305,7 @@ bool Node::gather() {
     if (root() && all && !audited_alike()) return false;
     up_.waiting_since = wire_.now();
     if (!all && bytes < limits_.announced_bytes) continue;
-    // A sum that may be formed again is announced as a whole.
+    // A sum that may have to be formed again is announced only as a whole.
     if (all || !as_a_whole()) announce_sum();
     return calling() && !all;
   }
@@ -384,7 +384,7 @@ void Node::offer() {
 }
 
 // Whether to hold back an offer. A parent that has not answered an earlier round's offer gets no second offer.
-// No sum may use a message from a state that other ranks may not have.
+// No sum may use a message that depends on a state that other ranks may not have.
 bool Node::holds_back() const { return upstream_.unanswered() || unsure_of(); }
 
 void Node::offer_what_is_held_back() {
@@ -392,7 +392,7 @@ void Node::offer_what_is_held_back() {
   up_.call.shared ? tell_share() : offer();
 }
 
-// Tell the parent which call this is, if the parent may hear that now. Returns whether the parent knows.
+// Tell the parent which call this is, unless offers are held back. Returns whether the parent knows.
 bool Node::begin_offer() {
   if (up_.offering) return true;
   up_.held_back = holds_back();
@@ -409,7 +409,7 @@ void Node::send_offer(const Message& message) {
   up_.offering = true;
 }
 
-// Append this rank's message itself, or the addresses where it is.
+// Append this rank's message itself, or its addresses.
 void Node::append_vectors(Message& message, bool inline_them) const {
   if (!inline_them) return append_addresses(message, up_.sum_at);
   message.header.flags |= inlined;
@@ -451,7 +451,7 @@ void Node::watch_for_stalls() {
     }
     if (late.empty()) return;
     const bool known = std::ranges::all_of(late, [&](std::size_t row) { return stalled(child_of_row(row)); });
-    // without other messages, keep waiting
+    // if no other messages suffice, keep waiting
     if ((others_only || known) && !up_.approximating && !decoder_.decode(others, may_offer(0))) return;
     for (std::size_t row : late) stall(child_of_row(row));
     return start_again_without({});

@@ -11,8 +11,8 @@
 #include <xmmintrin.h>
 #endif
 
-// One build for all processors. If the linker can choose at load time, it takes the code for a newer processor,
-// with wider vectors and half-precision conversions.
+// One build serves all processors. If the loader can choose, newer processors use separate code with wider
+// vectors and half-precision conversions.
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define JAXCODED_CLONES __attribute__((target_clones("arch=x86-64-v3", "default")))

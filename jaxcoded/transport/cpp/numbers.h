@@ -1,4 +1,4 @@
-// Element types, and the one sum that every parent forms.
+// Element types, and the function with which every parent forms its sum.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +26,8 @@ constexpr std::size_t size_of(DType dtype) {
 // out[i] = own[i] + Σ_k coefficients[k] · inputs[k][i] for i < count, in one pass.
 //
 // float16 and bfloat16 are added in float32 and rounded once. `own` may be null, and may be `out`. The sum runs
-// in the order of `inputs`. `bytes` cannot be summed: `own` is copied. The bits depend on nothing else: not on
-// the processor, and not on the state of the calling thread.
+// in the order of `inputs`. `bytes` cannot be summed: `own` is copied. The result's bits depend neither on the
+// processor nor on the state of the calling thread.
 void combine(DType dtype, std::byte* out, const std::byte* own,
              std::span<const std::byte* const> inputs, std::span<const double> coefficients,
              std::size_t count);
@@ -35,7 +35,7 @@ void combine(DType dtype, std::byte* out, const std::byte* own,
 // Whether none of these numbers is NaN or infinite.
 bool finite(DType dtype, const std::byte* from, std::size_t count);
 
-// Numbers of that type as double; zeros for `bytes`, which has no numbers.
+// Convert numbers of this type to double. `bytes`, which are not numbers, become zeros.
 void widen(DType dtype, double* out, const std::byte* from, std::size_t count);
 
 }  // namespace jaxcoded

@@ -16,7 +16,7 @@ namespace jaxcoded {
 struct Offer {
   Round round = 0;  // 0: the child has offered nothing yet
   std::uint64_t fingerprint = 0;
-  std::uint64_t order = 0;  // its number among all offers
+  std::uint64_t order = 0;  // its place in the order in which offers are used
   double seen = 0;          // when the child's first message of the round came
 
   std::uint32_t ready = 0;  // pieces
@@ -33,12 +33,12 @@ struct Offer {
   };
   std::map<std::uint32_t, Slot> slots = {};  // pieces that were requested
 
-  // The child says how much is available now. Returns false if the child has already offered more.
+  // Record how much of its message the child offers now. Returns false if the child has already offered more.
   bool grow(const Message& message) {
     const Header& head = message.header;
     std::size_t start = 0;
     Progress its = head.flags & shares ? Progress::from(message, start) : Progress();
-    // if memory is too short for these copies, nothing has changed yet
+    // if there is too little memory for these copies, nothing has changed yet
     std::vector<std::uint64_t> places;
     std::vector<std::byte> whole;
     if (head.flags & inlined) {
@@ -49,7 +49,7 @@ struct Offer {
     if (head.flags & shares) {
       if (its.before(progress)) return false;
       if (its.version() != progress.version()) slots.clear();
-      if (progress.before(its)) {  // fewer pieces may be available than before, or withdrawn ones again
+      if (progress.before(its)) {  // fewer pieces than before may be available, or withdrawn pieces again
         ready = 0;
         withdrawn = false;
       }
@@ -70,7 +70,7 @@ struct Offer {
     const auto slot = slots.find(piece);
     return !body.empty() || (slot != slots.end() && slot->second.here);
   }
-  // Nothing more is available.
+  // Record that nothing is available any more.
   void withdraw() {
     withdrawn = true;
     slots.clear();

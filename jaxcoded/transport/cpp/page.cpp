@@ -21,7 +21,7 @@
 namespace jaxcoded {
 namespace {
 
-// A word of this process's own memory. Other processes try to read it.
+// A word of this process's own memory, which other processes read to test whether they may.
 std::uint64_t magic_word;
 
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
@@ -100,7 +100,7 @@ Card OwnPage::open_slot() {
 
 void OwnPage::close_slot(std::uint64_t slot) {
   page_->validity[slot].group.store(0);
-  // before the memory of the group's objects is used for something else
+  // readers must see this before the memory of the group's objects is reused
   std::atomic_thread_fence(std::memory_order_seq_cst);
   used_[slot] = false;
 }

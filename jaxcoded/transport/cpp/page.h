@@ -1,5 +1,5 @@
-// What processes of one host exchange in shared memory: wake-ups, the number of messages of each
-// group, and which of a rank's objects may still be fetched, and from where.
+// What processes of one host exchange in shared memory: wake-ups, each group's number of messages, and which of
+// a rank's objects may still be fetched from where.
 #pragma once
 
 #include <array>
@@ -24,12 +24,12 @@ class WakeUp {
  public:
   enum Sleeper : std::uint32_t { driver = 1, progress = 2 };
 
-  std::uint32_t sent() const { return sent_.load(); }  // their number
+  std::uint32_t sent() const { return sent_.load(); }  // how many wake-ups were sent
   void send();
   // Sleep until more than `seen` wake-ups were sent, or for this many seconds.
   void sleep(Sleeper who, std::uint32_t seen, double seconds);
   void begin_driving() { state_.fetch_or(driving); }
-  // The progress thread takes over. It is woken if `wake`, or if more than `seen` wake-ups were sent.
+  // Let the progress thread take over. It is woken if `wake`, or if more than `seen` wake-ups were sent.
   void end_driving(std::uint32_t seen, bool wake);
 
  private:
@@ -47,11 +47,11 @@ struct Validity {
   std::array<std::atomic<std::uint64_t>, Object::kinds> first_valid{};
 };
 
-// The memory that a process shares. Other processes write only to its wake-ups and counts. What they only read
-// lies on other pages, which they map for reading.
+// The memory that a process shares. Other processes write only to its wake-ups and counts. The rest lies on
+// separate pages, which they map for reading.
 struct Page {
   static constexpr std::size_t most_groups = 100;
-  static constexpr std::size_t writable = 64 << 10;  // a multiple of the page size, whatever it is here
+  static constexpr std::size_t writable = 64 << 10;  // a multiple of the page size of every machine
 
   alignas(64) WakeUp wake_up;
   alignas(64) std::array<std::atomic<std::uint32_t>, most_groups> messages;  // messages sent to each group so far
@@ -68,8 +68,8 @@ struct Card {
   std::int64_t descriptor;
   std::uint64_t magic;
   std::uint64_t magic_address;
-  std::uint64_t slot;    // of the group on the page
-  std::uint64_t ticket;  // of the group
+  std::uint64_t slot;    // the group's place on the page
+  std::uint64_t ticket;  // identifies the group
   std::uint64_t host;  // a hash of the host's name
 };
 
@@ -87,8 +87,8 @@ class OwnPage {
   // Reserve a place for a group on the page, until `close_slot`.
   Card open_slot();
   void close_slot(std::uint64_t slot);
-  // If Yama, Linux's security module, restricts such reads, let the processes of this host read this process's
-  // memory. Does nothing if all these cards are this process's own, or with JAXCODED_PTRACER=OFF. The
+  // Let the processes of this host read this process's memory, even if Yama, a Linux security module, restricts
+  // that. Does nothing if no card belongs to another process of this host, or with JAXCODED_PTRACER=OFF. The
   // permission is never withdrawn: MPI libraries request the same permission, and would lose it.
   void let_read(const std::vector<Card>& cards) const;
 
@@ -115,10 +115,10 @@ class PeerPage {
   }
   // Whether the other process's memory can be read.
   bool readable() const { return readable_; }
-  // Copy the other process's memory; false if the memory is not there (any more).
+  // Copy from the other process's memory. Returns false if the memory is not there (any more).
   bool read(std::uint64_t address, std::byte* to, std::size_t bytes, Copy how) const;
-  // Whether the other process's objects of that round can still be read. The slot may belong to another group
-  // by now, whose `first_valid` starts from 0. So the slot's owner is checked last.
+  // Whether the other process's objects of this round can still be read. By now the slot may belong to another
+  // group, whose `first_valid` starts from 0. So the slot's group is checked last.
   bool valid(std::size_t what, std::uint64_t round) const {
     const Validity& validity = page_->validity[card_.slot];
     return validity.first_valid[what].load() <= round && validity.group.load() == card_.ticket;

@@ -11,19 +11,19 @@ namespace {
 
 using Vector = std::vector<double>;
 
-// Lengths below this are only rounding, for the remainder of a unit vector that is a combination of others.
+// A unit vector whose remainder is shorter than this is a combination of others: the remainder is rounding.
 constexpr double nothing = 1e-9;
 
 // Elements that are added at a time, so that sums stay in the first cache; a multiple of `lanes`.
 constexpr std::size_t block = 256;
-// Sums that are formed side by side, so that they become vector code.
+// How many sums are formed side by side, so that the compiler vectorizes them.
 constexpr std::size_t lanes = 8;
 
 double product(const Vector& a, const Vector& b) {
   return std::inner_product(a.begin(), a.end(), b.begin(), 0.0);
 }
 
-// A vector minus its projection on the space of these orthonormal vectors.
+// Return a vector minus its projection on the space of these orthonormal vectors.
 Vector rest(Vector v, const std::vector<Vector>& basis) {
   for (int pass = 0; pass < 2; ++pass) {  // the first pass leaves its own rounding
     for (const Vector& b : basis) {
@@ -43,7 +43,7 @@ void normalize(Vector& v) {
   }
 }
 
-// An orthonormal basis of the space orthogonal to all of these vectors.
+// Return an orthonormal basis of the space orthogonal to all of these vectors.
 std::vector<Vector> complement(std::size_t dimension, const std::vector<Vector>& vectors) {
   std::vector<Vector> known;
   const auto add = [&](Vector v) {
@@ -70,7 +70,7 @@ std::vector<Vector> complement(std::size_t dimension, const std::vector<Vector>&
   return {known.begin() + static_cast<std::ptrdiff_t>(given), known.end()};
 }
 
-// Combinations of checks that do not use these rows.
+// Return combinations of checks that do not use these rows.
 template <class Rows>
 std::vector<Vector> combinations(const std::vector<Parity::Check>& checks, const Rows& rows) {
   std::vector<Vector> columns;
@@ -90,8 +90,8 @@ Parity::Check combined(const Vector& combination, const std::vector<Parity::Chec
   return out;
 }
 
-// Rounding on the way to this parent, as a share of the largest number. A message of 16 bits is rounded when it
-// is made. Sums, in at least float32, are rounded in every layer.
+// Return the rounding on the way to this parent, relative to the largest number. A message of 16 bits is
+// rounded when it is made. Sums, in at least float32, are rounded in every layer.
 double carried(DType dtype, const Below& below) {
   const double sums = below.layers * (below.widest + 3);
   switch (dtype) {
@@ -106,8 +106,8 @@ double carried(DType dtype, const Below& below) {
   }
 }
 
-// Rounding as a share of all numbers of the message. Gradients that vanish, as when a model fits its data, are
-// differences of numbers that do not vanish. So are messages of 16 bits, which were rounded below.
+// Return the rounding relative to all numbers of the message. Gradients near 0, as when a model fits its data,
+// are differences of larger numbers. So are messages of 16 bits, which were rounded in the layers below.
 double noise(DType dtype, const Below& below) {
   switch (dtype) {
     case DType::float16:
@@ -136,10 +136,10 @@ double eps(DType dtype) {
 
 }  // namespace
 
-// Ranks that hold the same examples compute gradients in different orders and batches. They lose as many digits
-// as gradients of examples cancel. In float32 the error was at most 2e-6 in the trainings examined, and some
-// 1e-3 if matrices are multiplied in fewer bits, as GPUs do. Types of 16 bits, in which numbers are rounded
-// from layer to layer of the model, were off by one eps. Mistakes are off by 0.01 and mostly more.
+// Ranks that hold the same examples compute gradients in different orders and batches. The more the examples'
+// gradients cancel, the more digits they lose. In float32 the error was at most 2e-6 in the trainings examined,
+// and some 1e-3 if matrices are multiplied in fewer bits, as on GPUs. Types of 16 bits, in which numbers are
+// rounded from layer to layer of the model, were off by one eps. Mistakes are off by at least 0.01.
 double of_programs(double eps) {
   constexpr double all = 0x1p-8, narrow = 0x1p-12, roundings = 4;
   return all + (eps > narrow ? roundings * eps : 0);
@@ -171,7 +171,7 @@ double Parity::in(Norm norm, const Size& size) {
 Parity::Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below)
     : checks_(std::move(checks)), sizes_(std::move(sizes)), below_(std::move(below)) {}
 
-// The index of the sums for elements of this kind in this vector.
+// Return the index of the sums for elements of this kind in this vector.
 std::size_t Parity::sums_of(std::size_t vector, int kind) {
   std::size_t s = 0;
   while (s < sums_.size() && (sums_[s].vector != vector || sums_[s].kind != kind)) ++s;
@@ -188,7 +188,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
   call_ = call;
   program_eps_ = program_eps;
   if (rows != rows_) {
-    rows_.clear();  // if memory is too short for the rest, the next call forms the checks
+    rows_.clear();  // if the rest runs out of memory, the next call forms the checks
     std::vector<std::size_t> absent;
     for (std::size_t row = 0; row < rows.size(); ++row) {
       if (!rows[row]) absent.push_back(row);
@@ -197,7 +197,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
     for (const Vector& combination : combinations(checks_, absent)) {
       Check& check = active_.emplace_back(combined(combination, checks_));
       for (const std::size_t row : absent) check[row] = 0;
-      // a check must not see a message, however large, that has nothing to do with the check
+      // a check must not contain a message that does not belong to it, not even with a tiny factor
       for (double& h : check) h = std::abs(h) < nothing * norm(check) ? 0 : h;
     }
     rows_ = rows;
@@ -212,7 +212,7 @@ void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
   for (const Apart& it : apart) {
     const std::uint64_t size = vectors[it.vector].count;
     if (!size) continue;
-    const std::uint64_t first = it.first % size;  // slices overlap here
+    const std::uint64_t first = it.first % size;  // in a message with slices, all slices have the same places
     runs_[it.vector].push_back({first, std::min(first + it.count, size), sums_of(it.vector, it.kind)});
   }
   for (std::vector<Run>& runs : runs_) std::ranges::sort(runs, {}, &Run::first);
@@ -279,8 +279,8 @@ std::vector<std::size_t> Parity::not_finite() const {
   return out;
 }
 
-// Everything is added. Sum up the sizes of each message over all vectors, for the scale. Add numbers of kind 0
-// to the rest of their vector, see `Apart`.
+// After everything was added, sum up the sizes of each message over all vectors, for `scale`. Add numbers of
+// kind 0 to the rest of their vector, see `Apart`.
 void Parity::add_up() {
   all_.assign(rows_.size(), {});
   for (const Sums& sums : sums_) {
@@ -294,8 +294,8 @@ void Parity::add_up() {
   }
 }
 
-// The size of the gradients in these messages. It is estimated from the second largest child, since a single
-// child may be off by any amount.
+// Return the size of the gradients in these messages, estimated from the child with the second largest size,
+// since a single child may be off by any amount.
 double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm norm) const {
   double first = 0, second = 0;
   std::size_t concerned = 0;
@@ -314,7 +314,7 @@ double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm nor
   return concerned > 1 ? second : first;
 }
 
-// How large rounding can make a sum that should be 0.
+// Return how large rounding can make a sum that should be 0.
 double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   const double here = scale(check, sums.rows, norm);
   double everywhere = scale(check, all_, norm);

@@ -1,8 +1,8 @@
 // Whether the messages of a parent's children fit together.
 //
-// Messages are linear in the gradients that they are made of. So for every left null vector h of the code's
-// matrix, Σ h[row] · message[row] is 0 except for rounding, whatever the gradients are. This is a parity check.
-// Any two decodings differ by such sums. docs/theory.md has the bound for rounding.
+// Messages are linear in the gradients from which they are formed. So for every left null vector h of the
+// code's matrix, Σ h[row] · message[row] is 0 except for rounding, whatever the gradients are. This sum is a
+// parity check. Any two decodings differ by such sums. docs/theory.md has the bound for rounding.
 #pragma once
 
 #include <array>
@@ -16,8 +16,8 @@
 
 namespace jaxcoded {
 
-// Elements of one of a call's vectors that are compared separately from its other elements. In a common
-// comparison, a mistake in the smaller ones would not show.
+// Elements of one of a call's vectors that are compared separately from its other elements. If large and small
+// elements were compared together, a mistake in the small ones would not show.
 struct Apart {
   std::size_t vector;
   std::uint64_t first, count;  // in the vector of the result
@@ -25,24 +25,24 @@ struct Apart {
              // numbers, so they are compared with the rest of the vector
 };
 
-// How far an honest rank's numbers may be from those that other ranks would have computed, as a share of the
-// largest number. `eps`: of the numbers in which they are computed.
+// Return how far an honest rank's numbers may be from the numbers that other ranks would compute, relative to
+// the largest number. `eps`: the machine epsilon of the numbers in which programs compute.
 double of_programs(double eps);
-// The same as a share of all numbers of the message: numbers that vanish are differences of other numbers.
+// The same, relative to all numbers of the message: numbers near 0 may be differences of large numbers.
 inline constexpr double of_all = 8 * 0x1p-23;
 
-// What lies below a child, and how much rounding that means.
+// How much rounding the tree below a child can cause.
 struct Below {
   double amplification = 1;  // the largest product of the codes' κ along a path
   double layers = 0;
-  double widest = 0;  // the most children of a parent
+  double widest = 0;  // the largest number of children of a parent
 };
 
 // What parity checks found wrong.
 struct Contradiction {
   std::vector<std::size_t> children;  // the children that are involved
-  double mismatch = 0;  // of a sum that should be 0, as a share of the sizes of its terms
-  double allowed = 0;   // for rounding
+  double mismatch = 0;  // the sum of a check, which should be 0, relative to the sizes of its terms
+  double allowed = 0;   // how large rounding can make `mismatch`
 };
 
 class Parity {
@@ -53,8 +53,8 @@ class Parity {
   // its message if gradients have size 1. `below`: for each child.
   Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below);
 
-  // Messages of exactly these rows follow, each of such vectors. `call`: equal for calls whose messages are
-  // alike. `program_eps`: of the coarsest numbers in which the gradients are computed.
+  // Begin to compare the messages of exactly these rows, each with these vectors. `call`: equal for calls with
+  // similar messages. `program_eps`: the machine epsilon of the gradients' coarsest numbers.
   void begin(std::uint64_t call, const std::vector<bool>& rows, std::span<const Segment> vectors,
              const std::vector<Apart>& apart, double program_eps);
   // Add `count` elements of one vector of all messages, from element `first` on. `messages`: by row.
@@ -63,13 +63,13 @@ class Parity {
   // Whether these rows allow any comparison.
   bool compares() const { return !active_.empty(); }
 
-  // After everything was added: the children whose messages have NaN or infinities.
+  // After everything was added, return the children whose messages have NaN or infinities.
   std::vector<std::size_t> not_finite() const;
-  // What is wrong, if `not_finite` is empty. Call it once.
+  // Return what is wrong, if anything. Call this once, and only if `not_finite` is empty.
   std::optional<Contradiction> contradiction();
-  // The messages are right. In later rounds of the call their sizes determine the bound for rounding.
+  // Record that the messages are right. In later rounds of the call, their sizes enter the bound for rounding.
   void remember();
-  // These children are wrong. Returns whether one of them was right in its previous comparison.
+  // Record that these children are wrong. Returns whether one of them was right in its previous comparison.
   bool newly_wrong(const std::vector<std::size_t>& children);
 
  private:

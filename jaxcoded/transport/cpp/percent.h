@@ -1,4 +1,4 @@
-// A share, in words.
+// A fraction as a percentage, in words.
 #pragma once
 
 #include <cstdio>

@@ -21,7 +21,7 @@ std::size_t rounded(std::size_t bytes) {
   return (least + step - 1) / step * step;
 }
 
-// Memory of a source. If the source has too little, others first give back what they keep unused.
+// Take memory from a source. If it has too little, first make others give back their unused memory.
 template <class GiveBack>
 std::byte* allocated(Source& source, std::size_t bytes, GiveBack give_back) {
   try {

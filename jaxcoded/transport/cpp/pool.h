@@ -10,7 +10,7 @@ namespace jaxcoded {
 
 class Pool;
 
-// A block of memory, which returns to its pool when the `Buffer` ends. Empty by default.
+// A block of memory, which returns to its pool when the `Buffer` is destroyed. Empty by default.
 class Buffer {
  public:
   Buffer() = default;
@@ -40,7 +40,7 @@ class Buffer {
   std::size_t capacity_ = 0;
 };
 
-// Where a pool's memory comes from, aligned to 64 bytes.
+// The source of a pool's memory, which is aligned to 64 bytes.
 class Source {
  public:
   virtual ~Source() = default;
@@ -81,12 +81,12 @@ class Spare : public Source {
 // Not safe for use from several threads at once.
 class Pool {
  public:
-  // Keeps up to this many unused bytes. A request gets the smallest unused block that is large enough.
+  // Keep up to `most` unused bytes. A request gets the smallest unused block that is large enough.
   explicit Pool(std::size_t most, Source& source = heap) : most_(most), source_(source) {}
   Pool(const Pool&) = delete;
   ~Pool();
 
-  // At least `bytes` and at least one byte, aligned to 64.
+  // Take at least `bytes` and at least one byte, aligned to 64.
   Buffer take(std::size_t bytes);
 
   void keep(std::size_t most) { most_ = most; }

@@ -1,12 +1,12 @@
-// Whether this process is there, for a root that would otherwise end the job without it.
+// Tells a root that this process is there. Otherwise the root would end the job without it.
 #pragma once
 
 #include <mpi.h>
 
 namespace jaxcoded {
 
-// Answers the questions of a group's root, whatever the program does. It answers as long as the engine of this
-// process runs, even after the engine has closed the group.
+// Answers the questions of a group's root, whatever the program does, as long as this process's engine runs,
+// even after the engine has closed the group.
 class Presence {
  public:
   // `root`: its rank in `comm`, which is never freed.

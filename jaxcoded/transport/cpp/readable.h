@@ -1,4 +1,4 @@
-// Texts of other ranks.
+// Makes texts of other ranks readable.
 #pragma once
 
 #include <string>
@@ -6,8 +6,8 @@
 
 namespace jaxcoded {
 
-// A text with "?" in place of bytes that are not UTF-8, which Python rejects, and for zeros, at which
-// XLA would end the text.
+// Return a text with "?" in place of bytes that are not UTF-8, which Python rejects, and in place of zeros, at
+// which XLA would end the text.
 inline std::string readable(std::string_view text) {
   const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
   std::string out;

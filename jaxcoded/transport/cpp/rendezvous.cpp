@@ -40,15 +40,15 @@ void Rendezvous::remember(std::int64_t run, const std::string& failure) {
   while (failed_.size() > most_failed) failed_.pop_front();
 }
 
-// End a meeting with an error. No thread keeps waiting, even if memory is too short for something, such as the
-// words.
+// End a meeting with an error. No thread keeps waiting, even if there is too little memory, for example for
+// `words`.
 template <class Words>
 void Rendezvous::fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words) {
   open_.erase(group);
   end(*meeting);
   meeting->met.error = words();
   remember(meeting->run, meeting->met.error);
-  try {  // this rank was not in the round: the other ranks hear of it with its next round
+  try {  // this rank was not in the round: its next round reports that to the other ranks
     Engine::instance().note_failure(group, " after a call of which devices were missing");
   } catch (const Closed&) {
   }
@@ -111,7 +111,7 @@ Met Rendezvous::meet(const Arrival& arrival,
       meeting->met = call(meeting->brought);  // no other thread reads `met` before the meeting is over
     } catch (Closed& closed) {
       meeting->met.error = std::move(closed.text);
-    } catch (...) {  // too little memory, for example: the other devices wait
+    } catch (...) {  // for example too little memory; the other devices must not keep waiting
       lock.lock();
       end(*meeting);
       throw;
@@ -120,7 +120,7 @@ Met Rendezvous::meet(const Arrival& arrival,
     end(*meeting);
     return meeting->met;
   }
-  // Turns are counted instead of time, as no device calls while the process is stopped.
+  // Turns are counted instead of time, since the devices cannot call while the process is stopped.
   std::chrono::duration<double> waited{0};
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {
     waited += turn;
@@ -133,7 +133,7 @@ Met Rendezvous::meet(const Arrival& arrival,
       Engine::instance().with(arrival.group, [](Member&) {});
     } catch (Closed& its) {
       closed = std::move(its.text);
-    } catch (const std::bad_alloc&) {  // too little memory for that text: try again in the next turn
+    } catch (const std::bad_alloc&) {  // too little memory for the text: try again in the next turn
     }
     lock.lock();
     if (meeting->over || meeting->here == arrival.devices) continue;

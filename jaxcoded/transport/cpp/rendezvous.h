@@ -1,5 +1,5 @@
-// The devices of one process call together. Inside `shard_map` each device comes with its shard, and the last
-// device makes the call for all of them.
+// Lets the devices of one process call together. Inside `shard_map` each device comes with its shard, and the
+// last device makes the call for all of them.
 #pragma once
 
 #include <chrono>
@@ -38,13 +38,13 @@ class Rendezvous {
  public:
   static Rendezvous& instance();
 
-  // Blocks until all devices of the run are here, and the last of them has made the call. `call` gets what the
-  // devices bring, in their order on the mesh, and all devices get its result. The call fails for all devices
-  // of the run, also for later ones, in three cases: programs are mixed up, devices call different things, or a
-  // device does not come. Raises `Closed` if the group is closed.
+  // Blocks until all devices of the run have come, and the last of them has made the call. `call` gets what the
+  // devices bring, in their order on the mesh. All devices get its result. The call fails for all devices of
+  // the run, also if they come later, in three cases: programs are mixed up, devices call different things, or
+  // a device does not come. Raises `Closed` if the group is closed.
   Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
-  // A device has too little memory to come. The run fails on all devices, and with it the round that the call
-  // begins.
+  // Record that a device has too little memory to come. The run fails on all devices, and so does the round
+  // that the call begins.
   void miss(const Arrival& arrival);
 
  private:
@@ -69,7 +69,7 @@ class Rendezvous {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::uint64_t, std::shared_ptr<Meeting>> open_;  // by group
-  // Runs that failed here: devices that come later must not wait for those that left.
+  // Runs that failed here: devices that come later must not wait for devices that have left.
   std::deque<std::pair<std::int64_t, std::string>> failed_;
 };
 

@@ -37,12 +37,12 @@ class Reports {
     }
     changed_.notify_all();
   }
-  // How many were lost since the last call.
+  // Return how many records were lost since the last call.
   std::uint64_t take_lost() {
     const std::scoped_lock lock(mutex_);
     return std::exchange(lost_, 0);
   }
-  // Blocks until there is a record; returns none after the last.
+  // Blocks until there is a record; returns nothing after the last one.
   std::optional<Record> next() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return closed_ || !records_.empty(); });

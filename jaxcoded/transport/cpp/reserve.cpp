@@ -9,8 +9,8 @@
 namespace jaxcoded::reserve {
 namespace {
 
-// Address space, which has no pages until something is written to it. It is mapped separately: memory that one
-// thread gives back to malloc is not available to other threads.
+// The reserve is address space without pages, until something is written to it. It is mapped separately, since
+// memory that one thread gives back to malloc is not available to other threads.
 constexpr std::size_t bytes = std::size_t{4} << 20;
 
 std::atomic<void*> aside = nullptr;

@@ -1,19 +1,19 @@
-// Memory put aside, so that a turn that has begun does not stop halfway if there is no other memory.
+// Memory put aside, so that a turn (one step of the engine's work) does not stop halfway for lack of memory.
 //
-// A turn takes little memory at a time, and can take it from this reserve. Once the reserve is empty, rounds
-// fail instead of beginning. Vectors may be larger than the reserve. So code that takes memory for a vector
-// changes nothing before it has the memory.
+// A turn takes little memory at a time, and can take it from this reserve. While the reserve is empty, rounds
+// that begin fail. Vectors may be larger than the reserve. So code that takes memory for a vector changes
+// nothing before it has the memory.
 #pragma once
 
 namespace jaxcoded::reserve {
 
-// From now on, `new` takes memory from the reserve if there is no other. Any thread may, while no other thread
-// has a turn.
+// From now on, `new` takes memory from the reserve if there is no other. Any thread can do so while no other
+// thread has a turn.
 void keep();
 // Fill the reserve again. Returns whether it is full.
 bool fill() noexcept;
 
-// This thread has a turn. Until the turn ends, no other thread gets memory from the reserve.
+// A turn of this thread. Until it is destroyed, no other thread gets memory from the reserve.
 class Turn {
  public:
   Turn();

@@ -44,8 +44,8 @@ Descriptor make_sealed(const char* name, std::size_t bytes) {
 
 Descriptor open_sealed(std::int64_t pid, std::int64_t number, std::size_t bytes, bool to_write) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);
-  // The process of that number may be another one, for example of another host, and may have any file open
-  // there.
+  // The number may belong to another process, for example of another host, which may have any file open under
+  // that descriptor.
   Descriptor out(
       open(path.c_str(), (to_write ? O_RDWR : O_RDONLY) | O_CLOEXEC | O_NOCTTY | O_NONBLOCK));
   if (!out) {

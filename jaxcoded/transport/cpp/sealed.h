@@ -1,5 +1,5 @@
-// Memory that processes of one host share: a file without a name. Its length is fixed: processes that have
-// mapped the file would die if it shrank.
+// Memory that processes of one host share: a file without a name. Its length is fixed, since processes that
+// have mapped the file would die if it shrank.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace jaxcoded {
 
-// An open file, closed at the end.
+// The descriptor of an open file, closed when this object is destroyed.
 class Descriptor {
  public:
   explicit Descriptor(int number = -1) : number_(number) {}
@@ -23,12 +23,11 @@ class Descriptor {
   int number_;
 };
 
-// `name` is shown in /proc. Throws if no such file can be made. A page takes no memory until something is
-// written to it.
+// Make a file of this length. `name` is shown in /proc. Throws if that is impossible. A page takes no memory
+// before something is written to it.
 Descriptor make_sealed(const char* name, std::size_t bytes);
-// Open a file of another process, under the number that the file has there. Returns none if there is no such
-// file of this length: the number may belong to any other file by now. Throws if this process is out of
-// descriptors.
+// Open a file of another process by its descriptor's number there. Returns no descriptor if the number now
+// belongs to a file of another kind or length, or to none. Throws if this process is out of descriptors.
 Descriptor open_sealed(std::int64_t pid, std::int64_t number, std::size_t bytes, bool to_write);
 
 [[noreturn]] void cannot_share(const std::string& what);

@@ -1,8 +1,8 @@
-// Which rank forms how much of a sum, and from which messages.
+// Determines how much of a sum each rank forms, and from which messages.
 //
-// Both choices determine a port's traffic: its message goes to all ranks that form sections from it, and its
-// own section goes to every rank. A round takes as long as the busiest port. So pieces are assigned one by one,
-// each to the rank that keeps the busiest port the least busy.
+// Both choices determine the traffic of a rank's network port: the rank's message goes to all ranks that form
+// sections from it, and its own section goes to every rank. A round takes as long as the busiest port. So each
+// piece in turn goes to the rank with which the busiest port stays least busy.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 
 namespace jaxcoded {
 
-// The port whose message is a term of the sum, and the message's length in lengths of the sum.
+// A message that is a term of the sum: the port that sends it, and its length in lengths of the sum.
 struct PortMessage {
   std::size_t port = 0;
   double length = 1;
@@ -49,8 +49,8 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
   const auto takes = [&](std::size_t port) { return !taker || port == *taker ? 1.0 : 0.0; };
   const double takers = taker ? 1 : static_cast<double>(makers.size());
-  // What each port moves in all: its traffic so far and, for the rest of its message, its traffic if choices
-  // took turns. Without the second part, the only rank with a message would be given too much early on.
+  // What each port would move: for assigned units its traffic, for other units its traffic if choices took
+  // turns. Without the other units, a rank whose message is in every choice would get too many units at first.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
   for (const auto& choice : choices) {
     for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());
@@ -58,7 +58,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
   for (const std::size_t port : makers) fetches[port] = static_cast<double>(units) * takes(port);
 
-  // A maker does not send its own message, if the choice contains one.
+  // If a choice contains the maker's own message, this message does not move.
   std::vector<std::vector<double>> own(choices.size(), std::vector<double>(ports));
   std::vector<double> lengths(choices.size());
   for (std::size_t c = 0; c < choices.size(); ++c) {
@@ -67,7 +67,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
       lengths[c] += it.length;
     }
   }
-  // For a choice, the port that would send most, and what the second one would send.
+  // For a choice: the port that would send most, what it would send, and what the second one would send.
   struct Most {
     std::size_t port = 0;
     double first = -2, second = -2;
@@ -85,7 +85,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     }
   };
   for (std::size_t c = 0; c < choices.size(); ++c) look(c);
-  // The cost of one more unit: how busy the busiest port involved would be, and how much would move.
+  // The cost of one more unit: what the busiest port involved would move, then what the unit would move.
   const auto cost = [&](std::size_t m, std::size_t c) {
     const std::size_t port = makers[m];
     const double terms = lengths[c] - own[c][port];

@@ -1,8 +1,8 @@
 // A long sum is formed in sections, each by one rank of a family (delegated decoding).
 //
-// The parent says which rank forms which section, from whose messages. Every rank fetches the sections of the
-// root's sum from their makers. Once the root has all of them, the round is decided. A parent below the root
-// fetches the sections of its message alone. Its children fetch the result in sections.
+// The parent decides which rank forms which section, from whose messages. Every rank fetches the sections of
+// the root's sum from their makers. Once the root has all of them, the round is decided. Below the root, only
+// the parent fetches the sections, which form its message. Its children fetch the result in sections.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct Section {
   bool operator==(const Section&) const = default;
 };
 
-// A message that is summed up.
+// A message that is a term of the sum.
 struct Term {
   Rank rank = 0;
   std::uint32_t part = 0;                     // of the rank's message
@@ -41,7 +41,7 @@ struct Term {
   std::vector<std::uint64_t> addresses = {};  // by segment
 };
 
-// What the sections of a family make together.
+// What the sections of a family form together.
 enum class Purpose : std::uint8_t {
   result,   // the sum of the round, which every rank fetches,
   message,  // the parent's message, which only the parent fetches,
@@ -75,8 +75,8 @@ class SectionVersions {
 
 static_assert(SectionVersions().next() == 1 && SectionVersions(0xFFFFFFFF).next() == 1);
 
-// What the parent tells a rank about a round: all sections, the ranks that makers tell (`members`), and the
-// terms of the section that this rank forms.
+// What the parent tells a rank about a round: all sections, the ranks to which makers report (`members`), and
+// the terms of the section that this rank forms.
 struct SectionPlan {
   Purpose purpose = Purpose::result;
   std::vector<Section> sections = {};
@@ -105,7 +105,7 @@ struct SectionPlan {
     }
   }
 
-  // All ranks must belong to the family. `sum`: null for a rank that takes no part and needs no terms.
+  // Read a plan. All its ranks must belong to the family. `sum`: null for a reader that needs no terms.
   template <class Member>
   static SectionPlan from(const Message& message, const SumShape* sum, Member is_member) {
     const auto all = message.all<std::uint64_t>();
@@ -184,7 +184,7 @@ struct Formed {
     Section section = {};
     std::uint32_t end = 0;  // pieces before this one are formed
     Buffer buffer = {};
-    std::uint64_t base = 0;  // where the whole vector would begin in memory
+    std::uint64_t base = 0;  // the address at which the whole vector would begin
   };
   Round round = 0;
   Layout layout = {};
@@ -208,7 +208,7 @@ struct Formed {
   std::byte* at(const Part& part, std::uint32_t piece) const {
     return reinterpret_cast<std::byte*>(part.base + place(piece));
   }
-  // Where each segment would begin, for ranks that fetch the section.
+  // Return the address at which each segment would begin, for ranks that fetch the section.
   std::vector<std::uint64_t> addresses(const Part& part) const {
     std::vector<std::uint64_t> out;
     for (std::size_t s = 0; s < layout.segments().size(); ++s) out.push_back(part.base + layout.start(s));
@@ -221,10 +221,10 @@ struct Formed {
   }
 };
 
-// How something progresses, piece by piece.
+// The progress of one section or of all sections, piece by piece.
 struct Flow {
-  double moved = 0;    // when it last moved
-  double longest = 0;  // longest time without a move, or in which this process was stopped
+  double moved = 0;    // when the last piece came
+  double longest = 0;  // longest time without a piece, also if this process was stopped
   static constexpr double most = 5;  // at most this many seconds count
 
   void begin(double now) { *this = {.moved = now}; }
@@ -235,7 +235,7 @@ struct Flow {
   }
 };
 
-// What a rank of the family knows of the round whose sum is formed in sections.
+// What a rank of the family knows about a round whose sum is formed in sections.
 struct Sections {
   Round round = 0;  // 0: none
   std::uint64_t fingerprint = 0;  // of the call, which may have been broken off
@@ -261,7 +261,7 @@ struct Sections {
   Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has the whole sum
 
-  // Which piece of a term's vector goes into this piece of the sum.
+  // Return which piece of a term's vector goes into this piece of the sum.
   std::uint32_t number(const Forming& it, std::size_t term, std::uint32_t piece) const {
     if (is_of_parent(it, term)) return piece;
     return messages.piece_of_part(it.terms[term].part, piece / slices);
@@ -293,9 +293,9 @@ struct Delegated {
   std::vector<Flow> flows = {};                                 // of each section
   std::vector<Rank> members = {};  // ranks that the makers tell
   std::vector<Rank> joined = {};   // ranks that came later, which the parent tells
-  std::vector<std::size_t> attempts = {};  // for each section, by other ranks to form it again
-  std::size_t turns = 0;                   // which rank's turn it is to form a section again
-  int changes = 0;                         // how often other messages were chosen, as some were late
+  std::vector<std::size_t> attempts = {};  // for each section, how often another rank was chosen to form it again
+  std::size_t turns = 0;                   // which member is considered next to form a section again
+  int changes = 0;                         // how often other messages were chosen because some were late
   double since = 0;
 };
 

@@ -28,7 +28,7 @@ struct Version {
   std::uint64_t number() const { return std::uint64_t{generation} << 32 | blocks; }
 };
 
-// What a rank reports to its parent about its blocks. All counts are of one generation: of the orders since the
+// What a rank reports to its parent about its blocks. All counts belong to one generation: they begin when the
 // parent last gave the rank up.
 struct Progress {
   std::uint32_t generation = 0;
@@ -37,7 +37,7 @@ struct Progress {
   bool out = false;            // the rank no longer takes part in the round
   bool claims = false;         // it began with its own blocks before they were granted
   float seconds = 0;           // since it added its latest block
-  std::vector<Block> returned = {};  // recalled blocks that it returns, since its last report
+  std::vector<Block> returned = {};  // recalled blocks that it has returned since its last report
 
   Version version() const { return {generation, added}; }
   // Whether the rank made this report before the other one.
@@ -63,13 +63,13 @@ struct Progress {
   }
 };
 
-// Whether a rank with this many blocks left reports it. The fewer blocks are left, the sooner the report
-// matters to other ranks. A report in between, in answer to an order, is valid, too.
+// Whether a rank that has this many blocks left reports its progress. The fewer blocks are left, the sooner the
+// report matters to other ranks. A report at another time, in answer to an order, is valid, too.
 constexpr bool tells_with(std::size_t left) { return std::has_single_bit(left + 1); }
 
-// Orders arrive in the order in which they were given, so no order is of an older generation. The vector
-// belongs to the program, which adds blocks to it, and can empty it but not subtract a block. So a block in
-// progress is returned only if the vector is otherwise empty.
+// Orders arrive in the sequence in which they were given, so no order belongs to an older generation. The
+// vector belongs to the program, which adds blocks to it, and can empty it but not subtract a block. So a block
+// in progress is returned only if the vector is otherwise empty.
 class Share {
  public:
   // `empties`: whether the program can empty the vector. `claimed`: blocks of this rank's own, with which it
@@ -97,7 +97,7 @@ class Share {
     }
   }
 
-  // Other ranks compute all blocks that were granted to this rank. The vector must be emptied.
+  // Give up all blocks that were granted to this rank; other ranks compute them. The vector must be emptied.
   void drop(std::uint32_t generation) {
     progress_ = {.generation = generation, .out = progress_.out || !empties_};
     queue_.clear();
@@ -112,7 +112,7 @@ class Share {
     progress_.out = true;
   }
 
-  // The next block to compute, if there is one. Ask `fresh` before this.
+  // Return the next block to compute, if there is one. Call `fresh` first.
   std::optional<Block> take() {
     if (queue_.empty()) return {};
     computes_ = queue_.front();
@@ -122,7 +122,7 @@ class Share {
     return computes_;
   }
 
-  // The block that was taken last is computed and added to the vector. Returns whether to tell the parent.
+  // Record that the block taken last is computed and added to the vector. Returns whether to tell the parent.
   bool done() {
     if (!computes_) return false;
     const Block block = *std::exchange(computes_, std::nullopt);
@@ -135,7 +135,7 @@ class Share {
     return tells_with(queue_.size());
   }
 
-  // What to tell the parent so many seconds after the latest block was added.
+  // Return the report to the parent, `seconds` after the latest block was added.
   Progress progress(double seconds) {
     Progress out = progress_;
     out.seconds = static_cast<float>(seconds);
@@ -158,7 +158,7 @@ class Share {
   std::optional<Block> computes_;
   bool wanted_ = false;  // the block in progress was neither recalled nor dropped
   bool fresh_ = false;
-  std::vector<Block> blocks_ = {};  // in the vector, in order
+  std::vector<Block> blocks_ = {};  // the blocks in the vector, in order
   Progress progress_;
 };
 

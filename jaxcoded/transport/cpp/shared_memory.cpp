@@ -16,10 +16,10 @@
 namespace jaxcoded {
 namespace {
 
-// Addresses that are reserved, here and in each process that reads. They take no memory.
+// How many bytes of addresses are reserved, in this process and in each reader. They take no memory.
 constexpr std::size_t most = std::size_t{4} << 30;
 constexpr std::size_t least = 32 << 10;  // shorter blocks are not worth whole pages
-// Older kernels begin again at each signal, and a timer may send signals regularly.
+// In older kernels each signal ends an attempt, and a timer may send signals regularly.
 constexpr int most_attempts = 3;
 
 std::size_t page_bytes() {
@@ -31,7 +31,7 @@ std::size_t in_pages(std::size_t bytes) {
   return (bytes + page_bytes() - 1) / page_bytes() * page_bytes();
 }
 
-// Map the file. Null if this is impossible, or if addresses are limited and others need them.
+// Map the file. Null if this is impossible, or if this process's address space is limited.
 std::byte* map(const Descriptor& file, std::size_t bytes, int protection) {
   rlimit addresses{};
   if (getrlimit(RLIMIT_AS, &addresses) != 0 || addresses.rlim_cur != RLIM_INFINITY) return nullptr;
@@ -131,7 +131,7 @@ PeerMemory::PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace&
   Descriptor file;
   try {
     file = open_sealed(pid, place.descriptor, place.bytes, false);
-  } catch (const std::exception&) {  // no descriptors are left: the kernel reads
+  } catch (const std::exception&) {  // no descriptors are left: the kernel must copy
   }
   if (!file) return;
   memory_ = map(file, place.bytes, PROT_READ);

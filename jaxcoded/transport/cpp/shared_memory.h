@@ -1,5 +1,5 @@
 // Memory of a process that other processes of its host map. They copy vectors out of it without the kernel, in
-// a third of the time.
+// a third of the kernel's time.
 //
 // As with all fetches, a reader checks afterwards whether the data was still valid, since memory is reused.
 // Readers can still use the memory when its process has ended.
@@ -49,11 +49,11 @@ class PeerMemory {
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
 
-  // The same object for all groups that this process shares with the other process.
+  // Return the same object for all groups that this process shares with the other process.
   static std::shared_ptr<const PeerMemory> of(std::int64_t pid, std::uint64_t magic,
                                               const SharedPlace& place);
 
-  // Where these bytes of that process are mapped; null if they are not in its shared memory.
+  // Return where these bytes of the other process are mapped; null if they are not in its shared memory.
   const std::byte* find(std::uint64_t address, std::size_t bytes) const;
 
  private:

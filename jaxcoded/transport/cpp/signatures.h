@@ -27,8 +27,8 @@ class Signatures {
     const auto found = words_.find(fingerprint);
     return found == words_.end() ? "something else" : found->second;
   }
-  // The words of a call, for a rank that from now on knows them. Null if it knows them already, or this rank
-  // does not.
+  // Return a call's words to send to a rank that does not know them, and add them to `known`. Null if the other
+  // rank already knows the words, or if this rank does not.
   const std::string* news(std::uint64_t fingerprint, Known& known) const {
     if (known.size() >= most) known.clear();
     const auto found = words_.find(fingerprint);

@@ -57,7 +57,7 @@ bool Recovery::lost(Rank rank) {
 void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_bytes) {
   const auto where = message.values<std::uint64_t>(0, 3);
   if (where[0] > most_bytes()) throw Damaged();
-  // if memory is too short for these, nothing has changed
+  // if there is too little memory for these, nothing has changed
   Layout layout({{DType::bytes, where[0]}}, piece_bytes);
   std::vector<bool> here(layout.size());
   state_ = State(where[0]);
@@ -89,7 +89,7 @@ Recovery::Progress Recovery::gone() {
 Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead) {
   const bool direct = wire.direct(from_);
   std::uint64_t taken = 0;
-  // if this process can read the other rank's memory, each piece is here at once
+  // if this process can read the other rank's memory, each piece arrives at once
   while (wanted_ < layout_.size() && taken < bytes && wanted_ < fetched_ + ahead) {
     const Piece& it = layout_[wanted_];
     const Wire::Fetch fetch =

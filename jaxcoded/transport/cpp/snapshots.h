@@ -1,4 +1,4 @@
-// Snapshots of the user's state: one that a rank keeps, and one on its way from a rank above.
+// Snapshots of the user's state: the one that a rank keeps, and one on its way from a rank above.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +33,9 @@ class State {
 // This rank's newest snapshot.
 class Snapshot {
  public:
-  // Returns the previous one.
+  // Keep a snapshot. Returns the previous one.
   State keep(Round round, State state, Layout layout);
-  Round round() const { return round_; }  // the rounds before this one have made the state
+  Round round() const { return round_; }  // the state results from the rounds before this one
   // Differs even between snapshots of the same round, for example of a round that is called again.
   std::uint64_t number() const { return number_; }
   std::uint64_t bytes() const { return state_.bytes(); }
@@ -57,27 +57,27 @@ class Recovery {
 
   double since() const { return since_; }
   bool complete() const { return round_ != 0 && fetched_ == layout_.size(); }
-  bool missing() const { return missing_; }  // no rank above has one
+  bool missing() const { return missing_; }  // no rank above has a snapshot
   Round round() const { return round_; }     // of the snapshot being fetched; 0: none yet
   State take() { return std::exchange(state_, State()); }
   std::uint64_t bytes() const { return state_.bytes(); }
 
-  // The nearest rank to ask now, if any.
+  // Return the nearest rank to ask now, if there is one.
   std::optional<Rank> next(double now);
   void without(Rank rank) { without_.insert(rank); }
-  // A rank is dead. Returns whether to ask the rank that `next` returns.
+  // Record that a rank is dead. Returns whether to ask the rank that `next` returns.
   bool lost(Rank rank);
-  // A rank has a snapshot. Its message must come from `Snapshot::describe`.
+  // Begin to fetch the snapshot of a rank. `message` must be written by `Snapshot::describe`.
   void begin(Rank from, const Message& message, std::uint64_t piece_bytes);
-  // Whether nothing has come for `patience` seconds. Then ask other ranks, and at last ask all again that may
-  // have a snapshot. All are asked again only a few times, because questions to stopped ranks pile up.
+  // Whether nothing has come for `patience` seconds, so that another rank must be asked. After all ranks, the
+  // ranks that may have a snapshot are asked again, but only a few times: questions to stopped ranks pile up.
   bool stuck(double now, double patience);
   // Fetch pieces, at most `bytes` bytes in all. If a fetch takes time, request `ahead` pieces at a time.
   //   gone: the snapshot is gone, so ask `next`.
   //   more: there is more to do at once.
   enum class Progress { waits, more, gone };
   Progress fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead);
-  // A fetched piece has come. Without data the snapshot is gone, see `fetch`.
+  // Take a piece that has come. Without data the snapshot is gone, see `fetch`.
   Progress arrived(Rank from, std::uint64_t number, std::uint32_t piece,
                    std::span<const std::byte> data, double now);
 

@@ -23,15 +23,15 @@ using cuda::address_of;
 using cuda::Current;
 using cuda::driver;
 
-// Bytes copied at a time: enough for the bus and for the work after each copy to be efficient, but a small part
-// of a long vector.
+// Bytes copied at a time: enough for fast copies and little other work for each of them, but a small part of a
+// long vector.
 constexpr std::uint64_t stretch_bytes = 4 << 20;
 constexpr std::size_t huge_page = std::size_t{2} << 20;
 constexpr std::size_t alignment = 64;
 
 // --- Pinned memory ---
 
-// Ordinary memory that is then pinned: other ranks must be able to read it.
+// Pinned ordinary memory, which other ranks can read.
 class Pinned : public Source {
  public:
   std::byte* allocate(std::size_t bytes) override;
@@ -72,7 +72,7 @@ void Pinned::release(std::byte* data, std::size_t bytes) {
   munmap(data, bytes);
 }
 
-// Whole pages, so that `munmap` can give them back.
+// Round up to whole pages, so that `munmap` can give them back.
 std::size_t pages(std::size_t bytes) {
   const std::size_t unit = bytes >= huge_page ? huge_page : std::size_t{64} << 10;
   return (bytes + unit - 1) / unit * unit;
@@ -120,7 +120,7 @@ struct Batch {
   bool complete() const { return arrived.load(std::memory_order_acquire) == stretches; }
 };
 
-// Memory that a stream may still use, until the event.
+// Memory that a stream may still use until the event occurs.
 struct Retired {
   Lane* lane;
   cuda::Event event;
@@ -128,14 +128,14 @@ struct Retired {
   std::shared_ptr<Batch> batch;
 };
 
-// The GPU may still use this object, so the object is never destroyed.
+// Never destroy this object, since the GPU may still use it.
 template <class T>
 void leave_behind(T it) noexcept {
   alignas(T) std::byte place[sizeof(T)];
   new (place) T(std::move(it));
 }
 
-// The pinned memory and the lanes. When a function gets a lane, the lane's context must be current.
+// The pinned memory and the lanes. The context of a lane must be current when a function gets the lane.
 class Depot {
  public:
   static Depot& instance() {
@@ -174,7 +174,7 @@ class Depot {
     return event;
   }
 
-  // For destructors. If memory is too short to note the event, the event is not used again.
+  // For destructors: give back an event, which is not used again if there is too little memory to note it.
   void give(Lane& lane, cuda::Event event) noexcept {
     std::unique_lock lock(mutex_);
     try {
@@ -183,7 +183,7 @@ class Depot {
     }
   }
 
-  // `one`: a list of one element. Takes no memory.
+  // `one`: a list of one element. This takes no memory.
   void retire(std::list<Retired> one) noexcept {
     std::unique_lock lock(mutex_);
     retired_.splice(retired_.end(), one);
@@ -202,7 +202,7 @@ class Depot {
   }
 
  private:
-  // Reclaim in all lanes. Otherwise the lanes of an idle GPU would keep their memory.
+  // Reclaim the memory of all lanes, since no other call may come to the lanes of an idle GPU.
   void reclaim() {
     for (auto it = retired_.begin(); it != retired_.end();) {
       Lane& lane = *it->lane;
@@ -233,7 +233,7 @@ class Depot {
   std::list<Retired> retired_;
 };
 
-// An event, which goes back to the lane for other uses when the mark ends.
+// An event, which goes back to the lane for other uses when the mark is destroyed.
 class Mark {
  public:
   Mark(Lane& lane, cuda::Stream stream) : lane_(lane), event_(Depot::instance().take_event(lane)) {
@@ -279,13 +279,13 @@ class DeviceFlight : public Feed {
     retire(stream_, std::move(memory_), {});
   }
 
-  // Read the operands on the GPU. With `waits`, when this returns, the stream has reached the call, and short
-  // vectors have arrived as well.
+  // Begin a call or a part of it. With `waits`, read `skipped` and `erased` from the GPU: when this returns,
+  // the stream has reached the call, and short vectors have arrived.
   void begin(DeviceCall& call, bool waits) {
     attempt([&] {
       cuda::Context context = nullptr;
       driver().context_of_stream(call.stream, &context);
-      if (!lane_) {  // the engine's thread reads `lane_` while later parts begin
+      if (!lane_) {  // set once, since the engine's thread reads `lane_` while later parts begin
         stream_ = call.stream;
         lane_ = &Depot::instance().lane(context);
       }
@@ -431,8 +431,7 @@ class DeviceFlight : public Feed {
     return failure_;
   }
 
-  // Let the stream continue once no copy from the vectors is left, even if the driver has refused something
-  // before.
+  // Let the stream continue once no copy from the vectors is left, even after an error of the driver.
   void go_on() {
     if (!lane_) return;
     const auto either = [&](auto action) {
@@ -448,7 +447,7 @@ class DeviceFlight : public Feed {
         return false;
       }
     };
-    // also before the memory of finished copies is reused
+    // `news` waits, too, since the copies' memory is reused after events on `news`
     either([&](const Mark& mark) {
       mark.hold(lane_->news);
       mark.hold(stream_);
@@ -459,8 +458,8 @@ class DeviceFlight : public Feed {
     });
   }
 
-  // The call is over. If it is `done`, the rest of the result is copied. Returns why the call failed here,
-  // unless all ranks know that; otherwise nothing.
+  // End the call. If it is `done`, copy the rest of the result. Returns why the call failed at this rank,
+  // unless all ranks know that or it did not fail.
   std::optional<std::string> finish(bool done) {
     if (done) {
       attempt([&] {
@@ -490,7 +489,7 @@ class DeviceFlight : public Feed {
     std::uint64_t copied = 0;
   };
 
-  // The first refusal of the driver ends the work of this flight.
+  // Run an action. After the driver's first error, the later actions of this flight are not run.
   template <class Action>
   void attempt(Action action) {
     if (failed()) return;
@@ -513,12 +512,12 @@ class DeviceFlight : public Feed {
     }
   }
 
-  // Copies that the call reads itself may still be on their way.
+  // Copies that `begin` has enqueued may still be on their way: keep their memory until they end.
   void let_go() {
     try {
       const Current current(lane_->context);
       Mark(*lane_, stream_).hold(lane_->news);
-    } catch (...) {  // nobody knows when they end
+    } catch (...) {  // their end cannot be known
       leave_behind(std::pair(std::move(scratch_), std::move(next_)));
     }
   }
@@ -538,7 +537,7 @@ class DeviceFlight : public Feed {
       all += aligned(batch->bytes[i]);
     }
     batch->at.reserve(batch->bytes.size());
-    // nothing may be thrown after this, as the memory goes back under a lock
+    // nothing may be thrown after this: the memory would go back without the depot's lock
     batch->memory = Depot::instance().take(all);
     std::byte* start = batch->memory.data();
     for (const std::uint64_t bytes : batch->bytes) {
@@ -590,13 +589,13 @@ class DeviceFlight : public Feed {
   bool told_ = false;
 };
 
-// The flight that earlier parts of this call began, or a new one.
+// Return the flight that earlier parts of this call began, or a new one.
 std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
   auto flight = std::dynamic_pointer_cast<DeviceFlight>(Engine::instance().feed_of(call.group, call.request));
   return flight ? flight : std::make_shared<DeviceFlight>();
 }
 
-// Copy the vectors that the node will need.
+// Begin the call, and copy the vectors that the node will need.
 void prepare(DeviceFlight& flight, DeviceCall& call, bool waits) {
   Request& request = call.request;
   flight.begin(call, waits);
@@ -653,7 +652,7 @@ Taken take_on_device(DeviceCall call) {
     return Taken{.error = "CodedError: " + flight.failure()};
   };
   flight.begin(call, true);
-  // a round that the call begins counts, whatever the driver says
+  // begin the round even if the driver has failed, since the engine must count it
   if (flight.failed() || !flight.has_brought()) {
     Request first = call.request;
     first.own.clear();

@@ -31,15 +31,15 @@ Result run_on_device(DeviceCall call);
 // `Engine::extend`, but for a GPU.
 std::string extend_on_device(DeviceCall call);
 // `Engine::take`, but for a GPU. The vectors are copied to the host only if the program has to wait for its
-// next block. Other ranks may need the vectors then.
+// next block, since other ranks may fetch the vectors meanwhile.
 Taken take_on_device(DeviceCall call);
 
-// How long this rank's vector takes to the host and a result to the GPU, in seconds: the cost of a
-// call's copies without a round. Throws an error of the driver.
+// Return how many seconds it takes to copy this rank's vector to the host, and a result to the GPU, without a
+// round. Throws the driver's error if a copy fails.
 std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own, std::byte* out,
                                       std::uint64_t bytes);
 
-// Bytes of pinned memory: those in use, and those kept for later calls.
+// Return the bytes of pinned memory: the bytes in use, and the bytes kept for later calls.
 std::pair<std::size_t, std::size_t> pinned_bytes();
 
 }  // namespace jaxcoded

@@ -20,8 +20,8 @@ static_assert(std::atomic<WakeUp*>::is_always_lock_free);
 std::atomic<bool> came = false;
 std::atomic<WakeUp*> wake_up = nullptr;
 
-// The signal's handler. It may interrupt any thread anywhere, even one that holds the engine's lock or
-// Python's. So it only notes that the signal came, and the engine's own thread does the rest.
+// The signal's handler. It may interrupt any thread anywhere, even a thread that holds the engine's lock or
+// Python's lock. So it only notes that the signal came, and the engine's own thread does the rest.
 void note(int) {
   const int error = errno;
   came.store(true);
@@ -58,7 +58,7 @@ bool taken() { return came.exchange(false); }
 void say(std::string& words) {
   while (!words.empty()) {
     pollfd to{STDERR_FILENO, POLLOUT, 0};
-    if (poll(&to, 1, 0) <= 0) return;  // the reader is slow, and the engine does not wait for it
+    if (poll(&to, 1, 0) <= 0) return;  // the reader is slow: the engine does not wait for it
     // a pipe that can take anything can take this much
     const std::size_t line = words.rfind('\n', PIPE_BUF - 1);
     const std::size_t most = line == words.npos ? PIPE_BUF : line + 1;

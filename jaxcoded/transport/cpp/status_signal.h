@@ -8,8 +8,8 @@
 namespace jaxcoded::status_signal {
 
 // From now on the signal wakes the engine, which reports where its groups stand. Does nothing if the program
-// has already decided what the signal does, or with JAXCODED_STATUS_SIGNAL=OFF. A program may still decide so
-// later.
+// has already set an action for the signal, or with JAXCODED_STATUS_SIGNAL=OFF. The program may still set
+// another action later.
 void install(WakeUp& engine);
 // Call it in a process that was forked from this one. No engine runs there, so the signal gets its default
 // effect.

@@ -6,13 +6,13 @@
 
 namespace jaxcoded {
 
-// The time of something that has not happened.
+// The time of an event that has not happened.
 constexpr double unknown = std::numeric_limits<double>::quiet_NaN();
 
-// How fast a rank is, as far as this rank knows.
+// What this rank knows about the speed of a rank.
 struct StepTime {
   std::int64_t rank = 0;
-  double work = unknown;  // median seconds from one call to the next, over rounds it took part in
+  double work = unknown;  // median seconds from the end of a call to the next call, over rounds it took part in
   double silent = 0;      // seconds since its last message, while rounds continued
 };
 

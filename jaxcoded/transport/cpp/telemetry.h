@@ -11,13 +11,13 @@
 
 namespace jaxcoded {
 
-// One round at this rank. Times are in seconds of the wire's clock, `unknown` if the event did not come.
+// One round at this rank. Times are in seconds of the wire's clock, or `unknown` if the event has not happened.
 struct RoundRecord {
   Round round = 0;
   double work = unknown;     // seconds from the end of the previous call to this one
   double started = unknown;  // when this rank called
   double decided = unknown;  // when its sum was complete
-  double ended = unknown;    // when its result was here
+  double ended = unknown;    // when its result had arrived
   Rank decider = -1;         // the rank whose message completed the sum: a child, or this rank itself
   std::uint8_t outcome = 0;
   std::uint64_t payload = 0;  // bytes of the result
@@ -29,8 +29,8 @@ struct RoundRecord {
   std::uint32_t blocks = 0;  // and their number
 };
 
-// A record for each of the latest rounds. For each child it has when the child's message came, and whether the
-// message was used. An event takes some ten nanoseconds to write.
+// A record for each of the latest rounds. For each child, a record has when the child's message came, and
+// whether it was used. An event takes some ten nanoseconds to write.
 class Telemetry {
  public:
   Telemetry(std::size_t rounds, std::size_t children)
@@ -54,21 +54,21 @@ class Telemetry {
     record.shared = shared;
     record.loop = loop;
   }
-  // This rank has computed so many blocks of a round.
+  // Record how many blocks of a round this rank has computed, and in how many seconds.
   void worked(Round round, double seconds, std::uint32_t blocks) {
     if (!on()) return;
     RoundRecord& record = at(round);
     record.busy = seconds;
     record.blocks = blocks;
   }
-  // What all members have computed in a round: this rank first, then its children by column.
+  // Record what all members have computed in a round: this rank first, then its children by column.
   void divided(Round round, const std::vector<Computed>& computed) {
     if (!on()) return;
     at(round);
     computed_.resize(records_.size() * (children_ + 1));
     std::ranges::copy(computed, computed_.begin() + first_of(round));
   }
-  // A child's first message in a round. The child has called the earlier rounds, too.
+  // Record a child's first message in a round. The child has called the rounds from `first` on, too.
   void arrived(std::size_t child, Round first, Round round, double now) {
     if (!on()) return;
     heard_[child] = {round, now};
@@ -123,7 +123,7 @@ class Telemetry {
   double arrival(Round round, std::size_t child) const {
     return arrived_[slot(round) * children_ + child];
   }
-  // For all members; empty if the root has not reported it.
+  // Return what all members have computed in a round; empty if `divided` has recorded nothing.
   std::vector<Computed> computed(Round round) const {
     if (computed_.empty()) return {};
     const auto first = computed_.begin() + first_of(round);
@@ -162,7 +162,7 @@ class Telemetry {
     Round round = 0;
     double at = unknown;
   };
-  std::vector<Heard> heard_;  // the latest word of each child
+  std::vector<Heard> heard_;  // the latest message of each child
   Round current_ = 1;         // this rank's latest call
   double ended_ = unknown;
 };

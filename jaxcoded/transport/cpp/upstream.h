@@ -15,13 +15,13 @@
 namespace jaxcoded {
 
 // The parent is asked first, and again as soon as it sends something. A rank that does not answer is not asked
-// twice, so that nothing piles up in front of a frozen or dead rank.
+// twice, so that messages do not pile up at a frozen or dead rank.
 class Upstream {
  public:
   explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
 
-  // A rank has sent something. If it only asks whether this rank is there, it lives, but may not have what this
-  // rank waits for.
+  // Record that a rank has sent something. A rank that only `asks` whether this rank is there lives, but may
+  // not have the result that this rank waits for.
   void heard(Rank rank, bool asks, double now) {
     if (const auto asked = asked_.find(rank); asked != asked_.end()) {
       const double took = now - asked->second;
@@ -37,51 +37,51 @@ class Upstream {
       if (std::exchange(source_, 0)) wanted_ = 0;  // a rank further up was asked for the wanted results
     }
   }
-  // A rank is dead, and will not answer.
+  // Record that a rank is dead and will not answer.
   void lost(Rank rank) {
     dead_.insert(rank);
   }
   bool dead(Rank rank) const { return dead_.contains(rank); }
   bool rootless() const { return !above_.empty() && dead(above_.back()); }
   bool all_dead() const { return std::ranges::all_of(above_, [&](Rank rank) { return dead(rank); }); }
-  // MPI has lost a message to or from a living rank. The lost message may have been a question, an offer, or an
+  // Record that MPI has lost a message to or from a living rank. It may have been a question, an offer or an
   // answer, so the rank may be asked again.
   void lost_message(Rank rank) {
     asked_.erase(rank);
     if (!above_.empty() && rank == parent()) unanswered_ = false;
   }
-  // Some of the result came, or this rank calls. The source again gets its full time to answer.
+  // Record that some of the result came, or that this rank calls. The source has its full time again.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
-  // A wait for a result begins now, although the source may have used some of its time already.
+  // Record that a wait for a result begins. The source does not get its full time again.
   void waits(double now) { stuck_since_ = now; }
 
   Rank parent() const { return above_.front(); }
-  // The calls that the parent knows.
+  // Return the calls whose words the parent knows.
   Signatures::Known& introduced() { return introduced_; }
   // The source: the rank from which this rank expects results.
   Rank source() const { return above_[source_]; }
-  // Since when the source has sent nothing but questions, and no part of the result has come.
+  // Return since when the source has sent nothing but questions, and no part of the result has come.
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
-  // How many seconds the slowest of the latest answers took. A message may wait for much that was sent before
-  // it.
+  // Return how many seconds the slowest of the latest answers took. An answer may wait behind long earlier
+  // messages.
   double answer_seconds(double now) const { return now - answer_.at < remembered ? answer_.took : 0; }
 
-  // The parent was offered something of a round, or more of it if `more`. An offer also asks for the result,
-  // and replaces what was asked for before.
+  // Record an offer to the parent in a round: the round's first offer, or one of `more`. An offer also asks for
+  // the round's result, in place of earlier questions.
   void offered(Round round, bool more) {
     unanswered_ |= !more;
     wanted_ = round;
   }
   // Whether the parent was offered something and has been silent since.
   bool unanswered() const { return unanswered_; }
-  // An alert for the parent. Until the parent sends something, it gets only a few alerts of each kind. After
-  // these, the alert of the latest round waits.
+  // Keep an alert for the parent. Until the parent sends something, it gets only a few alerts of each kind. Of
+  // the rest, the latest round's alert is kept.
   void alert(Message message) {
     auto& waiting = alerts_[message.header.flags].waiting;
     if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
   }
-  // Send the alerts that the parent may get now. An alert for which `send` has no memory still waits.
+  // Send the alerts that the parent may get now. Keep an alert for which `send` has too little memory.
   void send_alerts(const std::function<void(const Message&)>& send) {
     for (auto& [kind, alert] : alerts_) {
       if (!alert.waiting || alert.told == most_alerts) continue;
@@ -91,7 +91,7 @@ class Upstream {
     }
   }
 
-  // A rank was asked for the results from the frontier up to that of round `last`.
+  // Record that a rank was asked for the results of the rounds from `frontier` to `last`.
   void asked(Rank rank, Round frontier, Round last, double now) {
     source_ = static_cast<std::size_t>(std::ranges::find(above_, rank) - above_.begin());
     asked_.try_emplace(rank, now);
@@ -100,14 +100,14 @@ class Upstream {
     heard_at_ = now;
   }
   Round wanted() const { return wanted_; }  // the newest round asked for
-  // Whether the source is a rank further up than the parent, was not asked for this rank's call yet, and may be
-  // asked. An offer asks for the result too, but only the parent gets it.
+  // Whether the source is a rank above the parent that was not asked for the result of this rank's call yet,
+  // and may be asked. An offer also asks for the result, but only the parent gets offers.
   bool stand_in_unasked(Round frontier) const {
     return source_ > 0 && asked_for_ < frontier && !silent(source());
   }
   // Whether a rank may be asked: it has answered all questions, and it may have the result.
   bool may_ask(Rank rank) const { return !silent(rank) && !gone_from_.contains(rank); }
-  // The nearest rank that may be asked; the parent only if it has answered the last offer.
+  // Return the nearest rank that may be asked. The parent may be asked only if it has answered the last offer.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
       if (may_ask(rank) && !(unanswered_ && rank == parent())) return rank;
@@ -115,26 +115,26 @@ class Upstream {
     return std::nullopt;
   }
 
-  // A rank no longer has the result at the frontier, only those from `oldest` on.
+  // Record that a rank no longer has the result at the frontier, but only results from round `oldest` on.
   void gone(Rank rank, Round oldest) {
     gone_from_.insert(rank);
     oldest_ = std::max(oldest, oldest_);
   }
-  // Whether to use a result from a rank at this height: the source is not nearer, or no longer has the result.
+  // Whether to use a result from a rank at this height: if the source is not nearer, or no longer has it.
   bool may_use(std::size_t height) const { return height <= source_ || gone_from_.contains(source()); }
   bool gone_somewhere() const { return !gone_from_.empty(); }
   bool gone_everywhere() const { return gone_from_.size() == above_.size(); }
   Round oldest() const { return oldest_; }  // the first result that the ranks in `gone_from_` still have
-  // The result at the frontier is here: the next one may be anywhere.
+  // Record that the result at the frontier has arrived. Any rank above may have the next result.
   void advanced() { gone_from_.clear(); }
-  // This rank continues at another round.
+  // Forget the questions asked so far: this rank continues at another round.
   void restart() {
     gone_from_.clear();
     wanted_ = asked_for_ = oldest_ = 0;
   }
 
-  // For how many seconds this rank, or one below, has waited while no rank above answered, although all were
-  // asked. Nothing if no rank waits, or one above has answered. Call it often.
+  // Return how many seconds this rank, or a rank below, has waited although all ranks above were asked. Nothing
+  // if no rank waits, or a rank above has answered. Call this often.
   std::optional<double> forsaken(bool waits, double now) {
     const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
     if (!waits || !std::ranges::all_of(above_, [&](Rank rank) { return silent(rank); })) {
@@ -145,7 +145,7 @@ class Upstream {
   }
 
  private:
-  // A process that was stopped itself must not count that time as silence of other ranks.
+  // A process must not count the time for which it was stopped itself as silence of other ranks.
   static constexpr double longest_step = 0.25;
   static constexpr double longest_answer = 0.25;  // a rank that took longer was usually stopped
   static constexpr double remembered = 10;  // seconds

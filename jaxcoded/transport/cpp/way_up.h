@@ -41,9 +41,9 @@ struct WayUp : Incoming {
   // What the sum is formed from.
   std::shared_ptr<const Decoding> decoding = {};
   std::vector<std::size_t> brought = {};  // rows whose messages are fetched for the check
-  bool own_finite = true;                 // as far as it is checked
-  // For each child that may be wrong: whether the messages fit without this child. They are checked a second
-  // time for this.
+  bool own_finite = true;                 // whether this rank's vectors are finite, as far as they are checked
+  // For each child whose message may be wrong: whether the other messages fit together. For this, messages are
+  // checked a second time.
   struct Without {
     std::size_t child;
     Parity others;
@@ -58,10 +58,10 @@ struct WayUp : Incoming {
   double busy = 0;      // seconds spent on computing blocks,
   std::uint32_t blocks = 0;     // the number of these blocks,
   double computing_since = 0;   // and when the current one began
-  bool audits = false;  // it must first compute another rank's block
-  std::vector<Version> versions = {};  // of all members' vectors that the pieces so far were formed from
+  bool audits = false;  // whether this rank must first compute the audited block
+  std::vector<Version> versions = {};  // of the members' vectors from which the pieces so far were formed
   bool lent = false;        // `call.own` stays valid as long as the program waits
-  std::uint64_t orders = 0;  // how many orders this rank has given, or as a child received
+  std::uint64_t orders = 0;  // how many orders this rank has given as the root, or received as a child
 
   // What the parent knows of the call.
   bool offering = false;      // an offer was made
@@ -94,13 +94,13 @@ struct WayUp : Incoming {
 
   bool all_decoded() const { return decoded.pieces == incoming.size(); }
 
-  // The piece of a child's message that goes into this piece of `incoming`.
+  // Return the piece of a child's message that goes into this piece of `incoming`.
   std::uint32_t piece_of_row(std::size_t row, std::uint32_t piece) const {
     return piece_of_part(row % parts, piece);
   }
 
-  // The first piece of this rank's message, or of the result at the root, that is not summed yet. The pieces
-  // before `piece` are known to be summed.
+  // Return the first piece of this rank's message, or of the result at the root, that is not summed yet. The
+  // pieces before `piece` are known to be summed.
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const {
     if (all_decoded()) return layout.size();
     for (; piece < layout.size(); ++piece) {

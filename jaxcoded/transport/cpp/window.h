@@ -1,8 +1,8 @@
-// How many pieces are on their way at a time.
+// Determines how many pieces may be on their way at a time.
 //
-// A request waits behind earlier requests, and so does every other message of the rank that answers. With too
-// many pieces on their way, living ranks with slow ports seem to be dead. So fewer pieces are requested if they
-// take long, as in congestion control by delay (LEDBAT, RFC 6817).
+// The answer to a request waits behind earlier answers, and so does every other message of the rank that
+// answers. With too many pieces on their way, a living rank with a slow port would seem dead. So fewer pieces
+// are requested if they take long, as in congestion control by delay (LEDBAT, RFC 6817).
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Window {
       : least_(static_cast<double>(least)), most_(static_cast<double>(most)), pieces_(most_) {}
 
   std::size_t pieces() const { return static_cast<std::size_t>(pieces_); }
-  // A piece has come, this many seconds after it was requested.
+  // Record that a piece has come, this many seconds after it was requested.
   void arrived(double seconds) {
     pieces_ = std::clamp(seconds > slow ? pieces_ * shrink : pieces_ + grow, least_, most_);
   }

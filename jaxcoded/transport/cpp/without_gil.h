@@ -6,10 +6,10 @@
 
 namespace jaxcoded {
 
-// Lets other Python threads run until the end of its scope. There this thread waits for its turn again, and
-// must hold no lock.
+// Lets other Python threads run until the end of its scope. There this thread waits for the interpreter's lock,
+// and must hold no other lock.
 //
-// While the interpreter ends, a daemon thread never gets its turn. Python 3.14 lets the thread hang. Earlier
+// While the interpreter ends, a daemon thread never gets its lock. Python 3.14 lets the thread hang. Earlier
 // versions end the thread (`pthread_exit`), which unwinds its stack. Unwinding through destructors (this
 // class's and nanobind's) would end the process (`std::terminate`). So the thread hangs here, as with 3.14,
 // until the process ends.

@@ -18,7 +18,7 @@ namespace jaxcoded {
 
 namespace ffi = xla::ffi;
 
-// The operands and results of a call.
+// The operands and results of a call. `order` is the ordering operand, `next` the ordering result (see xla.h).
 struct XlaCall {
   ffi::AnyBuffer order, next;
   std::optional<ffi::AnyBuffer> skipped = {}, erased = {};
@@ -41,7 +41,7 @@ inline Segment segment_of(ffi::AnyBuffer buffer) {
   }
 }
 
-// The call of any collective. Its vectors are the last operands.
+// Return the call of any collective. The vectors are the last operands.
 inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
                                std::string_view signature, std::int64_t fingerprint,
                                std::int64_t skips, std::int64_t erases,
@@ -54,7 +54,7 @@ inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
   while (i < args.size()) call.vectors.push_back(operand());
   call.request.signature = signature;
   call.request.fingerprint = static_cast<std::uint64_t>(fingerprint);
-  // four numbers describe each run of elements
+  // four numbers describe each run of elements to compare separately
   for (std::size_t at = 0; at + 4 <= apart.size(); at += 4) {
     call.request.apart.push_back({static_cast<std::size_t>(apart[at]),
                                   static_cast<std::uint64_t>(apart[at + 1]),
@@ -64,7 +64,7 @@ inline XlaCall collective_call(ffi::RemainingArgs args, ffi::AnyBuffer next,
   return call;
 }
 
-// Append the message. Each vector holds this many parts, one after the other.
+// Append the message to the request. Each vector holds this many parts, one after the other.
 inline void append_parts(XlaCall& call, std::uint64_t parts) {
   for (std::uint64_t part = 0; part < parts; ++part) {
     for (const ffi::AnyBuffer& vector : call.vectors) {
@@ -99,7 +99,7 @@ inline XlaCall round_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   return call;
 }
 
-// One part of the vectors of a round, before the round itself.
+// Return the call that passes one part of a round's vectors, before the round itself.
 inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
                          std::string_view signature, std::int64_t fingerprint, std::int64_t parts,
                          std::int64_t number, std::int64_t slices, std::int64_t skips,
@@ -109,7 +109,7 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   append_parts(call, 1);
   Request& request = call.request;
   request.continues = number != 0;
-  // this many parts like this one make the message, and this many slices the result
+  // `parts` parts like this one make the message, and `slices` slices like it the result
   const std::vector<Segment> one = request.message;
   for (std::int64_t part = 1; part < parts; ++part) {
     request.message.insert(request.message.end(), one.begin(), one.end());
@@ -121,7 +121,7 @@ inline XlaCall part_call(ffi::RemainingArgs args, ffi::RemainingRets results,
   return call;
 }
 
-// The next block of a round with shared work.
+// Return the call that asks for the next block of a round with shared work.
 inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                          std::int64_t fingerprint, std::int64_t first,
                          ffi::Span<const std::int64_t> apart, ffi::Span<const double> examples,
@@ -136,8 +136,8 @@ inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::stri
   return call;
 }
 
-// What a program must do: the block, or -1; whether the vectors must be emptied of what was computed before;
-// and its `Audit`.
+// Return for a program: the block to compute, or -1; whether to empty the vectors before the block is added;
+// and the block's `Audit`.
 inline std::array<std::int32_t, 3> words_of(const std::optional<Work>& work) {
   if (!work) return {-1, 0, 0};
   return {static_cast<std::int32_t>(work->block), work->fresh, static_cast<std::int32_t>(work->audit)};
@@ -147,7 +147,7 @@ inline constexpr const char* no_blocks =
     "CodedError: residual=True of a sum of shared work says which part of the batch is in it, and is "
     "for the sum right after a loop over group.blocks";
 
-// What this rank has computed in the previous round: 1 for each block. Nothing if that round had no blocks.
+// Return 1 for each block that this rank computed in the previous round. Nothing if that round had no blocks.
 inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std::size_t count) {
   const auto computed = Engine::instance().with(
       static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
@@ -157,7 +157,7 @@ inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std
   return out;
 }
 
-// A round that begins here. A later call asks for its result.
+// Return the call that starts a round. A later call asks for the round's result.
 inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::string_view signature,
                           std::int64_t fingerprint, std::int64_t parts, std::int64_t slices,
                           std::int64_t skips, std::int64_t erases,
@@ -174,19 +174,19 @@ inline XlaCall start_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::str
   return call;
 }
 
-// Whether the order must be copied. Its value is never read, but the next order must exist.
+// Whether the ordering operand must be copied to the ordering result. Its value is never read, but must exist.
 inline bool must_pass_on(const XlaCall& call) {
   return call.order.element_type() != ffi::TOKEN &&
          call.order.untyped_data() != call.next.untyped_data();
 }
 
-// Copy the order, if the buffers are in host memory.
+// Copy the ordering operand to the ordering result, if both are in host memory.
 inline void pass_on(const XlaCall& call) {
   if (!must_pass_on(call)) return;
   std::memcpy(call.next.untyped_data(), call.order.untyped_data(), call.order.size_bytes());
 }
 
-// Read the operands, which are in host memory.
+// Read the operands `skipped` and `erased`, which are in host memory.
 inline void read(XlaCall& call) {
   if (call.skipped) {
     call.request.skipped = *static_cast<const std::int32_t*>(call.skipped->untyped_data()) != 0;
@@ -197,7 +197,7 @@ inline void read(XlaCall& call) {
   }
 }
 
-// A call that ends a started call, and the number that identifies the started call.
+// Return a call that ends a started call, and the number that identifies the started call.
 inline std::pair<XlaCall, std::uint32_t> done_call(ffi::RemainingArgs args,
                                                    ffi::RemainingRets results) {
   XlaCall call{.order = *args.get<ffi::AnyBuffer>(0), .next = **results.get<ffi::AnyBuffer>(0)};
@@ -223,7 +223,7 @@ inline ffi::Error error_of(const Result& result) {
   return failed_precondition(result.error);
 }
 
-// The lag as an int32.
+// Return the lag as an int32.
 inline std::int32_t lag_of(std::int64_t group) {
   const std::uint64_t rounds = Engine::instance().with(
       static_cast<std::uint64_t>(group), [](Member& its) { return its.lag(); });
@@ -231,8 +231,8 @@ inline std::int32_t lag_of(std::int64_t group) {
   return static_cast<std::int32_t>(std::min(rounds, most));
 }
 
-// Run an action that may find the group closed, or memory too short. If memory is too short and the call
-// `begins` a round of the group, that round fails.
+// Run an action that may find the group closed, or run out of memory. If it runs out of memory and `begins` a
+// round of the group, this round fails.
 template <class Action>
 ffi::Error guarded(std::int64_t group, bool begins, Action action) {
   try {

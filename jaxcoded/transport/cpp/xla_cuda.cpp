@@ -1,5 +1,5 @@
 // The handlers for an NVIDIA GPU. XLA calls them on a thread of the host, while its stream still computes the
-// operands. The handlers block, so they do not suit command buffers, and do not claim to.
+// operands. The handlers block, so they are not declared as suitable for command buffers.
 #include <bit>
 
 #include "staging.h"
@@ -12,7 +12,7 @@ namespace {
 using cuda::address_of;
 using cuda::driver;
 
-// Act in a stream's context, on this thread.
+// Run an action on this thread, in a stream's context.
 template <class Action>
 void in_context(cuda::Stream stream, Action action) {
   cuda::Context context = nullptr;
@@ -41,8 +41,7 @@ DeviceCall device_call(XlaCall& call, cuda::Stream stream, std::int64_t group) {
   return out;
 }
 
-// Like `guarded`, but the driver may refuse something outside a round. Then the other ranks hear of it in the
-// next round.
+// Like `guarded`. An error of the driver outside a round is reported to the other ranks in the next round.
 template <class Action>
 ffi::Error guarded_on_device(std::int64_t group, bool begins, Action action) {
   return guarded(group, begins, [&] {

@@ -28,9 +28,9 @@ Met met_of(const Result& result) {
           .error = result.error};
 }
 
-// The vectors of all devices as the vectors of one rank. One vector follows the other. Each comes from the
-// devices that own a part of it, in their order. `owners` names, for each vector and device, the device that
-// has the same part.
+// The vectors of all devices, as the vectors of one rank: one vector after the other, each with the parts that
+// devices own, in the order of the devices. `owners` names, for each vector and device, the owner of the part
+// that this device has.
 class Together {
  public:
   Together(const std::vector<void*>& brought, Owners owners) : owners_(owners) {
@@ -46,7 +46,7 @@ class Together {
     return out;
   }
 
-  // Copy to every device what its owner got.
+  // Copy to every device the results that the owners of its parts got.
   void hand_out() const {
     const Request& first = devices_.front()->call.request;
     for (std::size_t vector = 0; vector < first.out.size(); ++vector) {
@@ -86,8 +86,8 @@ class Together {
   Owners owners_;
 };
 
-// Let all devices call together. One of them makes the call for all, with what they bring. The call may begin a
-// round. If a device has too little memory to come, the call fails for all.
+// Let all devices call together: one device makes the call for all, with what they bring. `begins`: whether the
+// call begins a round. If a device has too little memory to come, the call fails for all.
 template <class Make, class Action>
 ffi::Error meet(ffi::RunId run, Place place, std::int64_t group, bool begins, std::int64_t devices, double patience,
                 Make make, Action action) {
@@ -183,7 +183,7 @@ ffi::Error done_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
   });
 }
 
-// The lag is the same on all devices. They all decide by it whether to compute.
+// The lag must be the same on all devices, since each device decides by it whether to compute.
 ffi::Error lag_impl(ffi::RunId run, Place place, ffi::AnyBuffer order,
                     ffi::Result<ffi::AnyBuffer> next, ffi::ResultBufferR0<ffi::S32> lag,
                     std::int64_t group, std::int64_t devices, double patience) {
