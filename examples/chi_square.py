@@ -3,9 +3,9 @@
     jaxcoded run -n 4 examples/chi_square.py
 
 How does the progression of diabetes depend on body mass? The model is ``log progression
-= a + b · mass + c · noise``. A good model gives the histograms of scikit-learn's 442
-patients: one for lean, one for average and one for heavy patients. Each simulated
-patient adds to the bins smoothly, so the histogram has a derivative. Chi-square is a
+= a + b · mass + c · noise``. A good model reproduces three histograms of scikit-learn's
+442 patients: for lean, average and heavy patients. What a simulated patient adds to the
+bins is a smooth function, so the histogram has a derivative. Chi-square is a
 function of the histogram, not a sum over patients. Let ``J`` be the Jacobian of the sum
 ``s``. Then the gradient is ``Jᵀ W (s − d)``, and the Gauss–Newton matrix is ``Jᵀ W J``.
 A fit without one rank's patients would be biased.
@@ -21,7 +21,7 @@ from sklearn.datasets import load_diabetes
 
 import jaxcoded
 
-EDGES = np.linspace(3, 6, 13)  # of the logarithm of progression
+EDGES = np.linspace(3, 6, 13)  # of the bins, for the logarithm of progression
 DRAWS = 20  # simulated patients for each real one
 
 
@@ -54,7 +54,7 @@ def simulated(theta, examples):
 def fit(comm, steps=6):
     """Return the parameters, and chi-square before each step."""
     examples, observed = patients()
-    weight = 1 / (observed + 1)  # one over the variance of a count
+    weight = 1 / (observed + 1)  # about one over the variance of a count
     with jaxcoded.CodedGroup(comm) as group:
         batch = group.batch(examples)
         histogram = jaxcoded.coded_sum(simulated, group)

@@ -3,7 +3,7 @@
     jaxcoded run -n 4 examples/correlation.py
 
 Two networks learn features that appear in both halves. The loss is a function of the
-covariances of the two networks' outputs, so single examples have no loss. One sum over
+covariances of the two networks' outputs, so a single example has no loss. One sum over
 the global batch gives all moments. If each rank used the covariances of its own
 examples, the result would depend on the number of ranks.
 """

@@ -72,8 +72,8 @@ class Worker:
     """A worker that sleeps for each gradient.
 
     Attributes:
-        seconds: seconds for each example.
-        examples: number of examples that it has computed.
+        seconds: how long it sleeps for each example.
+        examples: the number of examples that it has computed.
     """
 
     def __init__(self, seconds):
@@ -89,7 +89,7 @@ class Worker:
             time.sleep(self.seconds * len(x))
             return np.float32(0)
 
-        # only with the gradient's computation, which a late rank skips
+        # runs only together with the gradient, which a late rank skips
         x = x + jax.pure_callback(work, jax.ShapeDtypeStruct((), jnp.float32))
         return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y)
 
@@ -165,7 +165,7 @@ def report(params, history, ends, examples, test_set, slow):
 
 
 def work_alone(args, examples):
-    """Return the seconds that the workers sleep in a step, without other waiting."""
+    """Return for each way the seconds of a step in which workers only sleep."""
     workers = comm.size - 1
     whole = args.batch * args.work
     return {
@@ -215,9 +215,9 @@ def show(summary):
         f"{summary['uncoded_over_ideal']:.1f} times as long as with nobody slow, coded "
         f"{summary['coded_over_ideal']:.1f} times, shared "
         f"{summary['shared_over_ideal']:.1f} times."
-        f"\n(Work alone: what a step sleeps. The rest is what {summary['ranks']} ranks compute "
-        f"and send on {os.cpu_count()} cores, and how the others wait:\nmpi4jax.allreduce keeps "
-        "a core busy, jaxcoded leaves it to others.)"
+        f"\n(Work alone: the sleep in a step. Apart from it, {summary['ranks']} ranks compute and "
+        f"communicate on {os.cpu_count()} cores. While a rank waits,\nmpi4jax.allreduce keeps its "
+        "core busy, and jaxcoded leaves the core to other ranks.)"
         f"\nThe sums are the same: parameters differ by {summary['between_ranks']:.0e} "
         f"between ranks, and by {summary['between_runs']:.0e} between these runs."
     )
@@ -282,20 +282,28 @@ def main():
         help="rank of the slow worker",
     )
     parser.add_argument(
-        "--slowdown", type=float, default=10, help="how many times slower it is"
+        "--slowdown",
+        type=float,
+        default=10,
+        help="how many times slower that worker is",
     )
     parser.add_argument(
-        "--work", type=float, default=3e-3, help="seconds for an example's gradient"
+        "--work",
+        type=float,
+        default=3e-3,
+        help="seconds of sleep for an example's gradient",
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("build/demo"))
     args = parser.parse_args()
     if not 0 < args.slow < comm.size:
-        parser.error(f"--slow={args.slow} is not a worker: say 1 to {comm.size - 1}")
+        parser.error(
+            f"--slow={args.slow} is not a worker: give a rank from 1 to {comm.size - 1}"
+        )
 
     train_set, test_set = digits()
     if not 0 < args.batch <= len(train_set[0]):
         parser.error(f"--batch must be from 1 to {len(train_set[0])}")
-    # many ranks that share a few cores may compile a step for long
+    # if many ranks share a few cores, compiling a step may take long
     options = jaxcoded.Options(deadline=100.0)
     with (
         jaxcoded.CodedGroup(
@@ -321,7 +329,7 @@ def main():
             print(f"coded: {coded.plan.describe()}\n\nshared: {shared.plan.describe()}")
             print(
                 f"\nAn example's gradient takes {args.work * 1e3:g} ms of sleep, and "
-                f"{args.work * args.slowdown * 1e3:g} ms on rank {args.slow} where it is slow. "
+                f"{args.work * args.slowdown * 1e3:g} ms on rank {args.slow} while it is slow. "
                 f"A batch has {args.batch} examples.\n"
             )
         results = {}

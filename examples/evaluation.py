@@ -49,7 +49,7 @@ def add(total, means, batch):
 
 
 def evaluate(comm, victim=None):
-    """Return the mean loss, and the confusion matrix, with a row for each true digit."""
+    """Return the mean loss and the confusion matrix, which has a row for each true digit."""
     x, y = data()
     means = model(x, y)
     with jaxcoded.CodedGroup(
@@ -63,14 +63,17 @@ def evaluate(comm, victim=None):
                 os.kill(os.getpid(), signal.SIGKILL)
             total = add(total, means, batch)
             weights.append(batch.weights)
-        total = jaxcoded.coded_allreduce(total, group, weights)  # over all 1,797
+        # over all 1,797 examples
+        total = jaxcoded.coded_allreduce(total, group, weights)
         jax.block_until_ready(total)
     return float(total["loss"]) / len(x), np.rint(total["confusions"]).astype(int)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
-    parser.add_argument("--kill", type=int, metavar="RANK", help="which kills itself")
+    parser.add_argument(
+        "--kill", type=int, metavar="RANK", help="the rank that kills itself"
+    )
     loss, confusions = evaluate(MPI.COMM_WORLD, parser.parse_args().kill)
     if MPI.COMM_WORLD.rank == 0:
         examples, right = confusions.sum(), confusions.trace()

@@ -31,7 +31,7 @@ class Network(nnx.Module):
 
 def train(comm, epochs=10):
     """Return the trained model and the loss of the last batch."""
-    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8, alike on all ranks
     x, y = (x[:1500] / 16).reshape(-1, 8, 8, 1).astype(np.float32), y[:1500]
     model = Network(nnx.Rngs(0))  # the same on all ranks
     rest, params = nnx.split(model)

@@ -3,7 +3,7 @@
     jaxcoded run -n 4 examples/grain_loader.py
 
 The batches of an epoch are a random-access source for grain. Its threads read this
-rank's part of the next batches while the rank computes this batch. Grain's worker
+rank's part of the next batches while the rank computes the current batch. Grain's worker
 processes cannot be used, as they are not part of MPI. The example needs grain and
 scikit-learn, which the extra ``examples`` installs.
 """
@@ -54,7 +54,7 @@ def train(comm, epochs=5):
             reading = read(epoch)
             for batch in reading:
                 params, loss = step(params, batch)
-                where = reading.get_state()  # of the next batch, for a checkpoint
+                where = reading.get_state()  # the next batch's place, for a checkpoint
             if group.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.4f}, the loader is at {where}")
     return params, float(loss)

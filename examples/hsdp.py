@@ -1,9 +1,9 @@
-"""Train with several devices per rank: sharded inside a process, coded across them.
+"""Train on several devices per rank: sharded in each process, coded across processes.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 jaxcoded run -n 4 examples/hsdp.py
 
 Every device holds its shard of the parameters and of the optimizer's state, and
-computes its share of the rank's examples (docs/devices.md). The example needs
+computes its part of the rank's examples (docs/devices.md). The example needs
 scikit-learn, which the extra ``examples`` installs.
 """
 
@@ -52,7 +52,7 @@ def split(tree):
 
 def train(comm, epochs=5):
     """Return the shards of the parameters, and the loss of the last batch."""
-    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8, alike on all ranks
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
     mesh = Mesh(np.array(jax.local_devices()), ("fsdp",))
     tx = optax.adam(3e-3)

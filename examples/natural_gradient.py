@@ -4,8 +4,8 @@
 
 A step of natural gradients, Gauss–Newton or stochastic reconfiguration solves ``(OᵀO +
 λ) Δ = Oᵀδ``. A row of ``O`` is the scaled derivative of one example's output, and ``δ``
-holds the errors of the outputs. Both sums are linear in the examples, so they share one
-round. With exact sums each step squares the error, until only rounding is left. Without
+holds the errors of the outputs. Neither sum depends on the other, so one round forms
+both. With exact sums each step squares the error, until only rounding is left. Without
 one rank's rows the error would not converge to zero.
 """
 
@@ -24,7 +24,7 @@ LAMBDA = 1.0  # ridge
 
 def data():
     """Return digits, float32 ``(1797, 65)`` with a last column of ones, and whether
-    each is an 8, ``(1797,)``.
+    each digit is an 8, ``(1797,)``.
     """
     x, digit = load_digits(return_X_y=True)
     x = np.hstack([x / 16, np.ones((len(x), 1))])
@@ -73,4 +73,6 @@ if __name__ == "__main__":
     w, _ = train(MPI.COMM_WORLD, parser.parse_args().steps)
     x, y = data()
     right = np.mean((x @ w > 0) == y)
-    print(f"rank {MPI.COMM_WORLD.rank}: {right:.1%} of the digits told from the others")
+    print(
+        f"rank {MPI.COMM_WORLD.rank}: {right:.1%} of the digits are classified correctly"
+    )

@@ -3,7 +3,7 @@
     jaxcoded run -n 4 examples/newton_cg.py
 
 A step solves ``H Δ = g`` for 650 weights without forming ``H``: conjugate gradients
-need only its products with vectors. ``jax.linearize`` of the gradient gives the
+need only products of ``H`` with vectors. ``jax.linearize`` of the gradient gives the
 gradient and these products. The gradient takes two rounds, and each product two more.
 All sums are exact, so the steps converge up to rounding, whichever rank is late.
 """
@@ -45,7 +45,7 @@ def train(comm, steps=8):
         def step(w, batch):
             loss = lambda w: total(w, batch) + LAMBDA / 2 * jnp.sum(w**2)
             gradient, hessian = jax.linearize(jax.grad(loss), w)
-            # a fixed number of products, not a tolerance: all ranks make the same
+            # a fixed number of products, not a tolerance: so all ranks call the same
             # rounds
             newton, _ = cg(hessian, gradient, tol=0, maxiter=30)
             return w - newton, jnp.linalg.norm(gradient)
@@ -65,4 +65,6 @@ if __name__ == "__main__":
     w, _ = train(MPI.COMM_WORLD, parser.parse_args().steps)
     x, digit = data()
     right = np.mean((x @ w).argmax(1) == digit)
-    print(f"rank {MPI.COMM_WORLD.rank}: {right:.1%} of the digits are right")
+    print(
+        f"rank {MPI.COMM_WORLD.rank}: {right:.1%} of the digits are classified correctly"
+    )

@@ -3,8 +3,8 @@
     jaxcoded run -n 4 examples/optax_chain.py
 
 The sum must come before the clipping, which is not linear and needs the norm of the
-whole batch's gradient. Accumulation is linear, so it can come before the sum. This
-saves half of the rounds.
+whole batch's gradient. Accumulation is linear, so it can come before the sum. With two
+batches for each sum this saves half of the rounds.
 """
 
 import argparse
@@ -38,17 +38,17 @@ def losses(params, batch):  # one loss for each example
 
 
 def local_mean(params, batch):
-    """Return this rank's part of a batch's mean loss; only the sum of all parts is a
-    loss.
+    """Return this rank's part of a batch's mean loss. Only the group's sum of the parts
+    is the loss.
     """
-    # divide by the batch's number of examples, also for a smaller last one
+    # divide by the batch's number of examples; the last batch is smaller
     weights = batch.weights
     return weights @ losses(params, batch.data) / weights.examples
 
 
 def train(comm, epochs=10):
     """Return the moving average of the parameters."""
-    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8 pixels, in one order
+    x, y = load_digits(return_X_y=True)  # 1,797 images of 8 × 8, alike on all ranks
     x, y = (x[:1500] / 16).astype(np.float32), y[:1500]
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=int(comm.size > 2))
@@ -76,7 +76,9 @@ def train(comm, epochs=10):
                 params, average, state = step(params, average, state, batch)
             if group.rank == 0:
                 loss = losses(average, (x, y)).mean()
-                print(f"epoch {epoch}: loss {loss:.4f} of all, with the average")
+                print(
+                    f"epoch {epoch}: loss {loss:.4f} over all examples, averaged parameters"
+                )
     return average
 
 

@@ -1,14 +1,14 @@
-"""Save checkpoints with orbax once, and read them on another number of ranks.
+"""Save checkpoints with orbax on one rank, and read them on a different number of ranks.
 
     jaxcoded run -n 4 examples/orbax_checkpoint.py build/checkpoints --stop-after 10
     jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints --stop-after 20
 
 To JAX every rank is process 0 of 1, so with orbax all ranks would write the same files.
-All ranks have the same state, bit for bit. So only the root saves and reads the state,
-and sends it to the others, which need no access to the files. The order of an epoch
-does not depend on the number of ranks. So a checkpoint contains only the state and the
-number of finished batches. The example needs orbax-checkpoint and scikit-learn, which
-the extra ``examples`` installs.
+All ranks have the same state, bit for bit. So only the root saves the state. It alone
+reads the state and sends it to the others, which need no access to the files. The order
+of an epoch does not depend on the number of ranks. So a checkpoint contains only the
+state and the number of finished batches. The example needs orbax-checkpoint and
+scikit-learn, which the extra ``examples`` installs.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 The loss equals that of a run without deaths. All ranks call `recovered` after the same
 steps, and after a failed step. Then they repeat the failed step: the live ranks use the
-same batch, and get the same sum. With --replace new ranks replace the dead ones. New
+same batch, and get the same sum. With --replace new ranks replace the dead ranks. New
 ranks run this program from its beginning, and get the state from the others.
 """
 
@@ -69,9 +69,9 @@ def train(comm, steps=STEPS, kill=(), replace=False):
     """Return the parameters.
 
     Args:
-        kill: pairs of a step and of a rank that kills itself before this step. Ranks
-            that join ignore them.
-        replace: whether new ranks replace the dead ones.
+        kill: pairs of a step and a rank that kills itself before this step. Ranks that
+            join later ignore these pairs.
+        replace: whether new ranks replace dead ranks.
     """
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
@@ -98,7 +98,9 @@ def train(comm, steps=STEPS, kill=(), replace=False):
                     number, full, params, state = jax.block_until_ready(roots)
                     number, full = int(number), int(full)
                     now = f"rank {group.rank} of {group.size}"
-                    print(f"rank {rank} goes on at step {number} as {now}", flush=True)
+                    print(
+                        f"rank {rank} continues at step {number} as {now}", flush=True
+                    )
                 if (number, rank) in kill:
                     os.kill(os.getpid(), signal.SIGKILL)
                 new = step(number, params, state)

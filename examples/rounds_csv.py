@@ -3,7 +3,7 @@
     jaxcoded run -n 4 examples/rounds_csv.py build/rounds
 
 ``rounds-RANK.csv`` grows while the job runs (``tail -f``). Each line says when the rank
-called, how long it waited, and which rank's message completed the sum. It also has the
+called, how long the call took, and which rank's message completed the sum. It also has the
 rank's lag, the number of rounds decided before its call. ``arrivals.csv`` has a line
 for each round and each rank below the root: when the rank's message arrived, whether it
 was used, and the rank's lag. Fields are empty if no message has come. Rank 2 is slow in
@@ -28,8 +28,8 @@ def losses(w, x):  # one loss for each example
 
 
 def arrivals(seen):
-    """Return lines of `jaxcoded.group.telemetry.Telemetry`: round, rank, seconds, used
-    and lag.
+    """Yield the lines of ``arrivals.csv`` from `jaxcoded.group.telemetry.Telemetry`:
+    round, rank, seconds, used and lag.
     """
     for at, number in enumerate(seen.rounds):
         for child, rank in enumerate(seen.children):

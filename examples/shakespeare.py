@@ -2,9 +2,9 @@
 
     jaxcoded run -n 4 examples/shakespeare.py
 
-A batch is cut into blocks. A rank computes the gradients of its blocks and adds them
-up. It reads only the text of its assigned blocks: its own, and blocks of late ranks.
-One round adds up the ranks' sums. The program reads
+A batch is cut into blocks. A rank computes the gradients of the blocks that it is
+granted, its own and blocks of late ranks, and adds them up. It reads only the text of
+these blocks. One round adds up the ranks' sums. The program reads
 ``../shared/data/tinyshakespeare/input.txt`` (1 MB, from
 https://github.com/karpathy/char-rnn) if this file exists, otherwise the project's
 documentation. ``--text`` names another file.
@@ -79,8 +79,8 @@ def normed(x):
 
 
 def loss(params, text):
-    """Return the sum over sequences, int ``(sequences, LENGTH + 1)``, of their mean
-    loss per character.
+    """Return the sum, over sequences, of the mean loss per character. ``text`` is int
+    ``(sequences, LENGTH + 1)``.
     """
     said = logits(params, text[:, :-1])
     each = optax.softmax_cross_entropy_with_integer_labels(said, text[:, 1:])
@@ -131,7 +131,7 @@ def train(comm, text, steps=100, batch_size=32):
 
 
 def write(params, begin, length=200):
-    """Return the text, continued by the model."""
+    """Return the text ``begin``, continued by the model."""
     said = [ord(character) for character in begin]
     following = jax.jit(lambda text: logits(params, text)[0])
     for key in jax.random.split(jax.random.key(1), length):
@@ -143,7 +143,7 @@ def write(params, begin, length=200):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
-    parser.add_argument("--text", help="a file of your own")
+    parser.add_argument("--text", help="the text file to train on")
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     params, _ = train(MPI.COMM_WORLD, read(args.text), args.steps)

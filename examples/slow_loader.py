@@ -1,11 +1,11 @@
-"""Load data slowly on one rank, which need not read the batches that it has missed.
+"""Load data slowly on one rank, which does not read the batches that it has missed.
 
     jaxcoded run -n 4 examples/slow_loader.py
 
-The others continue without it, and every step still uses the whole batch. A round
-decided before a rank calls it returns the existing result, and does not use the rank's
-data. ``group.lag()`` is the number of such rounds, so a slow rank skips these batches
-and catches up.
+The others continue without it, and every step still uses the whole batch. If a round is
+decided before a rank calls it, the call returns the existing result, and does not use
+the rank's data. ``group.lag()`` is the number of such rounds. So the slow rank does not
+load their batches, and catches up.
 """
 
 import argparse
@@ -61,6 +61,6 @@ def train(comm, epochs=10, slow=2, seconds=0.1):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__ and __doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--slow", type=int, default=2, help="the rank that is")
+    parser.add_argument("--slow", type=int, default=2, help="the rank that is slow")
     args = parser.parse_args()
     train(MPI.COMM_WORLD, args.epochs, args.slow)

@@ -1,4 +1,4 @@
-"""Find the ground state of a spin chain, with its metric by derivatives of sums.
+"""Find the ground state of a spin chain, with the metric as a derivative of a sum.
 
     jaxcoded run -n 4 examples/variational_energy.py
 
@@ -78,7 +78,7 @@ def minimise(comm, steps=20):
             log_norm = lambda bra, ket: jnp.log(total(norm, bra, ket))
             derivative = jax.grad(log_norm, holomorphic=True)
             _, metric = jax.linearize(lambda ket: derivative(bra, ket), w)
-            # a fixed number of products, not a tolerance: all ranks make the same
+            # a fixed number of products, not a tolerance: so all ranks call the same
             # rounds
             delta, _ = cg(lambda v: metric(v) + SHIFT * v, force, tol=0, maxiter=5)
             return w - 0.2 * delta, energy.real
