@@ -233,7 +233,6 @@ def summed(
     check_open(group)
     group._session.check_alike()
     with group._session.failing(name):
-        like = x
         if not isinstance(x, Encoded):
             x = floats.of(
                 *(x, group, "leaf", asked.get("wire_dtype")),
@@ -244,8 +243,7 @@ def summed(
         )
     out, token = run(round, operands)
     total, residual = results(out, round, packing)
-    if not isinstance(like, Encoded):
-        total = floats.restored(total, like)
+    total = floats.restored(total)
     return Result(
         total if divisor is None else divided(total, divisor), residual, token
     )

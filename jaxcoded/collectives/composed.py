@@ -106,7 +106,6 @@ class Sum:
         """Trace the round."""
         args, rest, token = self.parts(operands)
         data, weights = jax.tree.unflatten(self.rest, rest)
-        like = jax.eval_shape(self.of, args, *self.unit)
 
         @_traced_once
         def of(args: list[Any], examples: Any, weights: jax.Array) -> tuple[Any, None]:
@@ -126,7 +125,7 @@ class Sum:
             residual=False,
             wire_dtype=self.wire_dtype,
         )
-        leaves = floats.restored(out.value["sum"], like)
+        leaves = floats.restored(out.value["sum"])
         return [*leaves, out.token] if token else leaves
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.plan import Plan
 from jaxcoded.transport.leaves import array, check_no_key, named
+from jaxcoded.transport.packing import Summands
 
 _BYTE = 256
 # Sums of at most this number of bytes are exact in float32.
@@ -25,9 +26,9 @@ def of(
     wire_dtype: Any = None,
     counted: bool = True,
 ) -> Any:
-    """Return the pytree with a tuple in place of each leaf that is not floating point.
-    The tuple has the real and imaginary parts of complex numbers, or the bytes of
-    integers, each as a float32.
+    """Return the pytree with `Summands` in place of each leaf that is not floating point:
+    the real and imaginary parts of complex numbers, or the bytes of integers, each as a
+    float32.
 
     Raises:
         TypeError: a leaf, named in the message, has integers, which this group cannot sum exactly. The sum may be
@@ -44,7 +45,7 @@ def of(
         check_no_key(dtype, name)
         if jnp.issubdtype(dtype, jnp.complexfloating):
             leaf = array(leaf, name)
-            return leaf.real, leaf.imag
+            return Summands((leaf.real, leaf.imag), leaf.dtype, leaf.dtype)
         if not _counts(dtype):
             return leaf  # also leaves without numbers: packing raises an error for them
         _check(group, name, dtype, wire_dtype)
@@ -53,19 +54,25 @@ def of(
                 f"{name} has dtype {dtype}. Without the engine a sum of other examples becomes NaN, which integers "
                 "cannot show: install jaxcoded with its engine, or cast it to floating point"
             )
-        return tuple(_bytes(array(leaf, name), _summed(dtype)))
+        leaf = array(leaf, name)
+        total = leaf.dtype
+        if total == bool:
+            total = np.dtype(jax.dtypes.canonicalize_dtype(np.int64))
+        return Summands(_bytes(leaf, total), leaf.dtype, total)
 
     return jax.tree_util.tree_map_with_path(floats, pytree)
 
 
 def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
     """Return what `of` returns for one NumPy array. But integers keep their dtype."""
-    if array.dtype.kind == "c":
-        return array.real, array.imag
-    if not _counts(array.dtype):
+    dtype = array.dtype
+    if dtype.kind == "c":
+        return Summands((array.real, array.imag), dtype, dtype)
+    if not _counts(dtype):
         return array
-    _check(group, "the array", array.dtype, wire_dtype)
-    return tuple(_bytes(array, sum_on_host(array.dtype)))
+    _check(group, "the array", dtype, wire_dtype)
+    total = sum_on_host(dtype)
+    return Summands(_bytes(array, total), dtype, total)
 
 
 def sum_on_host(dtype: np.dtype) -> np.dtype:
@@ -84,22 +91,23 @@ def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
         out[...] = total[0]
 
 
-def restored(total: Any, like: Any) -> Any:
-    """Return the sum of pytrees like this one, from the sum of the results of `of`. The
-    sum of bools is the number of true values."""
-    types = jax.tree.leaves(like)
-    structure: Any = jax.tree.structure(like)
-    leaves = structure.flatten_up_to(total)
-    return jax.tree.unflatten(structure, map(_restored, leaves, types))
+def restored(total: Any) -> Any:
+    """Return the sum of pytrees from the sum of the results of `of`. The sum of bools is
+    the number of true values."""
+    return jax.tree.map(_restored, total, is_leaf=is_summands)
 
 
-def _restored(total: Any, like: Any) -> Any:
-    dtype = like.dtype if hasattr(like, "dtype") else jnp.result_type(like)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jax.lax.complex(*total)
-    if not _counts(dtype):
+def is_summands(node: Any) -> bool:
+    """Return whether a node of a pytree is `Summands`."""
+    return isinstance(node, Summands)
+
+
+def _restored(total: Any) -> Any:
+    if not is_summands(total):
         return total
-    return _integers(total, _summed(dtype), jnp)
+    if jnp.issubdtype(total.dtype, jnp.complexfloating):
+        return jax.lax.complex(*total.arrays)
+    return _integers(total.arrays, total.total, jnp)
 
 
 def _integers(total: Any, dtype: np.dtype, xp: Any) -> Any:
@@ -118,22 +126,15 @@ def _counts(dtype: Any) -> bool:
     )
 
 
-def _bytes(leaf: Any, dtype: np.dtype) -> list[Any]:
+def _bytes(leaf: Any, dtype: np.dtype) -> tuple[Any, ...]:
     """Return the bytes of integers of this dtype, each as a float32."""
     unsigned = leaf.astype(dtype).astype(f"uint{8 * dtype.itemsize}")
-    return [
+    return tuple(
         (
             unsigned >> unsigned.dtype.type(8 * k) & unsigned.dtype.type(_BYTE - 1)
         ).astype(np.float32)
         for k in range(dtype.itemsize)
-    ]
-
-
-def _summed(dtype: Any) -> np.dtype:
-    """Return the dtype of sums: for bools JAX's integers, otherwise the same dtype."""
-    if dtype == bool:
-        dtype = np.dtype(np.int64)
-    return np.dtype(jax.dtypes.canonicalize_dtype(dtype.newbyteorder("=")))
+    )
 
 
 def _check(group: CodedGroup, name: str, dtype: Any, wire_dtype: Any) -> None:

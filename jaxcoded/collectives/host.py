@@ -3,8 +3,9 @@ without JAX arrays or compilation.
 
 They serve programs that compute with other libraries. They do not start JAX if it has
 only the CPU, as with ``JAX_PLATFORMS=cpu``. They are ordinary rounds of the group: one
-rank may call them while others run a compiled step, if shapes and dtypes are equal.
-They need a group with the engine.
+rank may call them while others run a compiled step, if shapes and dtypes are equal. Only
+bools need ``jax_enable_x64`` for that, as NumPy counts them in int64. They need a group
+with the engine.
 """
 
 import functools
@@ -129,7 +130,11 @@ def summed(
     counts = [] if vector is None else [np.array(vector)]  # summed in place
     vectors, results = [*counts], [*counts]
     for kind in round.vectors[len(counts) :]:  # one, or none for an empty array
-        sent = parts if parts is array else np.concatenate([x.ravel() for x in parts])
+        sent = (
+            parts
+            if parts is array
+            else np.concatenate([x.ravel() for x in parts.arrays])
+        )
         vectors.append(sent.astype(kind.wire, copy=False))
         results.append(result if kind.wire == result.dtype else vectors[-1])
     transport = Engine.of(group._session.transport, "rounds on numpy arrays need")

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxcoded import _jax_compat, _require
 from jaxcoded._jax_compat import ShapedArray
+from jaxcoded.collectives import floats
 from jaxcoded.collectives.allreduce import prepared, results
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
@@ -148,6 +149,9 @@ def started(
     """Start the rounds of a sum with these options, see `prepared`."""
     groups = _taking_turns(group)
     with groups[0]._session.failing("coded_allreduce"):
+        if not isinstance(x, Encoded):
+            counts = count.examples is not None
+            x = floats.of(x, groups[0], "leaf", asked.get("wire_dtype"), counts)
         buckets, structure = _buckets(x, bucket_bytes, groups)
     # all errors are detected before the first round starts
     ready = []
@@ -235,6 +239,7 @@ def coded_allreduce_done(
     if handle.structure is not None:
         leaves = [leaf for bucket in reversed(sums) for leaf in bucket]
         total = jax.tree.unflatten(handle.structure, leaves)
+    total = floats.restored(total)
     if handle.divisor is not None:
         total = divided(total, handle.divisor)
     residual = jnp.stack(residuals).max(axis=0) if residuals else None
@@ -278,16 +283,19 @@ def _buckets(
             "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "
             "encode parts of the gradient and start each of them"
         )
-    paths, structure = jax.tree_util.tree_flatten_with_path(x)
-    leaves = [summand(leaf, named("leaf", path)) for path, leaf in paths]
+    x = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: summand(leaf, named("leaf", path)), x
+    )
+    leaves, structure = jax.tree.flatten(x, is_leaf=floats.is_summands)
     buckets: list[list[Any]] = [[]]
     held = 0
     for leaf in reversed(leaves):
-        if leaf.nbytes and buckets[-1] and held + leaf.nbytes > bucket_bytes:
+        size = sum(array.nbytes for array in jax.tree.leaves(leaf))
+        if size and buckets[-1] and held + size > bucket_bytes:
             buckets.append([])
             held = 0
         buckets[-1].insert(0, leaf)
-        held += leaf.nbytes
+        held += size
     most = len(groups) * groups[0]._session.transport.most_started
     if most and len(buckets) > most:
         raise ValueError(

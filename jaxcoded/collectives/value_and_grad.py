@@ -115,7 +115,7 @@ def coded_value_and_grad(
             residual=residual,
             wire_dtype=wire_dtype,
         )
-        loss, grads = out.value["loss"], floats.restored(out.value["grads"], params)
+        loss, grads = out.value["loss"], floats.restored(out.value["grads"])
         if mean:
             loss, grads = divided((loss, grads), present(counted, weights, count))
         return out._replace(value=(((loss, aux) if has_aux else loss), grads))

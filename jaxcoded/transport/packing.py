@@ -43,6 +43,38 @@ class Apart(NamedTuple):
     kind: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Summand:
+    """The key of one of the `Summands` of a leaf."""
+
+    number: int
+    leaf: str  # the leaf's dtype, and that of its sum if it has another one
+
+    def __str__(self) -> str:
+        return f"[{self.number}]"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Summands:
+    """The floating-point arrays that are summed for one leaf of another dtype. Ranks
+    compare the leaf's dtype, so `Packing` describes that leaf.
+    """
+
+    arrays: tuple[Any, ...]
+    dtype: Any  # of the leaf
+    total: Any  # the dtype of the leaf's sum
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        leaf = f"{self.dtype}" + f" as {self.total}" * (self.total != self.dtype)
+        keyed = [(Summand(i, leaf), array) for i, array in enumerate(self.arrays)]
+        return keyed, (self.dtype, self.total)
+
+    @classmethod
+    def tree_unflatten(cls, dtypes: Any, arrays: Any) -> "Summands":
+        return cls(tuple(arrays), *dtypes)
+
+
 class Kind(NamedTuple):
     """The common properties of the leaves of one vector."""
 
@@ -117,14 +149,21 @@ class Packing:
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         paths = jax.tree_util.tree_leaves_with_path(places)
-        leaves = [
-            f"{jax.tree_util.keystr(path)} {dtype}{list(shape)}".lstrip()
-            + f" as {kind.wire}" * (kind.wire != kind.dtype)
-            + f" split over {' and '.join(kind.split)}" * bool(kind.split)
-            for (path, _), shape, dtype, kind in zip(
-                paths, self.shapes, self.dtypes, self.kinds
+        leaves = []
+        for (path, _), shape, dtype, kind in zip(
+            paths, self.shapes, self.dtypes, self.kinds
+        ):
+            its: Any = dtype
+            if path and isinstance(last := path[-1], Summand):
+                if last.number:
+                    continue
+                path, its = path[:-1], last.leaf
+            leaves.append(
+                f"{jax.tree_util.keystr(path)} {its}{list(shape)}".lstrip()
+                + f" as {kind.wire}" * (kind.wire != kind.dtype)
+                + f" split over {' and '.join(kind.split)}" * bool(kind.split)
             )
-        ]
+        count = len(leaves)
         if any(isinstance(key, FlattenedIndexKey) for path, _ in paths for key in path):
             leaves += _unkeyed(self.structure)
         words = ", ".join(leaves) or "no leaves"
@@ -133,7 +172,7 @@ class Packing:
         digest = hashlib.sha256(words.encode()).hexdigest()[:12]
         ends = itertools.accumulate(len(leaf) + 2 for leaf in leaves)
         first = [leaf for leaf, end in zip(leaves, ends) if end <= _MOST_WORDS]
-        return ", ".join([*first, f"... ({len(paths)} leaves, {digest})"])
+        return ", ".join([*first, f"... ({count} leaves, {digest})"])
 
     @functools.cached_property
     def vectors(self) -> dict[Kind, int]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import uncounted
-from marks import SIZE, engine_only, redundant
+from marks import SIZE, engine_only, redundant, several
 from uncounted import coded_allreduce
 
 import jaxcoded
@@ -225,6 +225,67 @@ def test_integers_that_add_up(comm, transport):
 
 
 @redundant
+@pytest.mark.parametrize("bucket", [None, 1])
+def test_leaves_of_started_rounds(comm, transport, bucket):
+    """A started round sums what a called one sums."""
+    mine = {
+        "i": np.array([comm.rank - 5, 7], np.int16),
+        "bool": np.array(True),
+        "z": np.complex64(1 - 2j) * comm.rank,
+        "x": np.float32(0.5),
+    }
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as plain:
+        handle = jaxcoded.coded_allreduce_start(mine, plain, bucket_bytes=bucket)
+        out = jaxcoded.coded_allreduce_done(handle)
+        wanted = jaxcoded.coded_allreduce(mine, plain)
+    jax.tree.map(np.testing.assert_array_equal, out, wanted)
+    assert jax.tree.map(lambda leaf: leaf.dtype, out) == {
+        "i": np.int16,
+        "bool": np.int64,
+        "z": np.complex64,
+        "x": np.float32,
+    }
+    np.testing.assert_array_equal(out["i"], [sum(range(SIZE)) - 5 * SIZE, 7 * SIZE])
+    assert (out["bool"], out["z"]) == (SIZE, (1 - 2j) * sum(range(SIZE)))
+
+
+@several
+@pytest.mark.parametrize(
+    ("first", "other", "words"),
+    [
+        (np.ones(2, np.int8), np.ones(2, np.uint8), r"uint8\[2\] at .* int8\[2\]"),
+        (
+            np.ones(2, np.int64),
+            np.ones(2, bool),
+            r"bool as int64\[2\] at .*, int64\[2\]",
+        ),
+        (
+            np.ones(2, np.int16),
+            [np.ones(2, np.float32)] * 2,
+            r"float32\[2\] .*int16\[2\]",
+        ),
+        (
+            np.ones(2, np.float64),
+            np.ones(2, complex),
+            r"complex128\[2\] .*float64\[2\]",
+        ),
+    ],
+    ids=["sign", "bool", "bytes", "complex"],
+)
+def test_leaves_of_other_dtypes_on_one_rank(comm, transport, first, other, words):
+    """Ranks compare the dtypes of leaves, not those of the numbers that are sent."""
+    last = comm.rank == SIZE - 1
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as plain:
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=f"GroupMismatch: .*{words}"
+        ):
+            jax.block_until_ready(
+                jaxcoded.coded_allreduce(other if last else first, plain)
+            )
+        jaxcoded.effects_barrier()
+        assert jaxcoded.coded_allreduce(np.int32(1), plain) == SIZE
+
+
 def test_integers_that_a_code_would_round(comm, transport):
     cyclic = jaxcoded.Coded(stragglers=1, fanout=3, code="cyclic_repetition")
     with jaxcoded.CodedGroup(comm, cyclic, transport=transport) as group:
