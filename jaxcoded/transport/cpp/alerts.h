@@ -14,8 +14,8 @@ class Alerts {
   // several ranks may notice one fault.
   bool add(Round round, const std::string& text) {
     if (round <= newest_) return false;
+    pending_ = text;  // first, as there may be too little memory for it: then the fault is added again
     newest_ = round;
-    pending_ = text;
     return true;
   }
   // Return the error text of the next undecided round; empty if no fault is pending.

@@ -351,7 +351,7 @@ class Node {
   bool begin_offer();
   void send_offer(const Message& message);
   std::uint32_t needed() const;
-  bool too_few_left(std::uint32_t piece);
+  bool too_few_left(std::uint32_t piece, bool exact = false);
   void go_without_sum();
   void fail(const std::string& text);
   void stop_contributing();

@@ -162,15 +162,19 @@ bool Node::offers_approximation(const Child& child) const {
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
   if (deals()) return only_silent_hold();
-  const bool too_few = too_few_left(needed());
-  bool some = false;
+  bool some = false, skipped = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
-    if (children_[i].retired || !lacks(i)) continue;
-    const bool best = offers_approximation(children_[i]) && !stalled(children_[i]);
-    if (!best && !silent(children_[i]) && !(too_few && skips(children_[i]))) return false;
+    const Child& child = children_[i];
+    if (!lacks(i)) continue;
+    if (child.retired && !sums_blocks()) continue;  // the sum may do without it
+    const bool best = offers_approximation(child) && !stalled(child);
+    if (!best && !silent(child) && !child.retired) {
+      if (!skips(child)) return false;
+      skipped = true;
+    }
     some = true;
   }
-  return some;
+  return some && (!skipped || too_few_left(needed(), true));
 }
 
 // --- No answer from above ---

@@ -353,6 +353,11 @@ void Node::want(Rank rank) {
 void Node::on_gone(Rank from, Round round, Round oldest) {
   if (unsure_of() && round <= unsure_of() && !desynchronized_) return take_back();
   if (round != frontier_) return;
+  // what that rank announced earlier is no longer there: another rank may be further away, or have less of it
+  if (const auto known = announced_.find(round); known != announced_.end() && known->second.from == from) {
+    announced_.erase(known);
+    asked_pieces_.clear();
+  }
   upstream_.gone(from, std::max(oldest, frontier_ + 1));
   if (const auto next = upstream_.next()) return want(*next);
   if (upstream_.gone_everywhere()) lose_frontier();

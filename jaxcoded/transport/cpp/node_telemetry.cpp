@@ -69,7 +69,7 @@ void Node::on_step_times(Rank from, const Message& message) {
 }
 
 void Node::tell_step_times() {
-  if (!telemetry_.on() || root() || upstream_.unanswered()) return;
+  if (!telemetry_.on() || root() || !upstream_.tell_step_times()) return;
   told_step_times_ = wire_.now();
   const std::vector<StepTime> all = step_times();
   constexpr std::size_t most = 1024;  // step times in a message

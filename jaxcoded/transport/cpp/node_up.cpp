@@ -104,14 +104,15 @@ std::uint32_t Node::needed() const {
 }
 
 // Whether this piece can no longer be decoded, because children are dead or have nothing to contribute,
-// whichever other children still come.
-bool Node::too_few_left(std::uint32_t piece) {
+// whichever other children still come. `exact`: a child that offers an approximation does not come, either.
+bool Node::too_few_left(std::uint32_t piece, bool exact) {
   if (up_.call.shared) return false;
   const auto lacks = [&](const Child& child) { return child.dead || skips(child); };
   if (std::ranges::none_of(children_, lacks)) return false;
-  const std::vector<bool> possible = may_come(piece);
+  std::vector<bool> possible = may_come(piece);
   std::vector<std::size_t> rows;
   for (std::size_t row : rows_in_order()) {
+    if (exact && !usable(row, piece) && offers_approximation(child_of_row(row))) possible[row] = false;
     if (possible[row]) rows.push_back(row);
     if (sums_blocks() && !possible[row] && !up_.call.leaves_out(row / decoder_.parts())) return true;
   }

@@ -32,7 +32,7 @@ class Upstream {
     if (above_.empty()) return;
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
-      unanswered_ = false;
+      unanswered_ = told_step_times_ = false;
       for (auto& [kind, alert] : alerts_) alert.told = 0;
       if (std::exchange(source_, 0)) wanted_ = 0;  // a rank further up was asked for the wanted results
     }
@@ -48,7 +48,7 @@ class Upstream {
   // answer, so the rank may be asked again.
   void lost_message(Rank rank) {
     asked_.erase(rank);
-    if (!above_.empty() && rank == parent()) unanswered_ = false;
+    if (!above_.empty() && rank == parent()) unanswered_ = told_step_times_ = false;
   }
   // Record that some of the result came, or that this rank calls. The source has its full time again.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
@@ -75,6 +75,9 @@ class Upstream {
   }
   // Whether the parent was offered something and has been silent since.
   bool unanswered() const { return unanswered_; }
+  // Whether the parent may get step times, to which it need not answer: it has sent something since the last
+  // ones and the last offer.
+  bool tell_step_times() { return !unanswered_ && !std::exchange(told_step_times_, true); }
   // Keep an alert for the parent. Until the parent sends something, it gets only a few alerts of each kind. Of
   // the rest, the latest round's alert is kept.
   void alert(Message message) {
@@ -164,6 +167,7 @@ class Upstream {
   } answer_;
   Signatures::Known introduced_;
   bool unanswered_ = false;
+  bool told_step_times_ = false;  // since the parent has sent something
   struct Alert {
     int told = 0;  // sent since the parent was last heard
     std::optional<Message> waiting = {};
