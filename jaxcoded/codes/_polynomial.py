@@ -53,10 +53,13 @@ def polynomial(
     points = (1 + np.arange(n) // 2 / 2) * (-1.0) ** np.arange(n)
     if n % 2:
         points = np.concatenate([[0.0], points[:-1]])
-    # the children after partition j do not hold it; the children before it hold it
+    # the n − d children after child j do not hold partition j; child j and the d − 1
+    # children before it do
     roots = points[(np.arange(1, n - d + 1) + np.arange(n)[:, None]) % n]
     B = np.empty((n, n, m))
-    with np.errstate(over="ignore", invalid="ignore"):  # raises an error below
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # an overflow raises an error below
         first = value = np.prod(points[:, None, None] - roots, axis=2)
         # coefficients, highest power first
         p = np.array([np.atleast_1d(np.poly(each)) for each in roots])

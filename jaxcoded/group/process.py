@@ -14,7 +14,7 @@ class Process(NamedTuple):
     """A process, distinguished from later processes with the same number."""
 
     host: str  # the name of its host
-    numbers: str  # where its number is unique: a boot of the host and a pid namespace
+    numbers: str  # the scope of its number: a boot of the host and a pid namespace
     pid: int  # its number
     started: int  # its start time in ticks of the kernel's clock
 
@@ -37,7 +37,7 @@ class Process(NamedTuple):
     def kill(self) -> int:
         """Kill only this process, even a stopped one. Return 0 or an error number."""
         try:
-            # while this is open, the kernel does not confuse it with a later process
+            # while the handle is open, it cannot refer to a later process
             handle = os.pidfd_open(self.pid)
             try:
                 if int(stat(self.pid)[BEGAN]) != self.started:
@@ -50,7 +50,7 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Return whether no other live process of this host has made this call for the
+        """Return whether no other live process of this host has called this for the
         same process."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:

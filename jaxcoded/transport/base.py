@@ -24,7 +24,9 @@ class Carrier(abc.ABC):
     # How many rounds can be started before the first one is finished. With 0, a started round would not progress
     # while its rank computes.
     most_started = 0
-    refuses_miscounts = False  # whether a sum of other examples is an error, not NaN
+    refuses_miscounts = (
+        False  # whether a sum of other examples raises an error; otherwise it is NaN
+    )
     compares = False  # whether parents compare their children's messages
 
     @abc.abstractmethod
@@ -48,8 +50,9 @@ class Transport(Carrier):
     name: ClassVar[str]
 
     def computes_with(self, eps: Callable[[], float]) -> None:
-        """Note the precision of a program of the group, as a machine epsilon. Only the
-        largest one counts: messages that a check compares may differ by this much.
+        """Record the precision of a program of the group, as a machine epsilon. Only
+        the largest epsilon counts: messages that a check compares may differ by this
+        much.
         """
 
     def host_lag(self) -> int:
@@ -62,7 +65,7 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def note_failure(self, words: str) -> None:
-        """Note that an error prevented a round on this rank. The other ranks get the
+        """Record that an error prevented a round on this rank. The other ranks get the
         error when this rank begins its next round.
         """
 

@@ -9,7 +9,7 @@ from jaxcoded.transport.deadline import Deadline
 VARIABLE = "JAXCODED_DEBUG"
 ACTIONS = {
     "warn": "a line in the log",
-    "drop": "the round continues without the wrong rank if that is known, and fails otherwise",
+    "drop": "the round continues without the wrong rank if this rank is known, and fails otherwise",
     "raise": "the round fails",
 }
 
@@ -59,7 +59,7 @@ class Check:
             )
         if self.wait == "all" and self.action != "raise":
             raise ValueError(
-                f"wait='all' fails the round where messages differ: leave out action={self.action!r}"
+                f"wait='all' fails the round if messages differ: leave out action={self.action!r}"
             )
 
     def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
@@ -68,7 +68,7 @@ class Check:
             return "needs the engine"
         if deadline.approximates:
             return (
-                'waits for all ranks, so that on_deadline="approximate" means nothing'
+                'waits for all ranks, so on_deadline="approximate" has no effect'
                 if self == DEBUG
                 else 'compares exact sums: on_deadline must be "wait" or "raise"'
             )

@@ -1,4 +1,5 @@
-"""Convert a leaf of a pytree to an array, or raise an error that says why it is none."""
+"""Convert a leaf of a pytree to an array, or raise an error that says why it is not an
+array."""
 
 import functools
 import math
@@ -107,9 +108,10 @@ def summand(leaf: Any, name: str) -> jax.Array:
 def sendable(leaf: Any, name: str) -> Any:
     """Return the leaf as an array whose `numbers` MPI can send.
 
-    Outside ``jit`` 64-bit integers keep their bits, in NumPy's arrays and in all integers
-    without axes. So a Python counter on one rank matches a JAX counter on another rank.
-    Raise the errors of `array`, and a TypeError if the elements are not whole bytes.
+    Outside ``jit``, 64-bit integers in NumPy arrays, and all integers without axes, are
+    sent with 64 bits. So a Python counter on one rank matches a JAX counter on another
+    rank. Raise the errors of `array`, and a TypeError if the elements are not whole
+    bytes.
     """
     leaf, dtype = _with_dtype(leaf, name)
     if not (is_key(dtype) or _has_bytes(dtype)):
@@ -180,7 +182,7 @@ def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
 
 
 def stored(dtype: Any) -> tuple[np.dtype, int]:
-    """Return the dtype of `numbers`, and how many of them form one element."""
+    """Return the dtype of `numbers`, and how many numbers form one element."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return data.dtype, math.prod(data.shape)

@@ -292,7 +292,7 @@ def test_in_a_sum(group, call, label):
 def test_on_the_host(group, label):
     leaf, remedy = REFUSED[label]
     if label in ("name", "function"):
-        remedy = "the sum is of one numpy array, got "
+        remedy = "host.allreduce sums one numpy array, got "
     elif label == "long double":
         remedy = (
             "has dtype float128: .* cast it to float16, bfloat16, float32 or float64"

@@ -227,7 +227,7 @@ def test_a_long_wait_for_others_to_make_a_group(comm, monkeypatch):
             assert group.size == SIZE
     finally:
         logger.removeHandler(hears)
-    words = f"rank {RANK} has waited 0.01 s for others to make a group: "
+    words = f"rank {RANK} has waited 0.01 s for other ranks to make a group: "
     assert text == [] if RANK == last else text[0].startswith(words)
 
 
@@ -473,7 +473,7 @@ def test_an_array_is_no_group(group, library):
 
 @once
 def test_mean_must_be_one_number(group):
-    with pytest.raises(ValueError, match=r"divisor is one number.*shape \(2,\)"):
+    with pytest.raises(ValueError, match=r"divisor must be one number.*shape \(2,\)"):
         coded_allreduce(np.ones(2), group, divisor=np.ones(2))
 
 
@@ -532,7 +532,7 @@ def test_slices_want_encoded(comm, group, transport):
     ) as sliced:
         with pytest.raises(
             TypeError,
-            match="this group has slices or parts .*slices=2.*: .* jaxcoded.kernels.encode made, not a dict",
+            match="this group has slices or parts .*slices=2.*: .* jaxcoded.kernels.encode, not a dict",
         ):
             coded_allreduce({"w": np.ones(4)}, sliced)
         message = kernels.encode(

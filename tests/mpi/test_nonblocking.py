@@ -188,7 +188,7 @@ def test_groups_that_cannot_take_turns(comm, group, transport):
             jaxcoded.CodedGroup(
                 comm, jaxcoded.Coded(fanout=1, stragglers=0), transport=transport
             ) as other,
-            pytest.raises(ValueError, match="must have one plan"),
+            pytest.raises(ValueError, match="must have the same plan"),
         ):
             coded_allreduce_start(jnp.ones(3), [group, other])
 
@@ -649,11 +649,11 @@ def test_never_done(comm, transport):
 
 @once
 def test_handles_of_a_wrong_kind(group, own):
-    with pytest.raises(TypeError, match=r"handle must be what .* got a Result"):
+    with pytest.raises(TypeError, match=r"handle must be the result .* got a Result"):
         coded_allreduce_done(coded_allreduce_start(own, group, token=jnp.int32(0)))
     handle, *_ = coded_allreduce_start(own, group, token=jnp.int32(0))
     started = "^calls are ordered by tokens or by effects: the round was started "
-    with pytest.raises(ValueError, match=started + "with a token, so hand the next"):
+    with pytest.raises(ValueError, match=started + "with a token, so pass the latest"):
         coded_allreduce_done(handle)
     handle = coded_allreduce_start(own, group)
     with pytest.raises(ValueError, match=started + "without a token, so .* takes none"):

@@ -548,13 +548,13 @@ def test_batches_of_a_wrong_kind(group, wrong):
 def test_a_batch_of_another_rank_or_plan(comm, group, transport):
     batch = group.batch(problem(12)[1])
     other = dataclasses.replace(batch.weights, rank=(comm.rank + 1) % comm.size)
-    message = f"this batch is of rank {other.rank}, but this is rank {comm.rank}"
+    message = f"this batch belongs to rank {other.rank}, but this is rank {comm.rank}"
     raises(message, loss, group, dataclasses.replace(batch, weights=other))
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Uncoded(), transport=transport
     ) as with_root:
         batch = with_root.batch(problem(12)[1])
-    raises("this batch is of another group's plan", loss, group, batch)
+    raises("this batch belongs to another group's plan", loss, group, batch)
 
 
 def test_weights_of_before_a_replan(comm, transport):
@@ -654,7 +654,7 @@ def test_a_mean_on_one_rank_alone(group, comm):
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda f, w, b: f(b, w), r"the call is \(params, batch\)"),
+        (lambda f, w, b: f(b, w), r"in the order \(params, batch\)"),
         (
             lambda f, w, b: f(w, dataclasses.replace(b, weights=b.weights * 2)),
             "multiply their losses",

@@ -81,7 +81,8 @@ class Started:
         self._next = 0.0
 
     def look(self) -> None:
-        """Check the processes now and then. Raise a CodedError if one has ended."""
+        """Check the processes, at most every 0.25 s. Raise a CodedError if a process
+        has ended."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOKS
@@ -98,7 +99,7 @@ class Started:
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
-        # before the processes that they wait for
+        # first the processes that may wait for others
         for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
@@ -111,7 +112,7 @@ class Started:
 
 
 def _marked(token: str) -> Iterator[tuple[Process, int]]:
-    """Return processes with the token, and their parents."""
+    """Yield each process with the token, and its parent."""
     if not token:
         return
     # the token may come from another rank; no process has a token that is invalid UTF-8
@@ -123,7 +124,7 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
             if any(it.startswith(begins) for it in variables):
                 fields = stat(pid)
                 yield Process("", "", pid, int(fields[BEGAN])), int(fields[PARENT])
-        except OSError:  # another user's, or it is gone
+        except OSError:  # another user's process, or it has ended
             continue
 
 
