@@ -328,7 +328,8 @@ def lower_in_order(context: Any, effect: Any, lower: Any, operands: Any) -> Any:
 def lower_python_in_order(
     context: Any, effect: Any, function: Any, operands: Any
 ) -> Any:
-    """Lower an operation that calls Python, in order with others of the same effect."""
+    """Lower an operation that calls Python, in order with other operations of this
+    effect."""
     out, token, _ = _emit_python_callback(
         context,
         function,

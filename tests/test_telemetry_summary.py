@@ -124,7 +124,7 @@ def test_summary():
     lines = seen().summary().splitlines()
     assert lines[0] == (
         "rank 0, rounds 7 to 10, medians: 600 ms from call to result, 100 ms of work "
-        "before it"
+        "before the call"
     )
     assert lines[1] == "failed: 1 of 4 rounds"
     assert lines[2] == "approximate: 1 of 4 rounds"

@@ -23,7 +23,7 @@ _ROUNDING = 1e-3
 
 class Promise(NamedTuple):
     """The promise that the parent can decode once it has the first ``parts`` parts of
-    any ``n − late`` children and the first ``first`` parts of the others.
+    any ``n − late`` children and the first ``first`` parts of the other children.
 
     Attributes:
         late: the number of children that may be late.
@@ -89,8 +89,8 @@ class GradientCode:
         promises: for a code with several parts, other sets of messages that suffice, in
             addition to all parts of any ``n−s`` children. A triple ``(late, parts,
             first)`` is the set in which any ``late`` children have sent their first
-            ``first`` parts, and all others their first ``parts`` parts. Promises are
-            checked like ``stragglers``, and `amplification` includes them.
+            ``first`` parts, and all other children their first ``parts`` parts.
+            Promises are checked like ``stragglers``, and `amplification` includes them.
 
     Raises:
         ValueError: ``B`` has a wrong shape or entries that are not finite, or ``sizes``
@@ -258,10 +258,10 @@ class GradientCode:
         """Return the coefficients that rebuild the sum from these children.
 
         Among equal rows of ``B`` (copies, as in fractional repetition), the parent uses
-        the first one that answered, and the others get 0. If the set is `sufficient`,
-        the result is the solution of least norm. Otherwise it is the least-squares
-        solution, with its residual. One-step decoding gives all received messages the
-        same coefficient.
+        the first row that answered, and the other rows get 0. If the set is
+        `sufficient`, the result is the solution of least norm. Otherwise it is the
+        least-squares solution, with its residual. One-step decoding gives all received
+        messages the same coefficient.
 
         The coefficients of an exact code with several parts never amplify by more than
         its ``κ``. If a sufficient set would do so, it is decoded only from the messages

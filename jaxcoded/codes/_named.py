@@ -36,7 +36,7 @@ def named(
     text: str, n: int, stragglers: int = 0, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
     """Return the code of a constructor in `jaxcoded.codes`. A text names the
-    constructor and gives its arguments, except those that this function takes.
+    constructor and gives its arguments, except the arguments that this function takes.
 
     Args:
         text: one of `NAMES`, with keyword arguments that are Python literals, such as

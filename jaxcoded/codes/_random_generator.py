@@ -19,7 +19,7 @@ def random_generator(
 
     Draw a random ``W`` of shape ``(s+m, n)``. Its first ``s`` rows are the parity checks
     of ``B``. Its last ``m`` rows are the decoder if all children answer. So for every
-    partition ``j`` we solve ``W · B[:, j, :] = [0; I]``, in which only the holders of
+    partition ``j``, ``B`` solves ``W · B[:, j, :] = [0; I]``, where only the holders of
     ``j`` have unknowns. Any ``s`` columns of the checks are invertible with probability
     1, so any ``n−s`` children suffice.
 

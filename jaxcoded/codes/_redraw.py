@@ -7,8 +7,8 @@ import numpy as np
 from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
-# While no draw can be decoded, at least so many are made, however long they take. Which
-# draws can be decoded depends on the processor's rounding.
+# While no draw can be decoded, at least this many draws are made, however long they
+# take. Which draws can be decoded depends on the processor's rounding.
 _DRAWS_FOR_ONE = 8
 _WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
 # If the rounding error is more than this fraction of the result, a sum does not count

@@ -13,8 +13,8 @@ def bernoulli(
     decoding: str = "least_squares",
 ) -> GradientCode:
     """Return a Bernoulli code (BGC): child ``i`` holds partition ``j`` with probability
-    ``load/n``, independently of the others. The code is approximate, for any ``n`` and
-    ``s < n``.
+    ``load/n``, independently of all other entries. The code is approximate, for any
+    ``n`` and ``s < n``.
 
     This is the Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017
     (arXiv 1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the

@@ -420,7 +420,7 @@ def _message(
         if wanted not in (None, x.packing.wire_dtype):
             raise ValueError(
                 f"this message was encoded with wire_dtype={x.packing.wire_dtype}, "
-                f"not {wanted}: encode has already rounded the leaves, use "
+                f"not {wanted}: encode chooses the leaves to which it applies, use "
                 f"encode(..., wire_dtype={wanted.name!r})"
             )
         return x.vectors, x.packing

@@ -121,7 +121,7 @@ def checked_params(params: Any) -> Any:
             )
             raise TypeError(
                 f"{name} {kind}, which has no gradient: "
-                "partition the model, hand over its floating-point leaves as params, and "
+                "partition the model, pass its floating-point leaves as params, and "
                 "put the rest back in losses, as equinox.partition(model, "
                 "equinox.is_inexact_array) and equinox.combine do"
             )
@@ -151,7 +151,7 @@ def checked_data(batch: Batch, group: CodedGroup) -> Any:
     if len(shape) != (3 if encoded else 1) or (encoded and shape[2] != numbers):
         wanted = f"(chunks, length // chunks, {numbers})" if encoded else "(length,)"
         raise ValueError(
-            f"batch.weights must have shape {wanted}, got {shape}: hand in the batch as the group made it"
+            f"batch.weights must have shape {wanted}, got {shape}: pass the batch as the group made it"
         )
     check_length(data, shape[0] * shape[1] if encoded else shape[0])
     return data

@@ -35,10 +35,11 @@ def coded_sum(
     ranks, and differentiable.
 
     So a loss may be any function of sums, ``f(Σ_j g_j(θ))``. JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
-    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local function. The result equals
-    that of one process with the whole batch. The sum takes one round, and each derivative takes one more. So the
-    gradient of ``f`` takes two rounds. A rank that is late in a round computes nothing for the round, and gets the
-    total. See ``docs/composing.md``.
+    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local
+    function. The result equals the result of one process with the whole batch. The sum
+    takes one round, and each derivative takes one more. So the gradient of ``f`` takes
+    two rounds. A rank that is late in a round computes nothing for the round, and gets
+    the total. See ``docs/composing.md``.
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
@@ -98,7 +99,7 @@ def coded_sum(
             if axes := _jax_compat.axes_of_vmap(of):
                 raise NotImplementedError(
                     f"per_example uses the axes {axes} of a vmap around {_NAME}, but one round sums for the whole "
-                    "vmap: compute what depends on these axes before, and hand it to per_example in params"
+                    "vmap: compute what depends on these axes before, and pass it to per_example in params"
                 )
         known = jax.tree.leaves(params)
         rest = jax.tree.structure((data, weights))

@@ -295,7 +295,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
     its, _, token = sum.parts(axes)
     if any(axis is not None for axis in token):
         raise NotImplementedError(
-            f"{sum.name}: a token cannot be batched by vmap, as it orders one round: hand it in with in_axes=None"
+            f"{sum.name}: a token cannot be batched by vmap, as it orders one round: pass it with in_axes=None"
         )
 
     def of(args: list[Any], *rest: Any) -> list[Any]:

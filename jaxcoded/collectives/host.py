@@ -3,8 +3,8 @@ without JAX arrays or compilation.
 
 They serve programs that compute with other libraries. They do not start JAX if it has
 only the CPU, as with ``JAX_PLATFORMS=cpu``. They are ordinary rounds of the group: one
-rank may call them while others run a compiled step, if shapes and dtypes are equal.
-They need a group with the engine.
+rank may call them while other ranks run a compiled step, if shapes and dtypes are
+equal. They need a group with the engine.
 """
 
 import functools

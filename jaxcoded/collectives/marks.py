@@ -137,9 +137,8 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     out = jnp.float32(0)
     for number, (x, log) in enumerate(zip(parts, largest)):
         log = jnp.maximum(log, least)
-        root = jnp.exp2(
-            (-log / 2).astype(x.dtype)
-        )  # its square may be beyond the range of the dtype
+        # the square of this root may be beyond the range of the dtype
+        root = jnp.exp2((-log / 2).astype(x.dtype))
         x = (x * root * root).astype(jnp.float32)  # at most about 1
         size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
         out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)

@@ -102,8 +102,7 @@ def coded_allreduce_start(
 
         The engine keeps rounds that were started and not done: up to 64 rounds of a
         group, each with a copy of its vectors. Before it starts another round, it waits
-        for the
-            end of the oldest round, and drops that round's result.
+        for the end of the oldest round, and drops that round's result.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.

@@ -33,8 +33,8 @@ class CodedGroup:
     """The ranks of a communicator with a plan. Every collective of this library works on a group.
 
     Collective: all ranks of ``comm`` make the group with the same arguments, and call its collectives in one order.
-    The group works on a duplicate of ``comm``, so its messages never mix with others. Two groups are never equal,
-    and never share a compiled function.
+    The group works on a duplicate of ``comm``, so its messages never mix with other
+    messages. Two groups are never equal, and never share a compiled function.
 
     No round is decided without the root (rank 0 unless the plan says otherwise). If the root dies, see `recovered`.
 
@@ -471,7 +471,8 @@ class CodedGroup:
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
-        """Continue from the newest snapshot of the nearest rank above this one in the tree.
+        """Continue from the newest snapshot of the nearest rank above this rank in the
+        tree.
 
         Call this on a rank whose calls raise `Desynchronized`. The rank then repeats
         the collectives that followed the snapshot; their results come from the history.
@@ -502,8 +503,8 @@ class CodedGroup:
         (`Telemetry.speeds`).
 
         Raises:
-            NotImplementedError: with the mpi4jax transport, where all ranks wait for
-                the slowest.
+            NotImplementedError: with the mpi4jax transport, in which all ranks wait for
+                the slowest rank.
         """
         check_open(self)
         transport = Engine.of(self._session.transport, "telemetry needs")
@@ -601,13 +602,16 @@ class CodedGroup:
         this group closes the new group. Ranks keep their order, except for a new root. Parameters and state stay on
         their ranks.
 
-        After a failed step, call it if the root has died. Some ranks may have received the sum of the last round,
-        and others an error. So the group is not `alike`: sums raise an error until the root has sent its state with
+        After a failed step, call it if the root has died. Some ranks may have received
+        the sum of the last round, and other ranks an error. So the group is not
+        `alike`: sums raise an error until the root has sent its state with
         `tree_bcast`.
 
-        A living rank that does not call this, because its program hangs or its process is stopped, keeps the others
-        waiting. With ``put_out`` its process is killed after ``timeout``, and the rank counts as dead. This also
-        kills a rank that is only slow. But no rank is killed while rounds continue without the caller.
+        A living rank that does not call this, because its program hangs or its process
+        is stopped, keeps the other ranks waiting. With ``put_out`` its process is
+        killed after ``timeout``, and the rank counts as dead. This also kills a rank
+        that is only slow. But no rank is killed while rounds continue without the
+        caller.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 

@@ -17,7 +17,7 @@ from jaxcoded.transport.check import DEBUG, VARIABLE, Check
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
-LONG = 30.0  # seconds after which a rank logs that it waits for the others
+LONG = 30.0  # seconds after which a rank logs that it waits for other ranks
 logger = logging.getLogger("jaxcoded")
 
 

@@ -31,7 +31,8 @@ class Process(NamedTuple):
         return cls(MPI.Get_processor_name(), numbers, pid, started)
 
     def reachable(self, other: "Process") -> bool:
-        """Return whether the other process can signal this one if it has permission."""
+        """Return whether the other process can signal this process if it has
+        permission."""
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:

@@ -223,7 +223,8 @@ class Session:
         return _Failing(self, call)
 
     def replanned(self, strategy: Strategy) -> Self:
-        """Return a session with another strategy from now on, and close this one."""
+        """Return a session with another strategy from now on, and close this
+        session."""
         other = copy.copy(self)
         other.plan = dataclasses.replace(self.plan, strategy=strategy)
         other.words = f", replanned ({other.plan.fingerprint[:8]})"

@@ -129,8 +129,8 @@ class CodeTree(Strategy, named=False):
         return str(self.code[tree.layers[rank]])
 
     def parameters(self, tree: Tree, rank: int) -> tuple[int, int]:
-        """Return ``s`` and ``m`` of a parent, less than the strategy's if it has too
-        few children."""
+        """Return ``s`` and ``m`` of a parent, which are smaller than the strategy's if
+        the parent has too few children."""
         children = len(tree.children[rank])
         slices = min(self.slices, children)
         code = self.code_of(tree, rank)

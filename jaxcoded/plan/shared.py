@@ -39,8 +39,8 @@ class Shared(Strategy):
         >>> import jaxcoded
         >>> print(jaxcoded.make_plan(4, jaxcoded.Shared(replicas=2)).describe())
         4 ranks: root 0 (with data) and 3 workers, which share the work: any 2 ranks but the root may be missing
-        a rank computes 1/4 of the batch, in 12 blocks, if no rank is late; a rank that is done computes blocks of others
-        a rank holds the data of 3/4 of the batch: each block lies on its owner and 2 others
+        a rank computes 1/4 of the batch, in 12 blocks, if no rank is late; a rank that is done computes blocks of other ranks
+        a rank holds the data of 3/4 of the batch: each block lies on its owner and 2 other ranks
     """
 
     by_blocks: ClassVar[bool] = True
@@ -99,9 +99,9 @@ class Shared(Strategy):
             f"any {others} ranks" if others > 1 else "any rank" if others else "no rank"
         )
         helped = (
-            "a rank that is done computes blocks of others"
+            "a rank that is done computes blocks of other ranks"
             if others
-            else "with replicas=0 no other rank has its data, and all wait for it"
+            else "with replicas=0 no other rank has its data, and all ranks wait for it"
         )
         each = Fraction(1, n)
         with_data = "with" if self.root_computes else "without"
@@ -120,7 +120,7 @@ class Shared(Strategy):
                 (
                     f"a rank holds the data of {fraction((1 + others) * each)} of the batch: "
                     f"each block lies on its owner"
-                    + f" and {others} other{s(others)}"
+                    + f" and {others} other rank{s(others)}"
                     * (others > 0)
                 ),
             ]

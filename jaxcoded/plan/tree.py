@@ -114,9 +114,8 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
     children, only the last parent gets fewer than ``needed``.
     """
     below = size - 1
-    inner = -(
-        -below // fanout
-    )  # the fewest parents that can take all ranks below the root
+    # the fewest parents that can take all ranks below the root
+    inner = -(-below // fanout)
     if below >= inner * needed:
         counts = _even(below, inner)
     else:  # only the last parent gets fewer than `needed`

@@ -20,13 +20,14 @@ class Carrier(abc.ABC):
     rank: int  # the rank of this process
     can_lag = False  # whether rounds may be decided before a rank calls them
     takes_tokens = False  # whether a token can order rounds instead of the effect
-    takes_parts = False  # whether parts of a message can be sent ahead of the others
+    takes_parts = (
+        False  # whether parts of a message can be sent ahead of the other parts
+    )
     # How many rounds can be started before the first one is finished. With 0, a started round would not progress
     # while its rank computes.
     most_started = 0
-    refuses_miscounts = (
-        False  # whether a sum of other examples raises an error; otherwise it is NaN
-    )
+    # whether a sum of other examples raises an error; otherwise it is NaN
+    refuses_miscounts = False
     compares = False  # whether parents compare their children's messages
 
     @abc.abstractmethod
@@ -75,7 +76,8 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def replanned(self, index: int, plan: Plan) -> Self:
-        """Return the transport with another plan and index, and close this one."""
+        """Return the transport with another plan and index, and close this
+        transport."""
 
     def enter(self) -> None:
         """Begin, after all ranks have opened this transport."""

@@ -23,10 +23,12 @@ class Check:
     Attributes:
         action: what happens if messages differ by more than rounding explains (``docs/theory.md``). ``"raise"``
             fails the round with `InconsistentMessages` on all ranks. ``"warn"`` logs the difference and continues.
-            ``"drop"`` logs it and forms the sum without the wrong child. If this child is unknown, or the others do
-            not suffice, the round fails. One surplus message shows which children may be wrong; two show which
-            child is wrong. With shared work, two ranks compute one block of each round. Their results show only
-            that one of the two is wrong, so ``"drop"`` then fails the round.
+            ``"drop"`` logs it and forms the sum without the wrong child. If this child
+            is unknown, or the other children do not suffice, the round fails. One
+            surplus message shows which children may be wrong; two show which child is
+            wrong. With shared work, two ranks compute one block of each round. Their
+            results show only that one of the two is wrong, so ``"drop"`` then fails the
+            round.
         wait: for which messages to wait. ``False``: for none. The check compares the messages that have arrived
             when the sum can be formed; often there is no surplus message. ``True``: for the messages of all living
             children, at most until the deadline, to have as many surplus messages as possible. ``"all"``: for the

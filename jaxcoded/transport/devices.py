@@ -50,8 +50,8 @@ class Devices:
         return jax.lax.axis_index(tuple(name for name, _ in self.axes))
 
     def owners(self, split: Sequence[str]) -> list[int]:
-        """For a value that is split over these axes and equal along all others, return for each place the first
-        place that has the same data.
+        """For a value that is split over these axes and equal along all other axes,
+        return for each place the first place that has the same data.
 
         Example:
             >>> from jaxcoded.transport.devices import Devices

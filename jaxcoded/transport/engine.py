@@ -384,8 +384,8 @@ class Engine(Transport):
     # Ranks that die or join.
 
     def departed(self) -> dict[int, str]:
-        """Return the ranks below this one that make no more calls, with their programs'
-        errors."""
+        """Return the ranks below this rank that make no more calls, with their
+        programs' errors."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
@@ -404,7 +404,7 @@ class Engine(Transport):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Ask the ranks above this one, during this block, which rounds are decided.
+        """Ask the ranks above this rank, during this block, which rounds are decided.
         The engine asks even if this rank makes no call and its parent is silent.
         """
         self._ask("watch", True)
@@ -633,10 +633,10 @@ def _left() -> list[Engine]:
 
 def leave(seconds: float) -> None:
     """Leave all groups as at the end of the process, without further calls. For
-    ``seconds``, ranks below this one can still get missing results.
+    ``seconds``, ranks below this rank can still get missing results.
 
     If this rank is a root, it does not leave this way: that would fail rounds that
-        another root repeats."""
+    another root repeats."""
     groups = _left()
     if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)

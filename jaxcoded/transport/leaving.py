@@ -33,7 +33,7 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
 
     Args:
         notice: seconds from the signal until the process must have ended; at least 10
-            if other ranks are below this one.
+            if other ranks are below this rank.
 
     Raises:
         ValueError: ``notice`` is not a number ≥ 0; MPI is not fault-tolerant, and would

@@ -180,8 +180,8 @@ def pack(
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """Fuse the leaves of a pytree, arrays and Python numbers, into one vector for each
     `Kind` with at least one element, in the leaves' dtypes. Return the vectors, and the
-    `Packing` that `unpack` needs. ``floats_only``: accept the leaves of
-    `leaves.summand`, otherwise those of `leaves.sendable`.
+    `Packing` that `unpack` needs. ``floats_only``: accept the leaves that
+    `leaves.summand` accepts, otherwise the leaves that `leaves.sendable` accepts.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
     taken = summand if floats_only else sendable

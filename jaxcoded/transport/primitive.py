@@ -27,8 +27,8 @@ from jaxcoded.transport.round import Operands, Round
 
 
 def effects_barrier() -> None:
-    """Wait for the rounds in flight that JAX's effect orders, and forget those that have
-    failed.
+    """Wait for the rounds in flight that JAX's effect orders, and forget the rounds
+    that have failed.
 
     JAX runs a compiled step while Python continues. If a round of the step fails, JAX
     does not run later calls with rounds of any group or with mpi4jax. Instead, it passes

@@ -3,7 +3,7 @@
 The derivatives of a token are tokens, too: its tangent and its cotangent order the
 rounds of derivatives. The sum of several tokens is a token that follows all of them. The
 cotangent given to JAX must be the last token of the forward pass. The rounds of the
-backward pass pass it on, so that they come after all forward rounds.
+backward pass hand this token on, so that they come after all forward rounds.
 """
 
 from typing import Any

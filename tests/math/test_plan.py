@@ -548,8 +548,11 @@ def test_the_text_of_shared_work():
     )
     assert "any 2 ranks but the root may be missing" in two
     assert "any rank but the root may be missing" in one
-    assert one.endswith("lies on its owner and 1 other")
-    assert "no rank may be missing" in none and "computes blocks of others" not in none
+    assert one.endswith("lies on its owner and 1 other rank")
+    assert (
+        "no rank may be missing" in none
+        and "computes blocks of other ranks" not in none
+    )
     assert none.endswith(
         "holds the data of 1/4 of the batch: each block lies on its owner"
     )

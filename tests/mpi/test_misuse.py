@@ -430,7 +430,7 @@ def test_wrong_leaves(group, tree, message):
 @pytest.mark.parametrize(
     ("leaf", "remedy"),
     [
-        (jnp.ones(3, "int4"), r"MPI cannot send: hand over x.astype\(jnp.int8\)"),
+        (jnp.ones(3, "int4"), r"MPI cannot send: pass x.astype\(jnp.int8\)"),
         (np.zeros(2, jax.dtypes.float0), "no bytes: leave it out"),
     ],
     ids=["int4", "float0"],

@@ -18,7 +18,7 @@ class Change:
     """The replacement of an old group by a new group, made once all live ranks take
     part. If a call gives up, the next call continues to wait for the same work."""
 
-    died: ClassVar[str]  # the error if a rank dies meanwhile
+    died: ClassVar[str]  # the error if a rank dies during the change
 
     def __init__(self, old: Session, roll: Roll) -> None:
         self._old, self._roll = old, roll
@@ -73,10 +73,10 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Limit the time for which a rank waits for others in this block. After this time,
-    waits in these communicators, or in communicators added later, end with an error.
-    Without this limit, the death of a rank at the wrong moment may leave ranks of Open
-    MPI 5.0 in ``MPI_Comm_dup`` forever.
+    """Limit the time for which a rank waits for other ranks in this block. After this
+    time, waits in these communicators, or in communicators added later, end with an
+    error. Without this limit, the death of a rank at the wrong moment may leave ranks
+    of Open MPI 5.0 in ``MPI_Comm_dup`` forever.
     """
 
     def revoke() -> None:

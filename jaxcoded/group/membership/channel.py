@@ -68,7 +68,7 @@ class Channel(Generic[M]):
     """The messages between two ranks, for which no rank waits in MPI.
 
     Args:
-        kinds: the classes of messages that may come.
+        kinds: the classes of messages that may arrive.
         about: the subject of the messages, which follows "about" in errors.
         who: a function that names a rank.
     """

@@ -33,7 +33,7 @@ _HAN = "OMPI_MCA_coll_han_priority"
 # communicator of all ranks
 TAG_NEW, TAG_ALL = 32_011, 32_012
 _SERVES = 20e-3  # seconds between two polls, while MPI works
-LATER = 10.0  # how many seconds longer than the deciding rank the others wait
+LATER = 10.0  # how many seconds longer than the deciding rank the other ranks wait
 _LEAST = 30.0  # least seconds for making the group
 MOST = 2**15  # the most ranks that join at once
 LONGEST = 1e6  # the longest wait in seconds, as clocks have a limited range

@@ -88,7 +88,7 @@ class Membership:
                     transport, rounds, timeout, extends=True
                 ):
                     raise CodedError(
-                        "some ranks of the group are dead, or got an error in a round in which others got a sum: call "
+                        "some ranks of the group are dead, or got an error in a round in which other ranks got a sum: call "
                         "recovered first, and then extended"
                     )
                 arguments = ranks, strategy, options, words, timeout, rounds, drained

@@ -91,9 +91,8 @@ class OldRanks:
                 # messages of earlier visits no longer count
                 for said in self._old.all_heard(self._starter):
                     if isinstance(said, Asks):
-                        self.verdict = Verdict(
-                            token=said.visit
-                        )  # even if the starter dies now
+                        # even if the starter dies now
+                        self.verdict = Verdict(token=said.visit)
                         wants = Wants(said.visit, self._visit, words)
                         self._old.say(self._starter, wants)
                     elif isinstance(said, Tells) and said.visit == self._visit:
@@ -193,7 +192,7 @@ class OldRanks:
         """Return a communicator of the old ranks only. It can be revoked to free waiting
         ranks without affecting the group. Return None if some old ranks are not ready
         to connect: no rank may begin an MPI call that other ranks do not make.
-            Collective.
+        Collective.
         """
         return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
 

@@ -150,8 +150,8 @@ def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
     live ranks: MPI waits for a stopped rank without end.
 
     This frees the communicator if the same error occurred on all ranks, but not if a
-    rank may have died. If it freed the communicator after a death, MPI would reuse the
-    communicator's number, and assign its late messages to the next communicator.
+    rank may have died. If this freed the communicator after a death, MPI would reuse
+    the communicator's number, and assign its late messages to the next communicator.
     """
     try:
         done = bool(comm.Agree(int(failure is None)))

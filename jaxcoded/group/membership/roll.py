@@ -95,9 +95,9 @@ class Roll:
 
         Args:
             seconds: how long to wait for living ranks that do not take part.
-            put_out: whether to put these ranks out after that. On ranks other than the
-                caller, the caller's value counts.
-            left: the ranks below this one that make no more calls.
+            put_out: whether to put these ranks out after this time. On ranks other than
+                the caller, the caller's value counts.
+            left: the ranks below this rank that make no more calls.
             broken: whether a new group is needed in any case.
             extends: whether ranks will join. A rank with another value counts as missing.
             decided: a function that returns how many rounds are over. While the number grows, no rank is killed.

@@ -46,14 +46,15 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """Return the value of `MARK` for a token and the seconds for which others wait."""
+    """Return the value of `MARK` for a token and the seconds for which other ranks
+    wait."""
     # at least one second, as a start takes longer anyway
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Return for how long others wait for this process. Raise a CodedError if `MARK`
-    cannot be read."""
+    """Return for how long other ranks wait for this process. Raise a CodedError if
+    `MARK` cannot be read."""
     said = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
@@ -65,8 +66,8 @@ def awaited() -> float:
 
 
 def wrapper() -> list[str]:
-    """Return the command that wraps a rank and reports its end. Empty if there is no
-    such command."""
+    """Return the command that wraps a rank and reports its end, or an empty list if
+    there is no such command."""
     return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
 
 
@@ -95,11 +96,12 @@ class Started:
             )
 
     def end(self) -> None:
-        """Kill the processes, except the wrappers, which report the ends of the others."""
+        """Kill the processes, except the wrappers, which report the ends of the other
+        processes."""
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
-        # first the processes that may wait for others
+        # first the processes that may wait for their child processes
         for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
