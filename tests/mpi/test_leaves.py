@@ -403,7 +403,7 @@ def test_integers_that_do_not_fit(group):
             ):
                 coded_allreduce({"a": beyond}, group)
         step = gradient_of(losses, group)
-        with pytest.raises(TypeError, match=r"params\['w'\] is of dtype int32, which"):
+        with pytest.raises(TypeError, match=r"params\['w'\] has dtype int32, which"):
             step({"w": BEYOND}, group.batch({"x": X}))
 
 

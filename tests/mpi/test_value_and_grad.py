@@ -440,11 +440,11 @@ def test_losses_that_are_integers(group):
     ("leaf", "text"),
     [
         (jnp.tanh, "a function|a PjitFunction|a jit"),
-        (3, "of dtype int64"),
-        (np.arange(2), "of dtype int64"),
-        (True, "of dtype bool"),
+        (3, "has dtype int64"),
+        (np.arange(2), "has dtype int64"),
+        (True, "has dtype bool"),
         ("relu", "a str"),
-        (jax.random.key(0), "of dtype key<fry>"),
+        (jax.random.key(0), "has dtype key<fry>"),
     ],
     ids=["function", "number", "integers", "bool", "text", "key"],
 )
