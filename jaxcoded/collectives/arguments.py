@@ -68,7 +68,7 @@ def divided_by(divisor: Any) -> str:
         )
     if not 0 < divisor < math.inf:
         raise ValueError(
-            "divisor is the number to divide by, so it must be > 0 and finite, "
+            "divisor must be the number to divide by, > 0 and finite, "
             f"got {divisor!r}"
         )
     return f", divided by {float(divisor)}"
