@@ -68,8 +68,7 @@ def divided_by(divisor: Any) -> str:
         )
     if not 0 < divisor < math.inf:
         raise ValueError(
-            "divisor must be the number to divide by, > 0 and finite, "
-            f"got {divisor!r}"
+            f"divisor must be the number to divide by, > 0 and finite, got {divisor!r}"
         )
     return f", divided by {float(divisor)}"
 

@@ -452,7 +452,9 @@ def test_mean_must_be_positive(group, mean):
 @once
 @pytest.mark.parametrize("mean", [True, "3"])
 def test_mean_must_be_a_number(group, mean):
-    with pytest.raises(TypeError, match=f"divisor must be the number to divide by.*{mean}"):
+    with pytest.raises(
+        TypeError, match=f"divisor must be the number to divide by.*{mean}"
+    ):
         coded_allreduce(np.ones(2), group, divisor=mean)
 
 

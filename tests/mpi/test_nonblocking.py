@@ -656,7 +656,10 @@ def test_handles_of_a_wrong_kind(group, own):
     with pytest.raises(ValueError, match=started + "with a token, so pass the latest"):
         coded_allreduce_done(handle)
     handle = coded_allreduce_start(own, group)
-    with pytest.raises(ValueError, match=started + "without a token, so call coded_allreduce_done without"):
+    with pytest.raises(
+        ValueError,
+        match=started + "without a token, so call coded_allreduce_done without",
+    ):
         coded_allreduce_done(handle, token=jnp.int32(0))
 
 
