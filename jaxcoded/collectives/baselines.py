@@ -1,9 +1,9 @@
 """Uncoded all-reduces with mpi4jax, for comparison.
 
 All of them take a pytree of float arrays and a communicator, and sum over all ranks.
-They wait for every rank, so one stuck rank stops all. They can be differentiated and
-batched like `jaxcoded.coded_allreduce`. Every rank's contribution counts once, without
-an assignment of examples or weights.
+They wait for every rank, so one stuck rank stops all ranks. They can be differentiated
+and batched like `jaxcoded.coded_allreduce`. Every rank's contribution counts once,
+without an assignment of examples or weights.
 """
 
 import abc

@@ -37,9 +37,9 @@ def coded_sum(
     So a loss may be any function of sums, ``f(Σ_j g_j(θ))``. JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
     ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local
     function. The result equals the result of one process with the whole batch. The sum
-    takes one round, and each derivative takes one more. So the gradient of ``f`` takes
-    two rounds. A rank that is late in a round computes nothing for the round, and gets
-    the total. See ``docs/composing.md``.
+    takes one round, and each derivative takes one more round. So the gradient of ``f``
+    takes two rounds. A rank that is late in a round computes nothing for the round, and
+    gets the total. See ``docs/composing.md``.
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.

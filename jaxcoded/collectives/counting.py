@@ -26,7 +26,7 @@ class Count(NamedTuple):
     """The first vector that a rank adds to a sum, which counts its examples."""
 
     # This rank's part of the count, ``(length of a message,)``. It is a NumPy array if
-    # the weights are one, and ``None`` if the sum may be approximate.
+    # the weights are a NumPy array, and ``None`` if the sum may be approximate.
     vector: Any = None
     examples: tuple[float, float] | None = None  # see `Round`
     words: str = ""  # a text on which all ranks must agree

@@ -148,7 +148,7 @@ def _check(group: CodedGroup, name: str, dtype: Any, wire_dtype: Any) -> None:
         )
     if not _exact(plan):
         raise TypeError(
-            f"{name} has dtype {dtype}, and the code of {plan.strategy!r} multiplies what it sums by fractions, which "
+            f"{name} has dtype {dtype}, and the code of {plan.strategy!r} multiplies summands by fractions, which "
             'would round integers: take Shared(), Uncoded() or Coded(code="fractional_repetition"), or cast it to '
             "floating point"
         )

@@ -19,7 +19,7 @@ import numpy as np
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.plan.placement import Placement
 
-_MOST = 64  # the largest mark of a block, as a multiple of the smallest one
+_MOST = 64  # the largest mark of a block, as a multiple of the smallest mark
 _KEYS = 63
 # bounds of the largest mark of an atom, as parts of the batch
 _LEAST, _LARGEST = 2.0**-12, 2.0**-6

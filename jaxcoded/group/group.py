@@ -263,8 +263,9 @@ class CodedGroup:
             for part in group.epoch(len(dataset), batch_size=256, seed=0, epoch=epoch):
                 batch = part.of(load(part.indices))
 
-        All batches have the same shapes, even a smaller last one, so nothing is compiled again. Padding has weight
-        0. `coded_value_and_grad` divides a mean by ``batch.weights.examples``, the number of examples.
+        All batches have the same shapes, even a smaller last batch, so nothing is
+        compiled again. Padding has weight 0. `coded_value_and_grad` divides a mean by
+        ``batch.weights.examples``, the number of examples.
 
         The batches depend only on the number of examples, ``seed`` and ``epoch``, and not on the number of ranks or
         the plan. The same holds for the order within a batch, unless ``costs`` are given. So a checkpoint needs only
@@ -359,8 +360,9 @@ class CodedGroup:
 
         Raises:
             TypeError: ``costs`` are not numbers.
-            ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape, or one is negative or not
-                finite; or the group does not share its work.
+            ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape,
+                or a cost is negative or not finite; or the group does not share its
+                work.
             GroupMismatch: ranks gave different costs or batch sizes. Raised on every rank, in the loop.
 
         Example:

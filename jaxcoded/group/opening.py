@@ -135,7 +135,7 @@ def agreed_transport(
         raise ValueError(reasons[0])
     options, said = _checking(plan, "mpi4jax", options, explicit)
     if transport == "auto":
-        fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest one; {words}"
+        fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest rank; {words}"
         said = [fallback, *said]
     return Mpi4jax(index, comm, plan), options, said
 

@@ -36,7 +36,8 @@ class Process(NamedTuple):
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:
-        """Kill only this process, even a stopped one. Return 0 or an error number."""
+        """Kill only this process, even if it is stopped. Return 0 or an error
+        number."""
         try:
             # while the handle is open, it cannot refer to a later process
             handle = os.pidfd_open(self.pid)

@@ -64,7 +64,7 @@ class Record:
 
     def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
         """Read the file to follow, and begin the file to write. Collective. Raise a
-        CodedError on every rank if the root cannot do this.
+        CodedError on every rank if the root cannot read or begin a file.
         """
 
         def mine() -> None:

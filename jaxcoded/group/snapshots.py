@@ -26,7 +26,8 @@ def keep(transport: Transport, state: Any) -> None:
 
 
 def newest(transport: Transport, like: Any, timeout: float) -> Any:
-    """Return the newest state of the nearest rank that has one, see `resync`."""
+    """Return the newest state of the nearest rank above that has a snapshot, see
+    `CodedGroup.resync`."""
     above = Engine.of(transport, "resync needs")
     round_, data = above.fetch_state(timeout)
     if not round_:

@@ -18,8 +18,8 @@ logger = logging.getLogger("jaxcoded")
 SLOWEST = 0.05
 # A child that is late in more than this fraction of the rounds is called late.
 _OFTEN = 0.1
-# A rank is called slow if it takes longer than the median rank by this factor, times
-# the variation of rounds.
+# A rank is called slow if it takes more than this factor, times the variation of
+# rounds, as long as the median rank.
 _SLOW = 2.0
 # A live rank reports once a second, and after each of its rounds.
 TOLD = 1.0

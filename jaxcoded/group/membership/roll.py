@@ -52,8 +52,8 @@ class Roll:
     before MPI has reported the killed rank dead, so there are never two roots.
 
     Only ranks in `call` or `wait` answer, so ranks may take part and give up at any time. But the decision to make
-    the group again is never taken back. All ranks pass it on, and a rank that gave up meanwhile receives it when it
-    takes part again."""
+    the group again is never taken back. All ranks pass the decision on, and a rank that
+    gave up meanwhile receives it when it takes part again."""
 
     def __init__(
         self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
@@ -104,7 +104,7 @@ class Roll:
 
         Raises:
             CodedError: living ranks do not take part in time, and are not or cannot be put out. Raised on every
-                living rank; a late rank gets it when it takes part.
+                living rank; a late rank gets the error when it takes part.
         """
         what = f"have not called {'extended' if extends else 'recovered'}"
         return self._attend(
