@@ -28,7 +28,7 @@ def __getattr__(name: str) -> _Any:
     module = _importlib.import_module(_modules[name])
     if name in vars(module):
         value = vars(module)[name]
-    else:  # the name is a module of that package
+    else:  # the name is a submodule
         value = _importlib.import_module(f"{module.__name__}.{name}")
     globals()[name] = value
     return value

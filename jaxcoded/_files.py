@@ -17,7 +17,7 @@ _HEADERS = {
     (2, 0): np.lib.format.read_array_header_2_0,
 }
 _PIECE = 1 << 20  # bytes
-LONGEST = 1 << 30  # most bytes of a file to read
+LONGEST = 1 << 30  # the most bytes of a file that are read
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     target = os.path.realpath(path)  # the target of a link
     if os.path.exists(target) and not os.path.isfile(target):
-        with open(target, "wb") as device:  # or a pipe, which cannot be replaced
+        with open(target, "wb") as device:  # a device or pipe cannot be replaced
             yield device
         return
     aside = f"{target}.{os.getpid()}.part"
@@ -46,7 +46,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def contents(path: str | os.PathLike[str]) -> bytes:
     """Return a file's contents. Raise a ValueError for more than `LONGEST` bytes."""
     data = bytearray()
-    with open(path, "rb") as file:  # takes memory only for existing data
+    with open(path, "rb") as file:  # memory grows only with the data read
         while piece := file.read(_PIECE):
             data += piece
             if len(data) > LONGEST:
@@ -65,9 +65,9 @@ def array(data: bytes) -> np.ndarray:
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
-        raise ValueError(f"it is of version {version} of the format of NumPy")
+        raise ValueError(f"its NumPy format version is {version}, not (1, 0) or (2, 0)")
     try:
-        with warnings.catch_warnings():  # about headers from Python 2
+        with warnings.catch_warnings():  # headers from Python 2 raise warnings
             warnings.simplefilter("ignore")
             shape, by_columns, dtype = _HEADERS[version](file)
     except Exception as error:  # noqa: BLE001  # damaged files raise any error
@@ -75,10 +75,10 @@ def array(data: bytes) -> np.ndarray:
     start = file.tell()
     there = len(data) - start
     if dtype.hasobject or min(shape, default=0) < 0:
-        raise ValueError(f"it has {dtype} of shape {shape}, and is not read")
+        raise ValueError(f"it holds {dtype} of shape {shape}, which is not supported")
     if math.prod(shape) * dtype.itemsize != there:
         raise ValueError(
-            f"it has {there} bytes, and not those of {dtype} of shape {_require.shown(shape)}"
+            f"it has {there} bytes of data, but its header claims {dtype} of shape {_require.shown(shape)}"
         )
     flat = np.frombuffer(data, dtype, offset=start) if there else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if by_columns else "C")
@@ -86,8 +86,8 @@ def array(data: bytes) -> np.ndarray:
 
 def table(path: str | os.PathLike[str]) -> np.ndarray:
     """Return the table of numbers in a ``.npy`` file, or in a text file with commas. A
-    table from text has two axes. Raise a ValueError that names the file if the file
-    has no such table.
+    table from text has two axes. Raise a ValueError that names the file if the file has
+    no table of numbers.
     """
     data = contents(path)
     try:

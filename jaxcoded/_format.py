@@ -6,8 +6,8 @@ from fractions import Fraction
 
 
 def unit(largest: float) -> tuple[float, str]:
-    """Return the unit in which this number of seconds is short to write: the length of
-    the unit in seconds, and its name."""
+    """Return the unit in which to write this number of seconds: the unit's length in
+    seconds, and its name."""
     for size, name in ((1.0, "s"), (1e-3, "ms")):
         if largest >= size:
             return size, name
@@ -15,7 +15,8 @@ def unit(largest: float) -> tuple[float, str]:
 
 
 def seconds(value: float, endless: str = "unknown") -> str:
-    """Return seconds in three digits, with their unit; ``endless`` if infinite."""
+    """Return seconds as text with three digits and a unit, or ``endless`` if not
+    finite."""
     if not math.isfinite(value):
         return endless
     if abs(value) < 1e-9:
@@ -25,7 +26,7 @@ def seconds(value: float, endless: str = "unknown") -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes in three digits, with their unit."""
+    """Return a number of bytes as text with three digits and a unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"
@@ -34,7 +35,7 @@ def size(count: float) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Return the names of some ranks."""
+    """Return ranks as text, such as ``"ranks 0-2, 5"``."""
     spans: list[list[int]] = []
     for number in sorted(numbers):
         if spans and number == spans[-1][-1] + 1:
@@ -53,7 +54,7 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fraction(value: Fraction) -> str:
-    """Return the fraction if it is short, otherwise four digits."""
+    """Return a fraction as text if that is short, otherwise with four decimals."""
     text = str(value)
     return text if len(text) <= 7 else f"{float(value):.4f}"
 

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 logger = logging.getLogger("jaxcoded")
 
-_TAKEN = "0.10 to 0.12"  # as in pyproject.toml
+_TAKEN = "0.10 to 0.12"  # the versions in pyproject.toml
 
 
 def _found(module: str, name: str) -> Any:
@@ -24,8 +24,8 @@ def _found(module: str, name: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         raise ImportError(
-            f"jaxcoded does not run with JAX {jax.__version__}, which has no {module}.{name} "
-            f"any more: it takes JAX {_TAKEN}. Install one of these, or a newer jaxcoded"
+            f"jaxcoded does not run with JAX {jax.__version__}, which has no {module}.{name}: "
+            f"install JAX {_TAKEN}, or a newer jaxcoded"
         ) from None
 
 
@@ -63,8 +63,8 @@ _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
 _Effect = _found("jax._src.effects", "Effect")
 _NamedAxisEffect = _found("jax._src.core", "NamedAxisEffect")
-# Where JAX accepts an operation with an effect: in ordered programs, in loops and
-# branches, and in functions with custom derivatives.
+# JAX's sets of the effects that it accepts: when it lowers programs, in ordered
+# programs, in loops and branches, and in functions with custom derivatives.
 _taken_effects = [
     _found("jax._src.effects", name)
     for name in (
@@ -88,7 +88,8 @@ _backends_are_initialized = _found("jax._src.xla_bridge", "backends_are_initiali
 _backend_factories = _found("jax._src.xla_bridge", "_backend_factories")
 _find_plugins = _found("jax._src.xla_bridge", "_discover_and_register_pjrt_plugins")
 
-# The type of an effect's value in compiled programs; its place differs between versions.
+# The type of an effect's value in compiled programs; its place in JAX differs between
+# versions.
 _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
     "jax._src.core", "abstract_token"
 )
@@ -146,22 +147,24 @@ def runs_again() -> bool:
 
 
 def check_not_again(call: Any) -> None:
-    """Raise a FloatingPointError if JAX repeats (`runs_again`) a ``call`` with other
-    ranks, because the other ranks do not repeat it. A ``call`` of ``None`` is local.
-    JAX passes the error to the caller of the compiled function.
+    """Raise a FloatingPointError if JAX repeats (`runs_again`) a ``call`` in which
+    other ranks take part, because they do not repeat it. ``call`` is ``None`` for an
+    operation without other ranks. JAX passes the error to the caller of the compiled
+    function.
     """
     if call is not None and runs_again():
         raise FloatingPointError(
             "jax_debug_nans or jax_debug_infs has found NaN or infinities in the results of a compiled function, and "
             f"JAX repeats it to locate them. Rounds cannot be repeated: this rank stops before it repeats {call}. "
-            "Values before that call are finite. Its result is not, as some rank contributes such numbers, or values "
-            "computed from the result are not. Check both on all ranks with jnp.isfinite"
+            "Values before that call are finite. Either its result is not finite, since some rank contributes such "
+            "numbers, or values computed from its result are not. Check both on all ranks with jnp.isfinite"
         )
 
 
 def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
-    """Compile an operation outside of programs as a separate program, unless JAX
-    `runs_again`. ``call`` converts its parameters to the argument of `check_not_again`.
+    """Compile an operation that is called outside of programs as a separate program. If
+    JAX `runs_again`, raise an error. ``call`` converts the operation's parameters to
+    the argument of `check_not_again`.
     """
 
     def run(*operands: Any, **params: Any) -> Any:
@@ -192,9 +195,9 @@ def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
     """Make ``jax.checkpoint`` keep an operation's results under every policy, so that
     the operation is never repeated.
 
-    ``known_by_first`` is for an operation of two operands whose result equals the first
-    one. When JAX separates known values from derivatives that it computes later, the
-    result is known if the first operand is known.
+    ``known_by_first`` is for an operation of two operands whose result equals its first
+    operand. When JAX separates known values from derivatives that it computes later,
+    the result is known if the first operand is known.
     """
 
     def equation(_: Any, later: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
@@ -237,7 +240,7 @@ def effects_barrier(told: Collection[str] = ()) -> None:
             failed.append(str(error))
     _runtime_tokens.clear()
     for text in dict.fromkeys(failed):
-        # the class is left out: a later computation may have raised the error
+        # compare without the class: a later computation may have raised the error
         said = text.partition(": ")[2] or text
         if not any(said in it for it in told):
             logger.warning("a round had failed: %s", text)
@@ -298,7 +301,8 @@ def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark a value that is equal on all devices as one that may differ along axes."""
+    """Mark a value that is equal on all devices as a value that may differ along
+    axes."""
     return _pcast(x, axes, to="varying") if axes else x
 
 
@@ -311,8 +315,8 @@ def devices(context: Any) -> int:
 
 def lower_in_order(context: Any, effect: Any, lower: Any, operands: Any) -> Any:
     """Lower an operation whose first operand and first result are the value of an
-    effect. This calls ``lower`` with a context and operands that begin with the value,
-    and returns the results without it."""
+    effect. Call ``lower`` with a context and operands that begin with this value.
+    Return its results without the value."""
     inner = context.replace(
         avals_in=[_TOKEN, *context.avals_in], avals_out=[_TOKEN, *context.avals_out]
     )
@@ -324,7 +328,8 @@ def lower_in_order(context: Any, effect: Any, lower: Any, operands: Any) -> Any:
 def lower_python_in_order(
     context: Any, effect: Any, function: Any, operands: Any
 ) -> Any:
-    """Lower an operation that calls Python, in the order of an effect."""
+    """Lower an operation that calls Python, in order with other operations of this
+    effect."""
     out, token, _ = _emit_python_callback(
         context,
         function,

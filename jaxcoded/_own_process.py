@@ -13,7 +13,7 @@ import sys
 
 try:
     began_in: str | None = os.getcwd()
-except OSError:  # it was removed
+except OSError:  # the directory was removed
     began_in = None
 # The command that starts another process of the job. A process that was started to join
 # a group has the command of the group's ranks here.
@@ -22,7 +22,7 @@ _in_group = False
 
 
 def has_group() -> None:
-    """Note that this process is a rank of a group with others."""
+    """Record that this process has a group with other ranks."""
     global _in_group
     _in_group = True
 

@@ -37,7 +37,7 @@ def parsed(
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
         open_ones = text.count("(") - text.count(")")
         why = ": a closing parenthesis is missing" * (open_ones > 0)
-        why += ": there is a closing parenthesis too many" * (open_ones < 0)
+        why += ": there is one closing parenthesis too many" * (open_ones < 0)
         raise ValueError(f"{wanted}; got {text!r}{why}") from None
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = call.func.id if isinstance(call.func, ast.Name) else ""
@@ -67,7 +67,7 @@ def check_arguments(
     given: Collection[str],
     besides: Collection[str] = (),
 ) -> None:
-    """Raise a ValueError unless a function takes the arguments in a text."""
+    """Raise a ValueError unless a function accepts the arguments that a text gives."""
     name = text.partition("(")[0].strip()
     parameters = inspect.signature(function).parameters
     if unknown := sorted(set(given) - parameters.keys()):
@@ -84,7 +84,8 @@ def check_arguments(
 
 
 def _meant(name: str, names: Collection[str]) -> str:
-    """Return a question that suggests similar names, or an empty text without any."""
+    """Return a question that suggests similar names, or an empty text if there are
+    none."""
     begun = [each for each in names if len(name) > 2 and each.startswith(name)]
     close = begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
     return f": did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -96,7 +97,7 @@ def check_text(what: str, text: Any) -> None:
         raise ValueError(f"{what} must be a text, got {shown(text)}")  # noqa: TRY004
     if len(text) > LONGEST:
         raise ValueError(
-            f"{what} must be a text of at most {LONGEST} letters, got {len(text)}: "
+            f"{what} must be a text of at most {LONGEST} characters, got {len(text)}: "
             f"{shown(text)}"
         )
 
@@ -105,7 +106,7 @@ def document(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raise a ValueError if the text is not JSON, names a field twice, is nested too
     deeply, or contains NaN or Infinity, which JSON does not have."""
     if not isinstance(text, str | bytes):
-        raise ValueError(f"no text, but {shown(text)}")  # noqa: TRY004
+        raise ValueError(f"it is not a text, but {shown(text)}")  # noqa: TRY004
     try:
         return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
     except RecursionError:
@@ -116,13 +117,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, value in pairs:
         if name in out:
-            raise ValueError(f"the field {shown(name)} is there twice")
+            raise ValueError(f"the field {shown(name)} is given twice")
         out[name] = value
     return out
 
 
 def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is no number in JSON")
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
@@ -148,7 +149,9 @@ def fields(
     """
     if not isinstance(value, dict) or value.keys() != kinds.keys():
         got = sorted(value) if isinstance(value, dict) else value
-        raise ValueError(f"{what} has the fields {sorted(kinds)}, got {shown(got)}")
+        raise ValueError(
+            f"{what} must have the fields {sorted(kinds)}, got {shown(got)}"
+        )
     for name, kind in kinds.items():
         of_kind(f"{name} of {what}", value[name], kind)
     return value
@@ -158,7 +161,9 @@ def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[
     """Return a JSON list. Raise a ValueError unless it has as many items as ``kinds``,
     of these types."""
     if not isinstance(value, list) or len(value) != len(kinds):
-        raise ValueError(f"{what} is a list of {', '.join(kinds)}, got {shown(value)}")
+        raise ValueError(
+            f"{what} must be a list of {', '.join(kinds)}, got {shown(value)}"
+        )
     fields(what, dict(zip(kinds, value)), kinds)
     return value
 

@@ -34,7 +34,7 @@ def kind(value: Any) -> str:
         ('an int', 'a numpy array of shape (2, 3) and dtype float64')
     """
     for library, name in (("numpy", "ndarray"), ("jax", "Array")):
-        # such a value exists only if its library has been imported
+        # an array of a library exists only if the library has been imported
         array: Any = getattr(sys.modules.get(library), name, ())
         if isinstance(value, array):
             return f"a {library} array of shape {value.shape} and dtype {value.dtype}"
@@ -67,8 +67,8 @@ def named(function: Any) -> str:
 
 
 def identity(function: Any) -> Any:
-    """Return a value that identifies a function among all existing functions, including
-    equal ones."""
+    """Return a value that identifies a function among all existing functions, even
+    among equal functions."""
     if isinstance(function, types.MethodType):  # each access makes a new object
         return id(function.__self__), id(function.__func__)
     return id(function)

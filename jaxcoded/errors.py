@@ -24,8 +24,8 @@ class GroupClosed(CodedError):
 
 class GroupMismatch(CodedError):
     """Ranks made different calls in the same round, or made a group with different
-    arguments. With the engine, different calls raise the error in that round, or in the
-    next one if that round is already decided.
+    arguments. With the engine, different calls raise this error in the round in which
+    they differ, or in the next round if that round is already decided.
     """
 
 
@@ -46,16 +46,16 @@ class Desynchronized(CodedError):
     """This rank lacks results that it cannot get.
 
     Either it is so late that no rank keeps them any more. Or a round failed on this
-    rank because the root did not answer or memory was too small, and other ranks may
-    have the result of that round.
+    rank because the root did not answer or because it ran out of memory, and other
+    ranks may have the result of that round.
 
     Its calls fail until it continues from a snapshot, see `CodedGroup.resync`.
     """
 
 
 class TooManyErasures(CodedError):
-    """A call erased more ranks than the plan tolerates, or more ranks are dead than it
-    tolerates."""
+    """A call erased more ranks than the plan tolerates, or more ranks are dead than the
+    plan tolerates."""
 
 
 @contextlib.contextmanager

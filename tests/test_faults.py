@@ -891,7 +891,7 @@ def test_live_ranks_continue_without_the_root(
     if way == "behind":
         assert failed_at[2] < failed_at[1]
         assert job.reports[1]["rank"] == 0 and job.reports[2]["rank"] == 1
-        assert "hand on what the root has first" in job.of_all("too_early")[0]
+        assert "first send the root's state to all ranks" in job.of_all("too_early")[0]
 
 
 def words_of(victims):
@@ -919,7 +919,8 @@ def test_a_rank_that_is_stuck_is_put_out(tmp_path, fault_tolerant, way, victims,
     heard = " ".join(str(report["heard"]) for report in job.reports.values())
     for rank in words_of(victims):
         assert (
-            heard.count(f", rank {rank}, as it lives and has not called recovered") == 1
+            heard.count(f", rank {rank}, which is alive but has not called recovered")
+            == 1
         )
     for report in job.reports.values():
         assert all("DeadlineExceeded" in words for words in report["said"])
@@ -943,7 +944,9 @@ def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
     assert max(took.values()) < notice
     # the other ranks, too, have status 0, or they would be listed
     assert not re.search(r"ranks? \d.*: (status|killed by|no word)", job.stderr)
-    assert job.stderr.count("leaves, as SIGTERM has come") == len(words_of(victims))
+    assert job.stderr.count("leaves its groups, as it received SIGTERM") == len(
+        words_of(victims)
+    )
     assert "Traceback" not in job.stderr
     if way != "root":  # no rank was missing: parents report at most that it left
         heard = [line for report in job.reports.values() for line in report["heard"]]
@@ -1052,10 +1055,10 @@ def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
     job = run(tmp_path, 6, "meeting.py", "overtaken", limit=LIMIT, start=start)
     assert job.status == 1, job.stderr[-8000:]
     assert set(job.reports) == {0, 1, 2, 3, 4}, job.stderr[-8000:]
-    assert "rounds of the old one were decided since then" in job.reports[1]["said"]
+    assert "rounds of the old group were decided since then" in job.reports[1]["said"]
     for rank in (0, 2, 3, 4):
         text = job.reports[rank]["said"][0]
-        assert "rounds of the old one were decided since then" in text
+        assert "rounds of the old group were decided since then" in text
         assert job.reports[rank]["size"] == 4
 
 
@@ -1068,7 +1071,7 @@ def test_a_program_that_catches_its_error_is_not_killed(tmp_path):
     for rank in (0, 2):
         text = job.reports[rank]["said"]
         assert text.startswith(
-            "ranks [1] are alive, but have not called recovered: of these [1] have closed"
+            "ranks [1] are alive, but have not called recovered: ranks [1] have closed"
         )
     assert "has killed" not in job.stderr
 
@@ -1165,7 +1168,7 @@ def failed(job):
         ("exit 0", "one of them has ended before it called", 0),
         ("ends", "one of them has ended before it called", 0),
         ("dies hello", "one of them has ended before it called", 0),
-        ("dies open", "no rank has joined, as one of them or of the old", 0),
+        ("dies open", "no rank has joined: a new or an old rank", 0),
         ("alone", "one of them has ended before it called", 1),
         ("hangs", "numbers [1, 2] of them have not called", 0),
         ("refuses", "ranks 3, 4: extended=[3, 2]", 0),
@@ -1185,7 +1188,7 @@ def test_a_rank_that_dies_while_others_connect_with_it(tmp_path):
     texts = {
         report["said"][0] for report in job.reports.values() if not report["joined"]
     }
-    starter = "no rank has joined of 2: number 1 of those that were started has not joined: it has died"
+    starter = "none of the 2 new ranks has joined: number 1 of the started processes has not joined: it has died"
     assert sum(starter in text for text in texts) == 1
     assert all("this group continues unchanged" in text for text in texts)
 
@@ -1195,13 +1198,13 @@ def test_a_rank_that_dies_while_others_connect_with_it(tmp_path):
     ("way", "words"),
     [
         ("2 ask", "rank 2 has died: call recovered first"),
-        ("2 start", "no rank has joined, as one of them or of the old ones has died"),
-        ("2 connect", "no rank has joined, as one of them or of the old ones has died"),
+        ("2 start", "no rank has joined: a new or an old rank has died"),
+        ("2 connect", "no rank has joined: a new or an old rank has died"),
         ("0 start", "rank 0, which starts ranks that join, has died"),
-        ("0 connect", "no rank has joined, as one of them or of the old ones has died"),
-        ("2 ready", "no rank has joined, as one of them or of the old ones has died"),
+        ("0 connect", "no rank has joined: a new or an old rank has died"),
+        ("2 ready", "no rank has joined: a new or an old rank has died"),
         ("0 ask", "rank 0, which starts ranks that join, has died"),
-        ("0 ready", "no rank has joined, as one of them or of the old ones has died"),
+        ("0 ready", "no rank has joined: a new or an old rank has died"),
     ],
 )
 def test_a_rank_that_dies_while_others_join(tmp_path, way, words):
@@ -1214,7 +1217,7 @@ def test_a_rank_that_leaves_by_an_exception_while_others_join(tmp_path):
     texts = {rank: report["said"] for rank, report in job.reports.items()}
     assert texts[2] == ["ValueError: interrupted"] and not texts[3]
     for rank in (0, 1):
-        assert "or it has failed on others, which say why" in texts[rank][0]
+        assert "or other ranks have failed and report why" in texts[rank][0]
 
 
 @pytest.mark.exhaustive
@@ -1229,7 +1232,7 @@ def test_a_rank_that_is_stopped_while_others_join(tmp_path):
 def test_sums_wait_for_the_state_of_ranks_that_join(tmp_path):
     job = extend(tmp_path, 3, 5, "forgets", "join 2")
     for report in job.reports.values():
-        assert "ranks have joined, which have no state yet" in report["said"][0]
+        assert "ranks have joined that have no state yet" in report["said"][0]
 
 
 def test_no_ranks_join_where_the_launcher_would_not_forgive_their_death(
@@ -1428,7 +1431,7 @@ group.close(2.0)
             "group.close(); left.touch(); os.read(0, 1); sys.exit()",
             0,
             False,
-            "ranks [2] are alive, but have not called recovered: of these [2] have closed the group",
+            "ranks [2] are alive, but have not called recovered: ranks [2] have closed the group",
         ),
         ("group.close(); left.touch(); signal.pause()", 0, True, "3"),
         # Python does not report it
@@ -1479,7 +1482,7 @@ def test_a_strategy_for_just_its_ranks_is_an_error_that_asks_for_another(tmp_pat
     assert len(lines) == 3, job.stdout
     for line in lines:
         assert "no plan for the 3 ranks that live: Coded(parents=" in line
-        assert "is for just its ranks" in line
+        assert "gives parents or codes of single ranks" in line
 
 
 def test_an_error_before_the_first_group_ends_the_job(tmp_path):
@@ -1519,9 +1522,7 @@ def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
     texts = sorted(line.partition(":")[0] for line in lines)
-    theirs = (
-        "has called this too late for the others, or they have called something else"
-    )
+    theirs = "has called this too late for the other ranks, or these have called something else"
     assert texts == sorted(
         [
             "True ranks [1, 2] are alive, but have not called extended",

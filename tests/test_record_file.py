@@ -73,8 +73,8 @@ def test_a_file_that_is_slower_than_the_rounds(tmp_path, caplog):
 @pytest.mark.parametrize(
     "line, words",
     [
-        ({"round": 1, "blocks": [[0, 1], [2]]}, "line 2 .* is not of a record"),
-        ({"round": 1, "blocks": [[0, 1, 2, 3]]}, "line 2 .* is not of a record"),
+        ({"round": 1, "blocks": [[0, 1], [2]]}, "line 2 .* is not a line of a record"),
+        ({"round": 1, "blocks": [[0, 1, 2, 3]]}, "line 2 .* is not a line of a record"),
         ({"format": "another"}, "not a file written with record="),
     ],
 )

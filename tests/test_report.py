@@ -377,7 +377,7 @@ def test_command(name, tmp_path, capsys):
         assert {path.stem for path in out.glob("*.png")} == set(names)
     if name == "shared":
         assert "what sharing the work saved" in text and "coding" not in text
-        assert "rank 3 computed 4 of its 12 blocks, and others the rest" in text
+        assert "rank 3 computed 4 of its 12 blocks, and other ranks the rest" in text
         assert {path.stem for path in out.glob("*.png")} == {"blocks"}
     if name == "without the root":
         assert "other plans would have done takes the file of rank 0" in text

@@ -124,13 +124,13 @@ def test_summary():
     lines = seen().summary().splitlines()
     assert lines[0] == (
         "rank 0, rounds 7 to 10, medians: 600 ms from call to result, 100 ms of work "
-        "before it"
+        "before the call"
     )
     assert lines[1] == "failed: 1 of 4 rounds"
     assert lines[2] == "approximate: 1 of 4 rounds"
     assert lines[3] == (
         "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # it still lives
-        "; of equally fast children each is in 33%"
+        "; each of equally fast children is late in 33%"
     )
     assert lines[4] == (
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms "
@@ -138,7 +138,7 @@ def test_summary():
     )
     assert lines[5:] == ["from rank 1: 4 MB, 2 GB/s", "from rank 2: 1 kB"]
     assert (
-        "(median) and has not come since; its last sign of life was 3 s old"
+        "(median) and has been missing since; its last sign of life was 3 s old"
         in seen(silent=[0.0, 0.0, 0.0, 3.0]).summary()
     )
 
@@ -184,11 +184,11 @@ def test_shared_work():
     lines = record.summary().splitlines()
     assert "this rank computed 15.2 blocks a round, 10 ms each" in lines
     assert (
-        "of 48 blocks a round 9.75 were computed by others than their owners, "
+        "9.75 of 48 blocks a round were computed by ranks other than their owners, "
         "and 0.5 more were not used"
     ) in lines
     assert (
-        "rank 3 computed 2.25 of its 12 blocks, and others the rest; 0.5 more were not used"
+        "rank 3 computed 2.25 of its 12 blocks, and other ranks the rest; 0.5 more were not used"
     ) in lines
     assert (
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms a round"
@@ -231,9 +231,9 @@ def test_loops_and_their_sums():
     assert text.splitlines()[:2] == [
         (
             "rank 0, rounds 7 to 10, medians: 100 ms from call to result, 600 ms for a loop over "
-            "group.blocks, 100 ms of work before it"
+            "group.blocks, 100 ms of work before the call"
         ),
-        "2 of 4 rounds are loops over group.blocks; the sum of each is one more",
+        "2 of 4 rounds are loops over group.blocks; the sum of each loop is one more round",
     ]
 
 

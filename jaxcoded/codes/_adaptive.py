@@ -18,7 +18,7 @@ def adaptive(
     Every child holds ``d = s + m`` partitions. A whole message is ``1/m`` as long as a
     gradient. If ``δ ≤ s`` children are missing, the parent decodes from the beginnings
     of the other children's messages, each ``1/(d−δ)`` as long as a gradient. It needs
-    whole messages only for ``δ = s``. No shorter message suffices for this ``δ``
+    whole messages only for ``δ = s``. For no ``δ`` do shorter beginnings suffice
     (`random_generator`). This is adaptive gradient coding as in Cao et al. 2020 (arXiv
     2006.04845), with the construction in ``docs/theory.md``.
 
@@ -49,8 +49,8 @@ def adaptive(
     parts = L // m
     if n * parts > MAX_ROWS:
         raise ValueError(
-            f"adaptive with n = {n}, stragglers = {s}, slices = {m} has {n * parts} "
-            f"messages of {parts} parts, more than {MAX_ROWS}: take a smaller fan-out or "
+            f"adaptive with n = {n}, stragglers = {s}, slices = {m} has {n * parts} messages, "
+            f"{parts} from each child, more than {MAX_ROWS}: take a smaller fan-out or "
             "fewer stragglers"
         )
     ends = [L // (d - missing) for missing in range(s + 1)]  # parts that each δ needs
@@ -58,7 +58,7 @@ def adaptive(
 
     def draw(rng: np.random.Generator) -> np.ndarray:
         # rows are (part, child) here
-        # if no child is missing, part p has d of the slices
+        # if no child is missing, part p of all messages gives d of the L slices
         decoder = np.kron(np.eye(ends[0]), rng.standard_normal((d, n)))
         decoder = decoder.reshape(L, ends[0], n)
         checks = [

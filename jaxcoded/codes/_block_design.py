@@ -13,7 +13,7 @@ def block_design(
 ) -> GradientCode:
     """Return a block design code: a symmetric balanced incomplete block design, in
     which every child holds ``k`` of ``n`` partitions and any two children share ``λ``.
-    Approximate, for any ``s < n``.
+    The code is approximate, for any ``s < n``.
 
     If ``r`` children answered, least squares gives each of them the coefficient
     ``k/(k−λ+λr)``. The squared residual is ``n − k²r/(k−λ+λr)``: Kadhe, Koyluoglu and
@@ -35,8 +35,8 @@ def block_design(
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
 
     Raises:
-        ValueError: this function knows no such design (the message names the nearest
-            ``n``), or an argument is out of range.
+        ValueError: this function knows no design for ``n`` (the message names the
+            nearest ``n``), or an argument is out of range.
 
     Example:
         >>> from jaxcoded import codes
@@ -82,13 +82,14 @@ def _prime(p: int) -> bool:
 
 
 def _residues(n: int) -> np.ndarray:
-    """Return bool ``(n, n)``: ``j − i`` is a nonzero square modulo ``n``."""
+    """Return bool ``(n, n)``: whether ``j − i`` is a nonzero square modulo ``n``."""
     numbers = np.arange(n)
     return np.isin((numbers - numbers[:, None]) % n, numbers[1:] ** 2 % n)
 
 
 def _space(p: int, dimension: int) -> np.ndarray:
-    """Return bool ``(n, n)``: point ``j`` of the space lies on hyperplane ``i``."""
+    """Return bool ``(n, n)``: whether point ``j`` of the space lies on hyperplane
+    ``i``."""
     vectors = np.array(list(itertools.product(range(p), repeat=dimension + 1))[1:])
     first = vectors[np.arange(len(vectors)), (vectors != 0).argmax(axis=1)]
     points = vectors[first == 1]

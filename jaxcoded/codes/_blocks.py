@@ -6,15 +6,15 @@ import functools
 import numpy as np
 
 # A decoding counts as exact if no entry of A·B − I is larger than this. For accepted
-# codes, amplification · eps is at most 1e-3, and mostly much smaller. Exact solutions
-# in float64 then have entries near amplification · 1e-16. For sets that cannot be
-# decoded, entries are about 1/√k or larger.
+# codes, amplification · eps is at most 1e-3, and mostly much smaller. For exact
+# solutions in float64 the entries are then near amplification · 1e-16. For sets that
+# cannot be decoded, they are about 1/√k or larger.
 _EXACT = 1e-6
 # Singular values below this fraction of the largest one count as zero.
 _RANK = 1e-11
 # Numbers this close to integers are rounded to integers, if the result is exact.
 _WHOLE = 1e-9
-# How often the solver tries less damping.
+# How often the solver halves the damping.
 _HALVINGS = 40
 
 
@@ -42,7 +42,7 @@ class Block:
         M = self.M
         left, values, right, rank = _decomposed(M)
         A0 = ((self.target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
-        # so that repetition codes decode with coefficients of exactly 0 and 1
+        # round, so that repetition codes decode with coefficients of exactly 0 and 1
         whole = np.rint(A0)
         near = np.abs(A0 - whole).max(initial=0) < _WHOLE
         if near and np.array_equal(whole @ M, self.target):
@@ -87,7 +87,7 @@ class Block:
     def best(self, missing: np.ndarray, limit: float) -> np.ndarray:
         """Return the ``A`` ``(m, r)`` with the least residual for missing rows, bool
         ``(r,)``. If it amplifies by more than the limit, return an ``A`` with a similar
-        residual that does not.
+        residual that amplifies by at most the limit.
         """
         (A,), (exact,) = self.solve(missing[None])
         if not exact:

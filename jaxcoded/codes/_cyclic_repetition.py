@@ -18,7 +18,7 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
     Args:
         n: number of children.
         stragglers: ``s`` in ``0 … n−1``.
-        seed: of the random draws; equal seeds give equal codes on all ranks.
+        seed: the seed of the random draws; equal seeds give equal codes on all ranks.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, n, 1)`` and loads ``s+1``.

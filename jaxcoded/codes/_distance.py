@@ -99,6 +99,6 @@ def submatrices(matrix: np.ndarray, e: int) -> Iterator[np.ndarray]:
 def too_many(d: int, e: int) -> ValueError:
     """Return the error for more than 200,000 sets of columns."""
     return ValueError(
-        f"a linear code with block length d = {d}: there are more than {MAX_SUBSETS:,} "
+        f"a linear code with block length d = {d} has more than {MAX_SUBSETS:,} "
         f"sets of {e} columns to try; take shorter blocks or fewer stragglers"
     )

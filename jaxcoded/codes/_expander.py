@@ -4,7 +4,7 @@ from jaxcoded import _require
 from jaxcoded.codes._gradient_code import GradientCode
 
 _DRAWS = 64
-_ROUNDS = 20  # rounds of switches of all edges before the first draw
+_ROUNDS = 20  # how often all edges are switched before the first draw
 # Equal eigenvalues may differ by this much because of rounding, which differs between
 # machines.
 _TIE = 1e-9
@@ -41,7 +41,7 @@ def expander(
         are 0 and ``1/d``.
 
     Raises:
-        ValueError: an argument out of range, or ``n·d`` is odd.
+        ValueError: an argument is out of range, or ``n·d`` is odd.
 
     Example:
         >>> import numpy as np

@@ -8,7 +8,7 @@ from jaxcoded.codes._gradient_code import GradientCode
 from jaxcoded.codes._linear import of_groups
 from jaxcoded.codes._redraw import MAX_DRAWS
 
-_WORK = 100_000  # sets of columns, less than a second
+_WORK = 100_000  # sets of columns to try, in less than a second
 
 
 def gaussian_mds(
@@ -24,7 +24,7 @@ def gaussian_mds(
     missing.
 
     The generator is drawn at most 64 times, or less often if there are many sets of
-    ``m`` columns. The draw with the smallest condition number of the worst set is taken.
+    ``m`` columns. The draw whose worst set has the smallest condition number is taken.
     These are the Gaussian codes of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv
     2005.07184), see `linear`.
 
@@ -40,9 +40,9 @@ def gaussian_mds(
         A `GradientCode` with ``B`` of shape ``(n, n, m)``.
 
     Raises:
-        ValueError: ``s+m`` does not divide ``n``, an argument out of range, no draw
-            reaches ``max_condition``, more than 200,000 sets of ``m`` columns (all
-            blocks up to 20 have fewer), or float64 cannot decode the code.
+        ValueError: ``s+m`` does not divide ``n``; an argument is out of range; no draw
+            reaches ``max_condition``; there are more than 200,000 sets of ``m`` columns
+            (blocks up to 20 have fewer); or float64 cannot decode the code.
 
     Example:
         >>> from jaxcoded import codes

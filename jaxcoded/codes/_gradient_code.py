@@ -16,18 +16,20 @@ from jaxcoded.codes import _blocks
 # If there are more answered sets than this, they are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
-# A tolerance, so that rounding does not decide whether a set suffices that is as good as
-# the worst sufficient set.
+# A tolerance: if a set is as good as the worst sufficient set, rounding must not decide
+# whether it suffices.
 _ROUNDING = 1e-3
 
 
 class Promise(NamedTuple):
-    """Messages of ``n`` children that suffice, whichever children are late.
+    """The promise that the parent can decode once it has the first ``parts`` parts of
+    any ``n − late`` children and the first ``first`` parts of the other children.
 
     Attributes:
         late: the number of children that may be late.
-        parts: how many parts, from the first on, the parent needs from all others.
-        first: how many parts, from the first on, it needs from the late children.
+        parts: how many parts, from the first on, the parent needs from every other
+            child.
+        first: how many parts, from the first on, it needs from every late child.
     """
 
     late: int
@@ -41,8 +43,8 @@ class Decoding(NamedTuple):
 
     Attributes:
         coefficients: float64 ``(m, n)``, zero at children that did not answer; slice
-            ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``. ``(m, n ·
-            parts)`` if children send several messages.
+            ``u`` of the sum is ``Σ_i coefficients[u, i] · message_i``. The shape is
+            ``(m, n · parts)`` if children send several messages.
         residual: ``‖A·B − I‖₂`` (Frobenius), 0 up to rounding if the set is decodable.
             With least squares it is the distance from the exact sum, in units of one
             partition gradient.
@@ -84,11 +86,11 @@ class GradientCode:
         decoding: ``"exact"``; ``"least_squares"``, the best approximation; or
             ``"one_step"``, the same coefficient for all received messages, so that the
             coefficients of the partitions are 1 on average.
-        promises: for a code with parts, other sets of messages that suffice, in addition
-            to all parts of any ``n−s`` children. A triple ``(late, parts, first)`` is
-            the set in which any ``late`` children have sent their first ``first`` parts,
-            and all others their first ``parts`` parts. Promises are checked like
-            ``stragglers``, and `amplification` includes them.
+        promises: for a code with several parts, other sets of messages that suffice, in
+            addition to all parts of any ``n−s`` children. A triple ``(late, parts,
+            first)`` is the set in which any ``late`` children have sent their first
+            ``first`` parts, and all other children their first ``parts`` parts.
+            Promises are checked like ``stragglers``, and `amplification` includes them.
 
     Raises:
         ValueError: ``B`` has a wrong shape or entries that are not finite, or ``sizes``
@@ -174,7 +176,7 @@ class GradientCode:
         stragglers = _require.integer("stragglers", self.stragglers, 0, self.n - 1)
         object.__setattr__(self, "stragglers", stragglers)
         if not self.approximate and not self._answers[1].all():
-            also = f", or not from what it promises, {list(promises)}"
+            also = f", or not from the sets that it promises, {list(promises)}"
             raise ValueError(
                 f"this B cannot be decoded from every {self.n - self.stragglers} of its "
                 f"{self.n} children{also * bool(promises)}"
@@ -235,9 +237,9 @@ class GradientCode:
         return bool(self._solve(self._missing_classes(missing)[None])[1][0])
 
     def sufficient(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Return whether a parent continues with these children. They must be decodable.
-        In an approximate code, it also suffices that at least ``n−s`` of them have
-        answered with all their parts.
+        """Return whether a parent continues with these children. With an exact code
+        they must be decodable. With an approximate code, at least ``n−s`` of them must
+        have answered with all their parts.
 
         In an exact code with several parts, a set that the code does not promise to decode suffices only if its
         amplification is certainly at most ``κ``. The test uses the bound ``‖A‖ · ‖B‖``, which never grows when
@@ -256,14 +258,15 @@ class GradientCode:
         """Return the coefficients that rebuild the sum from these children.
 
         Among equal rows of ``B`` (copies, as in fractional repetition), the parent uses
-        the first one that answered, and the others get 0. If the set is `sufficient`,
-        the result is the solution of least norm. Otherwise it is the least-squares
-        solution, with its residual. One-step decoding has a separate rule.
+        the first row that answered, and the other rows get 0. If the set is
+        `sufficient`, the result is the solution of least norm. Otherwise it is the
+        least-squares solution, with its residual. One-step decoding gives all received
+        messages the same coefficient.
 
         The coefficients of an exact code with several parts never amplify by more than
         its ``κ``. If a sufficient set would do so, it is decoded only from the messages
-        of a promise. Least squares then minimizes ``‖A·B − I‖²`` plus a multiple of
-        ``‖A‖²``.
+        of a promise. If a least-squares solution would do so, it minimizes ``‖A·B −
+        I‖²`` plus a multiple of ``‖A‖²`` instead.
 
         Args:
             answered: as for `decodable`.
@@ -282,7 +285,8 @@ class GradientCode:
         rounding can grow, 1 at best.
 
         The maximum is over all answered sets with at most ``stragglers`` missing, and
-        the sets of the `promises`. If there are more than 256, it is over 256 samples.
+        the sets of the `promises`. If there are more than 256 such sets, it is over 256
+        samples.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
@@ -311,15 +315,14 @@ class GradientCode:
     def parity_checks(self) -> np.ndarray:
         """``H``: float64 ``(rows − rank, n · parts)``, read-only. Let ``M`` be the
         children's messages, one in each row. If all children computed with the same
-        gradients, ``H·M = 0``, whatever the gradients are. ``H`` spans the left null
-        space of ``B``, which is the surplus of the code. If ``H·M = 0``, any two
-        decodings agree.
+        gradients, ``H·M = 0``, whatever the gradients are. The rows of ``H`` span the
+        left null space of ``B``. If ``H·M = 0``, any two decodings agree.
 
         A row of ``H`` covers only children with common partitions, so an error in the
         row comes from one of these children. Rows are orthonormal if the unit of each
-        message is the power of 2 nearest to the largest entry of its row of ``B``.
-        Singular values below 1e-11 of the largest one count as 0, and entries below
-        1e-12 are rounded to 0.
+        message is the largest power of 2 that is at most the largest absolute entry of
+        its row of ``B``. Singular values below 1e-11 of the largest one count as 0, and
+        entries below 1e-12 are rounded to 0.
 
         Example:
             >>> from jaxcoded import codes
@@ -383,7 +386,7 @@ class GradientCode:
         return first[order], np.argsort(order)[classes]
 
     def _missing_classes(self, missing: np.ndarray) -> np.ndarray:
-        """Return the classes without a present row, bool ``(..., classes)``."""
+        """Return which classes have no present row, bool ``(..., classes)``."""
         first, classes = self._copies
         order = np.argsort(classes, kind="stable")
         starts = np.searchsorted(classes[order], np.arange(len(first)))

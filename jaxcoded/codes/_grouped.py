@@ -13,8 +13,8 @@ def grouped(
     decoding: str = "least_squares",
 ) -> GradientCode:
     """Return a code of groups of at most ``load`` children that hold the same
-    partitions, any ``m`` of which give the sum of their group: fractional repetition
-    with slices, for any ``n`` and any ``s < n``. Approximate.
+    partitions. Any ``m`` children of a group give its sum. This is fractional
+    repetition with slices, for any ``n`` and any ``s < n``. The code is approximate.
 
     If ``a`` of the ``c`` children of a group answer, the squared residual is the sum of
     ``c · max(0, m − a)`` over the groups. These are the groups of Kadhe, Koyluoglu and
@@ -35,7 +35,8 @@ def grouped(
         A `GradientCode` with ``B`` of shape ``(n, n, m)``.
 
     Raises:
-        ValueError: an argument out of range, or a group with fewer than ``m`` children.
+        ValueError: an argument is out of range, or a group has fewer than ``m``
+            children.
 
     Example:
         >>> from jaxcoded import codes

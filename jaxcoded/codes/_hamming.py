@@ -20,8 +20,8 @@ def hamming(n: int, r: int) -> GradientCode:
 
     Returns:
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 2^r − 1 − r)``. In each group
-        the first ``m`` children send one slice each, and the others send sums of
-        slices.
+        the first ``m`` children send one slice each, and the other children send sums
+        of slices.
 
     Raises:
         ValueError: ``2^r − 1`` does not divide ``n``, or ``r`` is out of range.

@@ -25,7 +25,8 @@ def linear(
     Args:
         n: number of children and of partitions, a multiple of ``d``.
         generator: float array ``(m, d)`` of rank ``m``.
-        stragglers: ``s`` below ``δ``. Default: ``δ − 1`` of `minimum_distance`.
+        stragglers: ``s`` below ``δ``. Default: ``δ − 1``, with ``δ`` from
+            `minimum_distance`.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, n, m)``. Children ``gd … gd+d−1``
@@ -50,7 +51,7 @@ def linear(
 
 
 def of_groups(n: int, G: np.ndarray, stragglers: int | None, name: str) -> GradientCode:
-    """Return `linear` under another name."""
+    """Return the code of `linear` under another name."""
     n = _require.integer("n", n, 1)
     H = parity_check(G)
     d = G.shape[1]

@@ -35,8 +35,8 @@ NAMES = (*EXACT, *APPROXIMATE)
 def named(
     text: str, n: int, stragglers: int = 0, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
-    """Return the code that a text names: a constructor of `jaxcoded.codes`, and its
-    arguments other than the common ones.
+    """Return the code of a constructor in `jaxcoded.codes`. A text names the
+    constructor and gives its arguments, except the arguments that this function takes.
 
     Args:
         text: one of `NAMES`, with keyword arguments that are Python literals, such as
@@ -47,12 +47,12 @@ def named(
         seed: the seed of random codes.
 
     Returns:
-        A `GradientCode` with ``m`` slices, times its number of parts. It may tolerate
-        more than ``s``.
+        A `GradientCode` with ``m`` slices, or ``m`` times its number of parts. It may
+        tolerate more than ``s`` missing children.
 
     Raises:
-        ValueError: no such name or argument, the constructor rejects the arguments, or
-            the code has another ``m`` or tolerates less than ``s``.
+        ValueError: the text has an unknown name or argument; the constructor rejects
+            the arguments; or the code has another ``m`` or tolerates less than ``s``.
 
     Example:
         >>> from jaxcoded import codes
@@ -82,7 +82,7 @@ def named(
         )
     if code.stragglers < stragglers:
         raise ValueError(
-            f"code={text!r} loses {code.stragglers} of its {n} children, not "
+            f"code={text!r} tolerates {code.stragglers} missing of {n} children, not "
             f"{stragglers}: pass stragglers={code.stragglers} or take another code"
         )
     return code

@@ -12,8 +12,9 @@ from jaxcoded.codes._load import check_size
 def partial_stragglers(
     n: int, late: int, *, slowdown: float, seed: int = 0
 ) -> GradientCode:
-    """Return a code with two messages per child: first the sum of partitions that no
-    other child holds, then a coded one. It is for stragglers that are slow, not dead.
+    """Return a code with two messages per child: first the gradient of a partition that
+    no other child holds, then a coded sum. It is for stragglers that are slow, not
+    dead.
 
     The parent needs the first message of all ``n`` children and the second message of
     any ``n−s`` children. There are ``n`` naive and ``n`` coded partitions. Only child
@@ -21,8 +22,8 @@ def partial_stragglers(
     partition is ``n1 = (s+1)/(α−1)`` times as large as a coded partition. So when the
     other children have finished both parts, a child that is ``α`` times slower has just
     finished its first part. The load is ``α(s+1)/(n(s+α))`` of the examples, which is
-    ``α/(s+α)`` of the load of a full code. Tandon et al. 2017 (arXiv 1612.03301,
-    section 4).
+    ``α/(s+α)`` of the load of a full code. This is from Tandon et al. 2017 (arXiv
+    1612.03301, section 4).
 
     Args:
         n: number of children.
@@ -38,8 +39,8 @@ def partial_stragglers(
         parts.
 
     Raises:
-        ValueError: ``α ≤ 1``, ``s`` is out of range, or for the reasons in
-            `cyclic_repetition`.
+        ValueError: ``α ≤ 1``, ``s`` is out of range, or `cyclic_repetition` raises an
+            error.
 
     Example:
         >>> from jaxcoded import codes
@@ -55,7 +56,7 @@ def partial_stragglers(
     s = _require.integer("late", late, 0, n - 1)
     if not (_require.is_positive(slowdown) and slowdown > 1):
         raise ValueError(
-            "slowdown is how many times slower a straggler is, above 1, got "
+            "slowdown, how many times slower a straggler is, must be a number > 1, got "
             f"{_require.shown(slowdown)}"
         )
     alpha = Fraction(slowdown)

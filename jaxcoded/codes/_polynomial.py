@@ -27,7 +27,7 @@ def polynomial(
     `GradientCode` is better for small ``s`` and ``m``. But the amplification still grows
     by powers of ``n`` and exponentially with ``s+m``. So use `random_generator` except
     for small codes. A warning appears if the amplification is more than ten times as
-    large as that of random codes.
+    large as the amplification of random codes.
 
     Args:
         n: number of children and of partitions.
@@ -53,10 +53,12 @@ def polynomial(
     points = (1 + np.arange(n) // 2 / 2) * (-1.0) ** np.arange(n)
     if n % 2:
         points = np.concatenate([[0.0], points[:-1]])
-    # the children after partition j do not hold it; the children before it hold it
+    # the n − d children after child j do not hold partition j; child j and the d − 1
+    # children before it do
     roots = points[(np.arange(1, n - d + 1) + np.arange(n)[:, None]) % n]
     B = np.empty((n, n, m))
-    with np.errstate(over="ignore", invalid="ignore"):  # raises an error below
+    # an overflow raises an error below
+    with np.errstate(over="ignore", invalid="ignore"):
         first = value = np.prod(points[:, None, None] - roots, axis=2)
         # coefficients, highest power first
         p = np.array([np.atleast_1d(np.poly(each)) for each in roots])

@@ -7,7 +7,7 @@ from jaxcoded.codes._load import check_size
 
 def progressive(n: int, stragglers: int) -> GradientCode:
     """Return a code in which every child sends the sums of its ``s+1`` partitions one
-    after the other, so that the finished part of a slow child counts.
+    after the other, so that the finished part of a slow child's work counts.
 
     Child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n) and sends them in this
     order. The parent needs each partition from some child. Any ``s`` children may be

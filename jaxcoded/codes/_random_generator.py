@@ -18,10 +18,10 @@ def random_generator(
     """Return a random code on any support: unequal loads and any number of slices.
 
     Draw a random ``W`` of shape ``(s+m, n)``. Its first ``s`` rows are the parity checks
-    of ``B``. Its last ``m`` rows are the decoder if all children answer. For every
-    partition ``j`` they require ``W · B[:, j, :] = [0; I]``, a system with unknowns only
-    for the holders of ``j``. Any ``s`` columns of the checks are invertible with
-    probability 1, so any ``n−s`` children suffice.
+    of ``B``. Its last ``m`` rows are the decoder if all children answer. So for every
+    partition ``j``, ``B`` solves ``W · B[:, j, :] = [0; I]``, where only the holders of
+    ``j`` have unknowns. Any ``s`` columns of the checks are invertible with probability
+    1, so any ``n−s`` children suffice.
 
     These are the random codes of Ye and Abbe 2018 (arXiv 1802.03475) in terms of their
     dual (``s+m`` unknowns instead of ``n−s``). They work on any support, like the
@@ -45,9 +45,9 @@ def random_generator(
         A `GradientCode` with ``B`` of shape ``(n, k, m)``.
 
     Raises:
-        ValueError: ``s + m > n``, a load out of range, a partition with too few
-            holders, loads that do not add up, or no draw that decodes in float64
-            (amplification · eps > 1e-3).
+        ValueError: ``s + m > n``, a load is out of range, a partition has too few
+            holders, loads do not add up, or no draw decodes in float64 (amplification ·
+            eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes

@@ -7,11 +7,12 @@ import numpy as np
 from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
-# The number of draws, however long they take, while no draw can be decoded. Which draws
-# can be decoded depends on a processor's rounding.
+# While no draw can be decoded, at least this many draws are made, however long they
+# take. Which draws can be decoded depends on the processor's rounding.
 _DRAWS_FOR_ONE = 8
 _WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
-# If rounding is more than this share of the result, a sum does not count as exact.
+# If the rounding error is more than this fraction of the result, a sum does not count
+# as exact.
 MAX_ROUNDING = 1e-3
 
 
@@ -69,7 +70,7 @@ def accepted(
         answered = np.setdiff1d(np.arange(code.n), missing)
         if not code.decodable(answered):
             raise ValueError(
-                f"{start}not without the children {np.sort(missing)}; {remedy}"
+                f"{start}the children {np.sort(missing)} cannot be missing; {remedy}"
             )
         A = np.abs(code.decode(answered).coefficients)
         amplification = max(amplification, float((A @ magnitude).max()))

@@ -14,7 +14,7 @@ def reed_solomon(n: int, stragglers: int, slices: int = 1) -> GradientCode:
     depends on the nodes. Here the nodes are equally spaced on the unit circle, and the
     polynomials are real and trigonometric. The code needs no draws, and has a smaller
     amplification than `gaussian_mds` for nearly all ``s`` and ``m``. With nodes on a
-    line, even at Chebyshev points, the amplification would be larger by powers.
+    line, even at Chebyshev points, the amplification would be many times larger.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.

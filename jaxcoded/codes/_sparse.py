@@ -13,7 +13,8 @@ def bernoulli(
     decoding: str = "least_squares",
 ) -> GradientCode:
     """Return a Bernoulli code (BGC): child ``i`` holds partition ``j`` with probability
-    ``load/n``, each independently. Approximate, for any ``n`` and ``s < n``.
+    ``load/n``, independently of all other entries. The code is approximate, for any
+    ``n`` and ``s < n``.
 
     This is the Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017
     (arXiv 1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the
@@ -26,14 +27,14 @@ def bernoulli(
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
         load: the expected number of partitions of a child, above 0 and at most ``n``.
-        seed: of the random draws; equal seeds give equal codes on all ranks.
+        seed: the seed of the random draws; equal seeds give equal codes on all ranks.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
         A `GradientCode` with ``B`` 0/1 of shape ``(n, n, 1)``.
 
     Raises:
-        ValueError: an argument out of range.
+        ValueError: an argument is out of range.
 
     Example:
         >>> from jaxcoded import codes
@@ -58,9 +59,9 @@ def stochastic_block(
     seed: int = 0,
     decoding: str = "least_squares",
 ) -> GradientCode:
-    """Return a stochastic block code (SBC): a child draws one share of its partitions
-    from its own block, and the rest from all others. Approximate, for any ``n`` and ``s
-    < n``.
+    """Return a stochastic block code (SBC): a child draws some of its partitions from
+    its own block, and the rest from all other blocks. The code is approximate, for any
+    ``n`` and ``s < n``.
 
     Children and partitions are cut into ``blocks`` blocks of size ``n/blocks``, rounded
     up or down. Entries are drawn independently, with one probability inside the blocks
@@ -75,9 +76,9 @@ def stochastic_block(
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
         load: the expected number of partitions of a child, above 0.
-        blocks: in ``2 … n``.
-        inside: the share of the load that is in the child's own block, in ``0 … 1``.
-        seed: of the random draws; equal seeds give equal codes on all ranks.
+        blocks: the number of blocks, in ``2 … n``.
+        inside: the fraction of the load that is in the child's own block, in ``0 … 1``.
+        seed: the seed of the random draws; equal seeds give equal codes on all ranks.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:
@@ -106,7 +107,7 @@ def stochastic_block(
     if probability.max() > 1:
         raise ValueError(
             f"a child cannot hold {inside * load:g} partitions of its block of "
-            f"{size.min()} and {(1 - inside) * load:g} of the others; take another "
+            f"{size.min()} and {(1 - inside) * load:g} of the other blocks; take another "
             "load, inside or blocks"
         )
     B = _draw(probability, seed)

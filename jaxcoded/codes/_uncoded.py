@@ -6,7 +6,7 @@ from jaxcoded.codes._gradient_code import GradientCode
 
 def uncoded(n: int) -> GradientCode:
     """Return a code without redundancy: child ``i`` holds only partition ``i``, and all
-    ``n`` must answer.
+    ``n`` children must answer.
 
     Args:
         n: number of children, at least 1.

@@ -31,7 +31,7 @@ from jaxcoded.transport.registry import find
 from jaxcoded.transport.result import Result
 from jaxcoded.transport.round import Operands, Round
 
-# float16 and bfloat16 round every message. If the error may exceed this share of the
+# float16 and bfloat16 round every message. If the error may exceed this fraction of the
 # sum, a warning appears.
 MAX_NARROW_ROUNDING = 0.125
 
@@ -57,12 +57,12 @@ def coded_allreduce(
     a batch's ``weights``: a gradient of the weighted loss, that loss itself, or both in
     one pytree. Each rank sends one message per dtype up the tree, and every parent
     decodes. The root sends its bytes down again, so all ranks get the same bits.
-    CodedReduce, Reisizadeh et al. 2021 (arXiv 1902.01981).
+    This is CodedReduce (Reisizadeh et al. 2021, arXiv 1902.01981).
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
     equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp takes one
-    more round. Reverse mode needs parameters that came through `spread`; `coded_sum` does
-    both.
+    more round. Reverse mode needs parameters that came through `spread`. `coded_sum`
+    supports both modes without `spread`.
 
     Args:
         x: pytree of arrays or numbers, of the same shapes and dtypes on all ranks. Complex numbers are sent as pairs.
@@ -72,28 +72,31 @@ def coded_allreduce(
         group: an open group. All its ranks call its collectives in one order.
         weights: ``batch.weights`` of the `Batch` from which ``x`` was computed, or a list of the weights of several
             batches. The sum then counts the examples, too. If a rank sums another batch, all ranks get an error, as
-            in `coded_value_and_grad`. Required unless contributions simply add up: in an uncoded group, and with
-            shared work. Leave it out after a loop over ``group.blocks``.
+            in `coded_value_and_grad`. Required unless contributions simply add up: in
+            an uncoded group, or after a loop over ``group.blocks``. After such a loop,
+            leave ``weights`` out.
         divisor: a number by which the sum is divided, such as the global batch size. Default: no division.
         erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must
-            still make the call. A parent's coefficients for the others come from its code in float64. Do not name
-            late ranks here: the engine does not wait for them.
+            still make the call. A parent's coefficients for the other messages come
+            from its code in float64. Do not name late ranks here: the engine does not
+            wait for them.
         skip: whether this rank contributes nothing, as when it is late (`CodedGroup.lag`) and leaves out its work;
-            may be traced. Never true at the root, which is never late. ``x`` then only gives the shapes, and this
-            rank counts as a straggler: its zeros never enter a sum. If more ranks skip than a parent tolerates, the
-            call raises `TooManyErasures` on all ranks. With the engine only.
-        residual: also return how far the sum is from the exact one: ``√Σ_k p_k (c_k −
-            1)²``. The same round measures ``c_k``, the coefficient in the sum of atom
-            ``k`` (`jaxcoded.plan.atoms`), which is the part ``p_k`` of the batch. The
-            residual of an exact code is 0 up to rounding. The atoms assume a batch that
-            can be cut anywhere. If your batch does not divide into them, its
-            coefficients differ a little (``docs/theory.md``). With shared work the atoms
-            are the blocks, and the call must follow a loop over ``group.blocks``.
+            may be traced. It must not be true at the root, which is never late. ``x``
+            then only gives the shapes, and this rank counts as a straggler: its zeros
+            never enter a sum. If more ranks skip than a parent tolerates, the call
+            raises `TooManyErasures` on all ranks. ``skip`` needs the engine.
+        residual: also return how far the sum is from the exact sum: ``√Σ_k p_k (c_k −
+            1)²``. The same round measures ``c_k``, the coefficient of atom ``k`` in the
+            sum. Atom ``k`` (`jaxcoded.plan.atoms`) is the part ``p_k`` of the batch.
+            The residual of an exact code is 0 up to rounding. The atoms assume a batch
+            that can be cut anywhere. If your batch cannot be cut into these atoms, its
+            coefficients differ a little (``docs/theory.md``). With shared work the
+            atoms are the blocks, and the call must follow a loop over ``group.blocks``.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to this
             dtype once for each message, which halves the traffic (error:
-            ``docs/theory.md``). Everything else is sent unchanged, also numbers (leaves
-            without axes, such as a loss). For an `Encoded` it must be the ``wire_dtype``
-            that `encode` had.
+            ``docs/theory.md``). Everything else is sent unchanged, including numbers
+            (leaves without axes, such as a loss). For an `Encoded` it must be the
+            ``wire_dtype`` that was given to `encode`.
         token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call instead of JAX's ordered
             effects. A token is faster to dispatch, see ``docs/engine.md``. Pass each call's token to the next call;
             its value is never read. In one compiled function, pass a token to all calls of a group or to none.
@@ -108,15 +111,17 @@ def coded_allreduce(
         TypeError: a leaf has no numbers, or integers that the code would round; the group has slices and ``x`` is
             not `Encoded`; ``group`` is not a group; or ``weights`` are missing or not `Weights`.
         ValueError: ``erasures`` has a wrong shape; ``divisor`` is not positive; ``residual`` is requested for shared
-            work whose sums are always exact; ``wire_dtype`` is another one, or differs from the `Encoded`'s. Also if
-            the plan's amplification leaves too few digits in this dtype, or for ``skip`` without the engine.
+            work whose sums are always exact; ``wire_dtype`` is another dtype, or
+            differs from that of the `Encoded`; the plan's amplification leaves too few
+            digits in a dtype of ``x``; or ``skip`` is given without the engine.
         NotImplementedError: reverse mode without `spread`, with a ``token``, or
             with slices or parts.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: errors during the round, on every rank, see `jaxcoded.errors.translated`. The
-            text contains the name and message of the error. ``GroupMismatch``: ranks made different calls in this
-            round or, with the engine, in the previous one. ``TooManyErasures``: the plan does not tolerate the
-            erased ranks. ``GroupClosed``: the call was compiled before the group was closed.
+            text contains the name and message of the error. ``GroupMismatch``: ranks
+            made different calls in this round or, with the engine, in the previous
+            round. ``TooManyErasures``: the plan does not tolerate the erased ranks.
+            ``GroupClosed``: the call was compiled before the group was closed.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -186,13 +191,13 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
         token: orders this call, see `coded_allreduce`.
 
     Returns:
-        A pytree like ``x``, of JAX arrays; with a ``token`` a `Result` of it and the
-        token for the next call. Integers keep 64 bits outside ``jit``, also without
-        ``jax_enable_x64``: integers that JAX cannot hold are returned as NumPy arrays.
-        `tree_bcast` has no transpose.
+        A pytree like ``x``, of JAX arrays. With a ``token``, a `Result` with this
+        pytree and the token for the next call. Integers keep 64 bits outside ``jit``,
+        also without ``jax_enable_x64``: integers that JAX cannot hold are returned as
+        NumPy arrays. `tree_bcast` has no transpose.
 
     Raises:
-        TypeError: a leaf is not made of numbers of whole bytes (text, int4).
+        TypeError: a leaf does not consist of numbers of whole bytes, as text and int4.
         ValueError: an integer does not fit into 64 bits, or inside ``jit`` into JAX's
             integer dtype.
         GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
@@ -265,7 +270,8 @@ def prepared(
     words: str = "",
     **does: Any,
 ) -> tuple[Round, Operands, Packing]:
-    """Return the round of a coded sum, not called yet, and the packing of its result.
+    """Return the round of a coded sum before it is called, its operands, and the
+    packing of its result.
 
     Args:
         x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.
@@ -386,7 +392,7 @@ def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
     exact, weights = atoms.deviation(plan)
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
-    # the square root has no derivative at 0: it counts as 0 there, as NaN would spread
+    # the square root has no derivative at 0: count it as 0 there, as NaN would spread
     exactly = square == 0
     return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
 
@@ -412,16 +418,16 @@ def _message(
         if wanted not in (None, x.packing.wire_dtype):
             raise ValueError(
                 f"this message was encoded with wire_dtype={x.packing.wire_dtype}, "
-                f"not {wanted}: which leaves it is about is settled there, use "
+                f"not {wanted}: encode chooses the leaves to which it applies, use "
                 f"encode(..., wire_dtype={wanted.name!r})"
             )
         return x.vectors, x.packing
     if plan.encoded:
         raise TypeError(
             f"this group has slices or parts ({plan.strategy!r}): its "
-            f"messages are not one weighted gradient, so {name} takes what "
-            f"jaxcoded.kernels.encode made, not {_require.kind(x)}; "
-            "coded_value_and_grad does both"
+            f"messages are not one weighted gradient, so {name} takes the result of "
+            f"jaxcoded.kernels.encode, not {_require.kind(x)}; "
+            "coded_value_and_grad encodes and sums"
         )
     return pack(x, wire_dtype=wire_dtype)
 

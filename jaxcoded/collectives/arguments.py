@@ -34,8 +34,8 @@ def checked_operands(
     for name, value in given.items():
         if isinstance(value, jax.Array) and _jax_compat.varying(value):
             raise ValueError(
-                f"{name} is one for all devices, but differs between those of this shard_map "
-                "as far as JAX knows: hand it in with the in_specs P()"
+                f"{name} must be equal on all devices, but as far as JAX knows it differs between the devices "
+                "of this shard_map: pass it with in_specs P()"
             )
     if erasures is not None:
         erasures = jnp.asarray(checked_erasures(erasures, group.size))
@@ -54,31 +54,30 @@ def divided_by(divisor: Any) -> str:
     if isinstance(divisor, _jax_compat.Tracer):
         if divisor.ndim:
             raise ValueError(
-                f"divisor is one number, got an array of shape {divisor.shape}"
+                f"divisor must be one number, got an array of shape {divisor.shape}"
             )
         return ", divided by a traced number"
     if isinstance(divisor, bool | str) or np.iscomplexobj(divisor):
         raise TypeError(
-            "divisor is the number to divide by, such as the global batch size, "
+            "divisor must be the number to divide by, such as the global batch size, "
             f"got {divisor!r}"
         )
     if np.ndim(divisor):
         raise ValueError(
-            f"divisor is one number, got an array of shape {np.shape(divisor)}"
+            f"divisor must be one number, got an array of shape {np.shape(divisor)}"
         )
     if not 0 < divisor < math.inf:
         raise ValueError(
-            "divisor is the number to divide by, so it must be > 0 and finite, "
-            f"got {divisor!r}"
+            f"divisor must be the number to divide by, > 0 and finite, got {divisor!r}"
         )
     return f", divided by {float(divisor)}"
 
 
 def checked_erasures(erasures: Any, size: int) -> Any:
-    """Return the mask as an array, if given.
+    """Return the mask ``erasures`` as an array.
 
     Raises:
-        ValueError: it is not bool ``(size,)``.
+        ValueError: the mask is not bool ``(size,)``.
     """
     if not isinstance(erasures, jax.Array):
         erasures = np.asarray(erasures)
@@ -100,7 +99,9 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
     if skip.shape or not (
         skip.dtype == bool or jnp.issubdtype(skip.dtype, jnp.integer)
     ):
-        raise ValueError(f"skip is True or False, got {skip.dtype}{list(skip.shape)}")
+        raise ValueError(
+            f"skip must be True or False, got {skip.dtype}{list(skip.shape)}"
+        )
     return skip.astype(bool).astype(jnp.int32)
 
 
@@ -114,10 +115,12 @@ def checked_params(params: Any) -> Any:
         if dtype is None and isinstance(leaf, bool | int | float | complex):
             dtype = jnp.result_type(leaf)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-            kind = _require.kind(leaf) if dtype is None else f"of dtype {dtype}"
+            kind = (
+                f"is {_require.kind(leaf)}" if dtype is None else f"has dtype {dtype}"
+            )
             raise TypeError(
-                f"{name} is {kind}, which has no gradient: "
-                "partition the model, hand over its floating-point leaves as params, and "
+                f"{name} {kind}, which has no gradient: "
+                "partition the model, pass its floating-point leaves as params, and "
                 "put the rest back in losses, as equinox.partition(model, "
                 "equinox.is_inexact_array) and equinox.combine do"
             )
@@ -127,9 +130,11 @@ def checked_params(params: Any) -> Any:
 
 
 def check_no_batch(params: Any) -> None:
-    """Raise a TypeError if the arguments of ``(params, batch)`` have another order."""
+    """Raise a TypeError if ``params`` is a batch: the order is ``(params, batch)``."""
     if isinstance(params, Batch):
-        raise TypeError("params is a batch: the call is (params, batch)")
+        raise TypeError(
+            "params is a batch: give the arguments in the order (params, batch)"
+        )
 
 
 def checked_data(batch: Batch, group: CodedGroup) -> Any:
@@ -145,7 +150,7 @@ def checked_data(batch: Batch, group: CodedGroup) -> Any:
     if len(shape) != (3 if encoded else 1) or (encoded and shape[2] != numbers):
         wanted = f"(chunks, length // chunks, {numbers})" if encoded else "(length,)"
         raise ValueError(
-            f"batch.weights must have shape {wanted}, got {shape}: hand in the batch as the group made it"
+            f"batch.weights must have shape {wanted}, got {shape}: pass the batch as the group made it"
         )
     check_length(data, shape[0] * shape[1] if encoded else shape[0])
     return data

@@ -1,9 +1,9 @@
 """Uncoded all-reduces with mpi4jax, for comparison.
 
 All of them take a pytree of float arrays and a communicator, and sum over all ranks.
-They wait for every rank, so one stuck rank stops all. They can be differentiated and
-batched like `jaxcoded.coded_allreduce`. Every rank's contribution counts once, without
-an assignment of examples or weights.
+They wait for every rank, so one stuck rank stops all ranks. They can be differentiated
+and batched like `jaxcoded.coded_allreduce`. Every rank's contribution counts once,
+without an assignment of examples or weights.
 """
 
 import abc
@@ -53,15 +53,15 @@ def ring_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
     """Sum in a ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
     ``sendrecv``, with ``1/N`` of the data each.
 
-    Arguments and results are those of `allreduce`. Patarasuk and Yuan 2009, "Bandwidth
-    optimal all-reduce algorithms".
+    Arguments and results are those of `allreduce`. The algorithm is from Patarasuk and
+    Yuan 2009, "Bandwidth optimal all-reduce algorithms".
     """
     return _sum(x, _Ring, comm)
 
 
 def master_worker_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """Sum on rank 0: it receives from all others in turn, adds up, and sends the sum to
-    each.
+    """Sum on rank 0, which receives from all other ranks in turn, adds up, and sends
+    the sum to each rank.
 
     Arguments and results are those of `allreduce`.
     """
@@ -93,8 +93,8 @@ def _sum(x: Any, kind: "type[_Baseline]", comm: MPI.Intracomm, *more: int) -> An
 
 
 class _Communicator:
-    """A communicator that equals others with its handle, so that ``jit`` finds compiled
-    functions in its cache."""
+    """A communicator that equals every other object with the same handle, so that
+    ``jit`` finds compiled functions in its cache."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         check_communicator(comm)

@@ -128,7 +128,7 @@ def _encoded(
             chunk, mask, coefficients = operands
             local, aux = compute(chunk, mask, behind)
             # padding is at the end of a chunk, so the chunk's first example is a real
-            # one, and has the same coefficients as the others
+            # example, with the same coefficients as the others
             added = [
                 jax.vmap(
                     lambda row, v=vector: encode_vector(v[None], row[None], multiple)
@@ -150,7 +150,7 @@ def _encoded(
     if send is None:
         message, aux = jax.lax.scan(steps(behind), message, operands)
         return encoded(message, parts), aux, behind
-    # in the order of `assignment`: after each of these, one more part is complete
+    # stages in the order of `assignment`: after each stage, one more part is complete
     stages = []
     for part in range(parts):
         stage = jax.tree.map(

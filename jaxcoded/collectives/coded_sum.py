@@ -35,28 +35,31 @@ def coded_sum(
     ranks, and differentiable.
 
     So a loss may be any function of sums, ``f(Σ_j g_j(θ))``. JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
-    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local function. The result equals
-    that of one process with the whole batch. The sum takes one round, and each derivative takes one more. So the
-    gradient of ``f`` takes two rounds. A rank that is late in a round computes nothing for the round, and gets the
-    total. See ``docs/composing.md``.
+    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local
+    function. The result equals the result of one process with the whole batch. The sum
+    takes one round, and each derivative takes one more round. So the gradient of ``f``
+    takes two rounds. A rank that is late in a round computes nothing for the round, and
+    gets the total. See ``docs/composing.md``.
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
             Complex numbers and integers as in `coded_allreduce`. Derivatives follow JAX's conventions.
         group: an open group.
-        weighted: ``per_example`` is ``(params, data, weights) -> sums``: it returns the
-            weighted sum over its examples, whose ``weights`` are ``(length,)``, so that
-            the values of single examples are not kept. It must be linear in the
-            weights; a result that does not depend on them is a ``ValueError``.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 arrays are sent,
-            see `coded_allreduce`.
+        weighted: whether ``per_example`` is ``(params, data, weights) -> sums``. It
+            then returns the weighted sum over its examples, so that the values of
+            single examples are not kept. ``weights`` has shape ``(length,)``. The sum
+            must be linear in the weights. A result that does not depend on them raises
+            a ``ValueError``.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``, the dtype in which float32 arrays
+            are sent, see `coded_allreduce`.
 
     Returns:
         A function ``(params, batch, *, token=None) -> sums``. It returns a pytree like ``values``, without the
         leading axis. With a ``token`` it returns a `Result` with this pytree; derivatives then need a float32 token
         that is differentiated, too (``docs/composing.md``). ``params`` is a pytree of arrays that are equal on all
-        ranks. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``, the same one on all ranks. Values that
-        ``per_example`` closes over count as parameters if they are differentiated.
+        ranks. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``, the same
+        batch on all ranks. Values that ``per_example`` closes over count as parameters
+        if they are differentiated.
 
         It raises the errors of `coded_allreduce`, and ``InconsistentMessages`` also if parameters, tangents or
         cotangents differ between ranks. It raises ``TypeError`` if ``batch`` is not a `Batch`, and for integers
@@ -96,7 +99,7 @@ def coded_sum(
             if axes := _jax_compat.axes_of_vmap(of):
                 raise NotImplementedError(
                     f"per_example uses the axes {axes} of a vmap around {_NAME}, but one round sums for the whole "
-                    "vmap: compute what depends on these axes before, and hand it to per_example in params"
+                    "vmap: compute what depends on these axes before, and pass it to per_example in params"
                 )
         known = jax.tree.leaves(params)
         rest = jax.tree.structure((data, weights))
@@ -145,22 +148,23 @@ def coded_sum(
 
 
 def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
-    """Raise unless all results depend on the weights, which are the last argument, and
-    no value that depends on the weights is a divisor.
+    """Raise a ValueError unless all results depend on the weights, which are the last
+    argument, and no value that depends on the weights is a divisor.
     """
     reached = _reached(jaxpr, {jaxpr.invars[-1]})
     paths = jax.tree_util.tree_leaves_with_path(shape)
     for (path, leaf), out in zip(paths, jaxpr.outvars):
         if leaf.size and (isinstance(out, Literal) or out not in reached):
             raise ValueError(
-                f"{named('per_example(params, data, weights)', path)} does not depend on its weights, without which "
-                "padding, and examples that several ranks hold, would count: multiply the values of examples by "
-                "their weights before you add them up"
+                f"{named('per_example(params, data, weights)', path)} does not depend on its weights. Then padding "
+                "would count, and examples that several ranks hold would count several times: multiply the values of "
+                "examples by their weights before you add them up"
             )
 
 
 def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
-    """Return the variables that depend on these. Raise if one of them is a divisor."""
+    """Return the variables that depend on the variables ``reached``. Raise a ValueError
+    if one of them is a divisor."""
     for equation in jaxpr.eqns:
         depends = [not isinstance(x, Literal) and x in reached for x in equation.invars]
         if not any(depends):
@@ -203,7 +207,7 @@ def _sums(
         check_no_key(leaf.dtype, name)
         if leaf.shape[:1] != weights.shape:
             raise ValueError(
-                f"{name} has shape {leaf.shape}, but is of several examples, here {len(weights)}: return one value "
+                f"{name} has shape {leaf.shape}, but needs a leading axis of {len(weights)} examples: return one value "
                 f"for each example, {_OTHERWISE}"
             )
         w = weights.reshape(-1, *(1 for _ in leaf.shape[1:]))

@@ -38,7 +38,7 @@ class Sum:
 
     name: str
     group: CodedGroup
-    # A number for each argument. The ranks compare all arguments that have one number
+    # A number for each argument. The ranks compare all arguments with the same number
     # together. Parameters and other differentiated arguments have 1. The tangents or
     # cotangents of each derivative have another number, as their scales differ.
     # Arguments with 0 are not compared.
@@ -55,7 +55,7 @@ class Sum:
     # returns a list of results. A round and each derivative evaluate it several times,
     # so `jax.jit` keeps its trace.
     of: Any = None
-    traced: Any = None  # its trace
+    traced: Any = None  # the trace of `of`
 
     def adding(self, of: Callable[..., list[Any]], args: Sequence[Any]) -> "Sum":
         """Return the description of a function's sum, for arguments of these types."""
@@ -95,11 +95,11 @@ class Sum:
         return its.adding(of, [*args, *more])
 
     def scales(self) -> int:
-        """Return the largest number of an argument."""
+        """Return the largest number in `alike`, at least 1."""
         return max((1, *self.alike))
 
     def named(self, number: int, args: Sequence[Any]) -> list[Any]:
-        """Return the arguments with this number."""
+        """Return the arguments with this number in `alike`."""
         return [x for x, its in zip(args, self.alike) if its == number]
 
     def round(self, *operands: Any) -> list[Any]:
@@ -186,8 +186,8 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
     """Raise an error if the examples or their weights are differentiated or batched."""
     if any(sum.parts(moved)[1]):
         hint = (
-            " In a function for jax.lax.custom_root or with a rule of its own, where JAX differentiates all that this "
-            "closes over or takes, sum over jax.lax.stop_gradient(batch)."
+            " JAX differentiates functions for jax.lax.custom_root, and functions with a custom rule, with respect to "
+            "all that they close over or take: in such a function, sum over jax.lax.stop_gradient(batch)."
         )
         raise NotImplementedError(
             f"{sum.name}: the batch is {what}, but its examples are this rank's own. Compute what depends on "
@@ -294,7 +294,7 @@ def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
     its, _, token = sum.parts(axes)
     if any(axis is not None for axis in token):
         raise NotImplementedError(
-            f"{sum.name}: a token cannot be batched by vmap, as it orders one round: hand it in with in_axes=None"
+            f"{sum.name}: a token cannot be batched by vmap, as it orders one round: pass it with in_axes=None"
         )
 
     def of(args: list[Any], *rest: Any) -> list[Any]:

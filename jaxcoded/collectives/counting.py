@@ -15,9 +15,9 @@ from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import counts
 
-# Two bounds on how much a count of examples may differ from their number: the smallest
-# bound, as a share of the number; and the number of roundings that the code amplifies, in
-# addition to one rounding for each rank.
+# A count of examples may differ from their number by the larger of two bounds. The
+# first is this fraction of the number. The second is this many roundings, and one more
+# for each rank, amplified by the code.
 _MISCOUNT = 1e-6
 _ROUNDINGS = 64
 
@@ -26,7 +26,7 @@ class Count(NamedTuple):
     """The first vector that a rank adds to a sum, which counts its examples."""
 
     # This rank's part of the count, ``(length of a message,)``. It is a NumPy array if
-    # the weights are one, and ``None`` if the sum may be approximate.
+    # the weights are a NumPy array, and ``None`` if the sum may be approximate.
     vector: Any = None
     examples: tuple[float, float] | None = None  # see `Round`
     words: str = ""  # a text on which all ranks must agree
@@ -69,8 +69,8 @@ def count(
         weights: the `Weights` of a batch, or of several batches.
         key: the key that must be equal on all ranks, see `jaxcoded.collectives.marks`.
             Default: the key of the batches.
-        present: whether to count the examples without padding in a second number, also for a sum that may be
-            approximate.
+        present: whether to count the examples without padding in a second number, even
+            for a sum that may be approximate.
 
     Raises:
         TypeError, ValueError: ``weights`` are not `Weights`, or belong to another rank or
@@ -174,7 +174,7 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
             f"{name} needs the batch's weights in a group whose ranks hold the same examples ({group.plan.strategy!r}): "
             f"call {name}(x, group, batch.weights) with an x that was made with these weights, or "
             f"coded_value_and_grad{loop * group.plan.strategy.by_blocks}. "
-            "The sum of one value for each rank is jaxcoded.baselines.allreduce(x, comm)"
+            "To sum one value of each rank, use jaxcoded.baselines.allreduce(x, comm)"
         )
 
 
@@ -196,7 +196,8 @@ def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
 
 
 def rounding(plan: Plan, *dtypes: Any) -> float:
-    """Return the share by which rounding in these dtypes may change a count of examples."""
+    """Return the fraction by which rounding in these dtypes may change a count of
+    examples."""
     eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
     return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
 
@@ -206,8 +207,8 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
 
     Transports check the first number of the count, which must be known at compile time.
     So it is ``batch_size`` even for a smaller last batch, whose examples count for more.
-    The mean is divided by the second number. This one is the same on all ranks, even on
-    a late rank that is still at another batch.
+    The mean is divided by the second number. The second number is the same on all
+    ranks, even on a late rank that is still at another batch.
     """
     there = counted[..., 1]
     if count.examples is None:  # without any example the mean is 0, like the sum

@@ -38,7 +38,8 @@ class Eager:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two traces, or parts of traces, make the same program for sure."""
+    """Return whether two traces, or parts of traces, are certain to make the same
+    program."""
     if a is b:
         return True
     if type(a) is not type(b):

@@ -32,8 +32,9 @@ def of(
 
     Raises:
         TypeError: a leaf, named in the message, has integers, which this group cannot sum exactly. The sum may be
-            approximate, or the plan's codes would multiply integers. Or the transport reports a wrong count of the
-            examples, if ``counted``, as NaN, which integers do not have.
+            approximate, or the plan's codes would multiply integers. Or, if
+            ``counted``, the transport would report a wrong count of the examples as
+            NaN, which integers do not have.
         ValueError: integers would be rounded to the ``wire_dtype``.
     """
 
@@ -64,7 +65,8 @@ def of(
 
 
 def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
-    """Return what `of` returns for one NumPy array. But integers keep their dtype."""
+    """Return what `of` returns for one NumPy array. But 64-bit integers always keep all
+    their bytes."""
     dtype = array.dtype
     if dtype.kind == "c":
         return Summands((array.real, array.imag), dtype, dtype)
@@ -81,7 +83,8 @@ def sum_on_host(dtype: np.dtype) -> np.dtype:
 
 
 def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
-    """Write the sum to ``out``. ``total`` is the sum of the arrays of `on_host`, one after the other."""
+    """Write the sum to ``out``. ``total`` has the sums of the arrays that `on_host`
+    returns, one after the other."""
     total = total.reshape(-1, *out.shape)
     if out.dtype.kind == "c":
         out.real, out.imag = total
@@ -146,19 +149,19 @@ def _check(group: CodedGroup, name: str, dtype: Any, wire_dtype: Any) -> None:
         )
     if not _exact(plan):
         raise TypeError(
-            f"{name} has dtype {dtype}, and the code of {plan.strategy!r} multiplies what it sums by fractions, which "
+            f"{name} has dtype {dtype}, and the code of {plan.strategy!r} multiplies summands by fractions, which "
             'would round integers: take Shared(), Uncoded() or Coded(code="fractional_repetition"), or cast it to '
             "floating point"
         )
     if wire_dtype is not None:
         raise ValueError(
-            f"{name} has dtype {dtype}, which wire_dtype={np.dtype(wire_dtype).name!r} would round: sum it in a call of "
-            "its own without wire_dtype"
+            f"{name} has dtype {dtype}, which wire_dtype={np.dtype(wire_dtype).name!r} would round: sum it in a "
+            "separate call without wire_dtype"
         )
     terms = max(plan.size, len(plan.placement.holders))
     if terms > _MOST:
         raise ValueError(
-            f"{name} has dtype {dtype}, of which sums of up to {_MOST} terms are exact, but the plan has {terms}: cast "
+            f"{name} has dtype {dtype}, whose sums are exact for at most {_MOST} terms, but the plan sums {terms}: cast "
             "it to floating point"
         )
 

@@ -46,7 +46,7 @@ def of_part(
         if alone := set(_jax_compat.varying(each)).difference(split):
             raise ValueError(
                 f"the losses differ along the axes {sorted(alone)} of the devices, over which the "
-                "weights are not split: where devices share an example let its loss be their sum "
+                "weights are not split: if several devices compute one example, return the sum of their losses "
                 "(jax.lax.psum)"
             )
         w = weights.astype(accumulator(each.dtype))
@@ -104,8 +104,8 @@ def check_alone(name: str, traced: ClosedJaxpr) -> None:
     """Raise a TypeError if a rank cannot compute this function without other ranks."""
     if ORDER in traced.effects:
         raise TypeError(
-            f"{name} calls a collective, but a rank that is late skips {name}, and the others would wait for it: call "
-            f"the collective before, and hand its result to {name} as a parameter"
+            f"{name} calls a collective, but a late rank skips {name}, and the other ranks would wait for it: call "
+            f"the collective before {name}, and pass its result to {name} as a parameter"
         )
 
 
@@ -130,12 +130,12 @@ def check_axis(
     )
     try:
         found = jax.eval_shape(function, params, twice)
-    except Exception:  # noqa: BLE001  # it may take this number of examples only
+    except Exception:  # noqa: BLE001  # it may accept only the given number of examples
         found = None
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         if leaf.shape[:1] != (2 * shapes[0][0],):
             raise ValueError(
-                f"{named(name, path)} has shape {leaf.shape} also for {2 * shapes[0][0]} examples: return one value "
+                f"{named(name, path)} has shape {leaf.shape} even for {2 * shapes[0][0]} examples: return one value "
                 f"for each example, {otherwise}"
             )
     known.add(shapes)

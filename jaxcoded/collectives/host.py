@@ -3,9 +3,9 @@ without JAX arrays or compilation.
 
 They serve programs that compute with other libraries. They do not start JAX if it has
 only the CPU, as with ``JAX_PLATFORMS=cpu``. They are ordinary rounds of the group: one
-rank may call them while others run a compiled step, if shapes and dtypes are equal. Only
-bools need ``jax_enable_x64`` for that, as NumPy counts them in int64. They need a group
-with the engine.
+rank may call them while other ranks run a compiled step, if shapes and dtypes are
+equal. Only bools need ``jax_enable_x64`` for that, as NumPy counts them in int64. They
+need a group with the engine.
 """
 
 import functools
@@ -59,9 +59,9 @@ def allreduce(
         The sum, a NumPy array, in the memory of ``out`` if given.
 
     Raises:
-        ValueError: an array is not contiguous; ``out`` is not like the result, is
-            read-only, or overlaps ``array`` in part; ``erasures`` has a wrong shape; or
-            ``wire_dtype`` is another one.
+        ValueError: an array is not contiguous; ``out`` has another shape or dtype than
+            the result, is read-only, or overlaps ``array`` in part; ``erasures`` has a
+            wrong shape; or ``wire_dtype`` is another dtype.
         TypeError: ``array`` is not an array of numbers, or has integers that the code would round; or the group has
             slices or parts.
         CodedError: the errors during the round, as in `jaxcoded.coded_allreduce`, but
@@ -96,7 +96,7 @@ def summed(
         array = _arrays.viewed(array)
         if not hasattr(array, "__array__") and not _require.is_number(array):
             raise TypeError(
-                f"the sum is of one numpy array, got {_require.kind(array)}: "
+                f"host.allreduce sums one numpy array, got {_require.kind(array)}: "
                 "jaxcoded.coded_allreduce sums lists and other pytrees of arrays"
             )
         array = np.asarray(held(array, "the array"))
@@ -129,12 +129,10 @@ def summed(
         mask = None if erasures is None else checked_erasures(erasures, group.size)
     counts = [] if vector is None else [np.array(vector)]  # summed in place
     vectors, results = [*counts], [*counts]
-    for kind in round.vectors[len(counts) :]:  # one, or none for an empty array
-        sent = (
-            parts
-            if parts is array
-            else np.concatenate([x.ravel() for x in parts.arrays])
-        )
+    for kind in round.vectors[len(counts) :]:  # one vector, or none for an empty array
+        sent = parts
+        if floats.is_summands(parts):
+            sent = np.concatenate([x.ravel() for x in parts.arrays])
         vectors.append(sent.astype(kind.wire, copy=False))
         results.append(result if kind.wire == result.dtype else vectors[-1])
     transport = Engine.of(group._session.transport, "rounds on numpy arrays need")
@@ -177,7 +175,8 @@ def _sum_of(
     examples: tuple[float, float] | None,
     counts: np.dtype | None,
 ) -> Round:
-    """Return the round that sums such arrays. Its count of examples has this dtype."""
+    """Return the round that sums arrays of this shape and dtype. ``counts`` is the
+    dtype of its count of examples, if any."""
     its = group()
     assert its is not None  # the caller holds the group
     like = jax.tree.map(

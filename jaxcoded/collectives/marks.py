@@ -3,8 +3,8 @@
 A sum also counts its examples. Every atom of the batch (`jaxcoded.plan.atoms`; with
 shared work, every block) has a mark, and adds this mark times a key to the count. The
 key is a number that depends on the batch and the parameters. The marks of all atoms add
-up to 0. So the count is right if all ranks in the sum have the same key. Otherwise it
-is wrong by more than rounding explains.
+up to 0. So the count is right if all ranks in the sum have the same key. If their keys
+differ, the count is wrong by more than rounding explains.
 """
 
 import functools
@@ -19,7 +19,7 @@ import numpy as np
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.plan.placement import Placement
 
-_MOST = 64  # the largest mark of a block, as a multiple of the smallest one
+_MOST = 64  # the largest mark of a block, as a multiple of the smallest mark
 _KEYS = 63
 # bounds of the largest mark of an atom, as parts of the batch
 _LEAST, _LARGEST = 2.0**-12, 2.0**-6
@@ -34,8 +34,8 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
     ``(P,)``. The marks of all atoms add up to 0.
 
     Args:
-        rounding: the share of the count that rounding explains. Marks must be larger,
-            but so small that they increase rounding only a little.
+        rounding: the fraction of the count that rounding explains. Marks must be
+            larger, but so small that they increase rounding only a little.
     """
     weighed = atoms.coefficients(plan, rank)[:, :, 0]
     marks = np.random.default_rng(0).uniform(-1, 1, len(weighed))
@@ -114,7 +114,7 @@ def _plain(leaf: Any) -> jax.Array:
 
 def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     """Return a float32, mostly from −16 to 16, that depends on the finite numbers of
-    each array without integers: on a few of them, or with ``scaled`` on all.
+    each floating-point array: on a few of these numbers, or with ``scaled`` on all.
 
     If an array's numbers change by a small relative amount, the result changes by
     little more than 16 times this amount. Arrays of small numbers count less: below
@@ -137,9 +137,8 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     out = jnp.float32(0)
     for number, (x, log) in enumerate(zip(parts, largest)):
         log = jnp.maximum(log, least)
-        root = jnp.exp2(
-            (-log / 2).astype(x.dtype)
-        )  # the square of the scale may be beyond the dtype
+        # the square of this root may be beyond the range of the dtype
+        root = jnp.exp2((-log / 2).astype(x.dtype))
         x = (x * root * root).astype(jnp.float32)  # at most about 1
         size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
         out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)

@@ -44,7 +44,8 @@ class Handle:
         divisor: the divisor of the sum.
         ends: for each round, the operation that completes it.
         packings: for each round, the pytree that it sums.
-        structure: the pytree of the leaves of all rounds, if several.
+        structure: the structure of the pytree with the leaves of all rounds, if there
+            are several rounds.
         tokened: whether a token orders the calls.
     """
 
@@ -72,9 +73,9 @@ def coded_allreduce_start(
     """Begin a `coded_allreduce`, and continue to compute.
 
     A round takes its place in the order of the group's rounds when it starts. So all
-    ranks must start rounds, and call the group's other collectives, in one order. The
-    order of `coded_allreduce_done` does not matter. One rank may start a round for which
-    another rank calls `coded_allreduce`.
+    ranks must start rounds, and call the group's other collectives, in the same order.
+    The order of `coded_allreduce_done` does not matter. One rank may start a round for
+    which another rank calls `coded_allreduce`.
 
     The engine copies the vectors and carries out the rounds while the rank computes. The
     messages of the mpi4jax transport block, so with it the whole round takes place in
@@ -85,10 +86,10 @@ def coded_allreduce_start(
 
     Args:
         x, weights, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
-        group: as for `coded_allreduce`; or several groups of one plan, between which the
-            rounds of ``bucket_bytes`` alternate. The rounds of one group follow each
-            other, and rounds of several groups overlap. So on a slow network the end of
-            one round does not delay the next round.
+        group: as for `coded_allreduce`; or several groups with the same plan, between
+            which the rounds of ``bucket_bytes`` alternate. The rounds of one group
+            follow each other, and rounds of several groups overlap. So on a slow
+            network the end of one round does not delay the next round.
         bucket_bytes: start several rounds, each with leaves of about this many bytes (≥
             1), at most 64 rounds. A bucket is sent as soon as its leaves are computed.
             The bucket with the last leaves comes first, in the order of a backward pass.
@@ -97,11 +98,12 @@ def coded_allreduce_start(
             the returned token to the next call, also to `coded_allreduce_done`.
 
     Returns:
-        A `Handle`; with a ``token`` a `Result` of it and the token for the next call.
+        A `Handle`. With a ``token``, a `Result` with the handle and the token for the
+        next call.
 
-        The engine keeps rounds that were started and not done: up to 64 of a group,
-            each with a copy of its vectors. Before it starts one more, it waits for the
-            end of the oldest round, and drops that round's result.
+        The engine keeps rounds that were started and not done: up to 64 rounds of a
+        group, each with a copy of its vectors. Before it starts another round, it waits
+        for the end of the oldest round, and drops that round's result.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
@@ -199,23 +201,24 @@ def coded_allreduce_done(
 
     Raises:
         TypeError: ``handle`` is not a `Handle`.
-        ValueError: a ``token`` is missing, or there was none at the start.
+        ValueError: a ``token`` is missing, or is given although the round was started
+            without a token.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: errors during the round, as in `coded_allreduce`; or
             the handle was used before, or more than 64 rounds were started after it.
     """
     if not isinstance(handle, Handle):
         raise TypeError(
-            "handle must be what coded_allreduce_start returned (with a token, the value "
-            f"in that), got {_require.kind(handle)}"
+            "handle must be the result of coded_allreduce_start (with a token, the value of that "
+            f"result), got {_require.kind(handle)}"
         )
     if handle.tokened != (token is not None):
         raise ValueError(
             "calls are ordered by tokens or by effects: the round was started "
             + (
-                "with a token, so hand the next one to coded_allreduce_done too"
+                "with a token, so pass the latest token to coded_allreduce_done, too"
                 if handle.tokened
-                else "without a token, so coded_allreduce_done takes none"
+                else "without a token, so call coded_allreduce_done without a token"
             )
         )
     transports = [find(end.group) for end in handle.ends]
@@ -250,13 +253,13 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
     """Check and return the groups whose rounds alternate."""
     groups = tuple(group) if isinstance(group, list | tuple) else (group,)
     if not groups:
-        raise ValueError("there are no groups to take turns: pass one or several")
+        raise ValueError("group is an empty sequence: pass one or several groups")
     for its in groups:
         check_open(its)
     if any(its.plan != groups[0].plan for its in groups):
         raise ValueError(
-            "groups whose rounds take turns must have one plan, or parts of the gradient "
-            "would be sums of different assignments: open the others with "
+            "groups whose rounds alternate must have the same plan, or parts of the gradient "
+            "would be sums of different assignments: open the other groups with "
             "CodedGroup(comm, group.plan)"
         )
     # If a round ends within the call that starts it, several groups gain nothing, and
@@ -300,6 +303,6 @@ def _buckets(
     if most and len(buckets) > most:
         raise ValueError(
             f"bucket_bytes={bucket_bytes} makes {len(buckets)} rounds, but at most {most} "
-            "can be started before the first is done: use larger buckets"
+            "can be started before the first round is done: use larger buckets"
         )
     return buckets, structure

@@ -54,7 +54,8 @@ def summed(
             # messages that the check compares may differ in rounding
             same_bits &= group.options.check == DEBUG and not transport.compares
             key = marks.key(weights.number, alike, moving, to_the_bit=same_bits)
-            # all devices of a split batch have one key together, as they have one count
+            # add up the keys of all devices of a split batch, as their counts are added
+            # up
             key = over_devices(key, _jax_compat.varying(key))
     how = shared.summed if group.plan.strategy.by_blocks else coded.summed
     return how(compute, batch, weights, group, key, name=name, token=token, **asked)

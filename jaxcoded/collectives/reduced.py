@@ -12,7 +12,7 @@ _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def note(pytree: Any, group: int) -> None:
-    """Note that these leaves are reduced over the group with this index."""
+    """Record that these leaves are reduced over the group with this index."""
     for leaf in jax.tree.leaves(pytree):
         # the callback's argument, the dead reference, becomes the default of `pop`
         forget = functools.partial(_known.pop, id(leaf))
@@ -20,7 +20,7 @@ def note(pytree: Any, group: int) -> None:
 
 
 def check(pytree: Any, group: int) -> None:
-    """Raise if a leaf is known to be reduced over the group with this index.
+    """Raise an error if a leaf is known to be reduced over the group with this index.
 
     Raises:
         ValueError: the message names the leaf.

@@ -40,8 +40,8 @@ def summed(
     The engine says which blocks this rank computes. The rank adds the results to vectors
     that other ranks fetch while it waits for its next block. So the vectors are the
     leaves themselves, without copies. ``compute`` is a function of a block's examples,
-    ``(size, …)``, and their weights, float32 ``(size,)``, 0 for padding. With
-    ``erasures`` the strategy raises an error.
+    ``(size, …)``, and their weights, float32 ``(size,)``. The weights are 0 for
+    padding. ``erasures`` is ``None``, as the strategy raises an error for any erasures.
     """
     del erasures
     placement = group.plan.placement
@@ -77,8 +77,9 @@ def summed(
             **fields,
         )
     nonempty = [(kind, n) for kind, n in zip(packing.kinds, packing.counts) if n]
-    # One more vector. If the sum may lack a part of the batch, it shows which blocks are
-    # in the sum. In a group with a check, it has the results of audits.
+    # An additional vector. If the sum may lack a part of the batch, the vector shows
+    # which blocks are in the sum. In a group with a check, it has the results of
+    # audits.
     probes, audited = [], None
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]

@@ -41,9 +41,10 @@ def coded_value_and_grad(
     the other in a ``scan``. A code with several parts sends each part as soon as it is ready (with the engine,
     without ``erasures``). So the finished parts of a slow rank count.
 
-    A rank (or chunk) whose weights are all 0 computes no gradient. A rank that is behind (`CodedGroup.lag`) computes
-    none either, as its round is decided. The loss must be a sum over examples, so it must not use batch
-    normalisation. Random keys must belong to the example, not to the rank.
+    A rank (or chunk) whose weights are all 0 computes no gradient. A rank that is
+    behind (`CodedGroup.lag`) computes none either, as its round is already decided. The
+    loss must be a sum over examples, so it must not use batch normalisation. Random
+    keys must belong to the example, not to the rank.
 
     The code also counts the examples. The count shows if ranks have different parameters, are at different batches
     of ``group.epoch``, or have changed the values of weights. Then the round fails with ``InconsistentMessages`` on
@@ -56,24 +57,29 @@ def coded_value_and_grad(
             batches of one example, see ``docs/training.md``. With ``has_aux``, ``(losses, aux)``.
         group: an open group.
         has_aux: whether ``losses`` returns auxiliary data, a pytree of arrays. The auxiliary data are not reduced:
-            each rank gets its own data, or zeros if it computed nothing. They are stacked over the chunks with
-            slices, and over the examples with a scalar loss.
+            each rank gets its own data, or zeros if it computed nothing. With slices
+            they are stacked over the chunks, and with a scalar loss over the examples.
         mean: divide loss and gradient by the number of examples in the global batch, without padding; ``False``
             gives the sum. With an approximate code, or ``on_deadline="approximate"``, divide by the weight of the
             examples in the sum.
-        residual: also return the residual ``√Σ_k p_k (c_k − 1)²``, for the coefficients
-            ``c_k`` of the batch's atoms ``p_k`` in the sum, see `coded_allreduce`.
-        wire_dtype: ``"bfloat16"`` or ``"float16"``, in which float32 gradients of
-            arrays are sent, see `coded_allreduce`. The option does not affect how
-            gradients are computed and encoded. Loss and count keep all digits.
+        residual: also return the residual ``√Σ_k p_k (c_k − 1)²``, where ``c_k`` is the
+            coefficient in the sum of atom ``k``, the part ``p_k`` of the batch; see
+            `coded_allreduce`.
+        wire_dtype: ``"bfloat16"`` or ``"float16"``, the dtype in which float32
+            gradients of arrays are sent, see `coded_allreduce`. The option does not
+            affect how gradients are computed and encoded. Loss and count keep all
+            digits.
 
     Returns:
         A function ``(params, batch, *, erasures=None, token=None) -> (loss, grads)``, or ``((loss, aux), grads)``.
         With a ``residual`` or a ``token`` it returns a `Result` with this tuple as its ``value``. ``batch`` is a
-        `Batch` of ``group.epoch`` or ``group.batch``, the same one on all ranks. The loss is a scalar of at least
-        float32; ``grads`` is like ``params``. Do not pass ``grads`` to `jaxcoded.optax.sum_gradients`, which would
-        sum them again: in the same ``jit`` that is an error, otherwise the result is wrong. Outside ``jax.jit`` the
-        function compiles itself, once for equal shapes, ``losses`` and options; the last 16 programs are kept.
+        `Batch` of ``group.epoch`` or ``group.batch``, the same batch on all ranks. The
+        loss is a scalar of at least float32; ``grads`` is like ``params``. Do not pass
+        ``grads`` to `jaxcoded.optax.sum_gradients`, which would sum them again. If both
+        calls are in the same ``jit`` or both outside, this raises an error. Otherwise
+        the result is wrong. Outside ``jax.jit`` the function compiles itself, once for
+        equal shapes, ``losses`` and options. A group keeps its last 16 functions, with
+        at most 4 programs each.
 
         It raises the errors of `coded_allreduce`, and ``InconsistentMessages`` as above. It raises ``TypeError`` if
         ``batch`` is not a `Batch`, or losses or leaves of ``params`` are not floating point (partition the model).

@@ -8,7 +8,7 @@ _MPIRUN = "with the mpirun of the MPI that mpi4py uses"
 # these tasks ranks of one job. The number of tasks of an allocation, such as SLURM_NTASKS,
 # does not help: single processes and several jobs run in an allocation.
 _TASKS = {
-    "SLURM_STEP_NUM_TASKS": "by `srun --mpi=pmix` (`srun --mpi=list` names what yours has)",
+    "SLURM_STEP_NUM_TASKS": "by `srun --mpi=pmix` (`srun --mpi=list` lists the types that yours supports)",
     "FLUX_JOB_SIZE": "by `flux run -o pmi=pmix`",
     "JSM_NAMESPACE_SIZE": "by the jsrun of the MPI that mpi4py uses",
     **dict.fromkeys(
@@ -21,7 +21,7 @@ def warning() -> str:
     """Return the warning for this rank, or an empty text."""
     from mpi4py import MPI
 
-    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # its parents were launched
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # other ranks have spawned it
         return ""
     return words(MPI.COMM_WORLD.size)
 

@@ -13,8 +13,8 @@ from jaxcoded.group.weights import Weights
 from jaxcoded.transport.leaves import held, named
 
 _LOADER = (
-    "for a loader of your own take part = group.batch(n), or the parts of group.epoch(n, batch_size=...), "
-    "and part.of(load(part.indices))"
+    "with your own loader, take part = group.batch(n), or the parts of group.epoch(n, batch_size=...), "
+    "and call part.of(load(part.indices))"
 )
 
 
@@ -71,7 +71,7 @@ class Batch:
 
 
 def check_length(data: Any, length: int) -> None:
-    """Raise an error that names the leaf unless all have this many examples."""
+    """Raise an error that names the leaf unless every leaf has this many examples."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
         name = named("data", path)
         described = isinstance(leaf, jax.ShapeDtypeStruct)
@@ -130,7 +130,7 @@ def check_batch(batch: Any) -> None:
     if not isinstance(batch, Batch):
         raise TypeError(
             f"batch must come from this group, got {_require.kind(batch)}: make it with batch = group.batch((x, y)), "
-            f"or take those of group.epoch((x, y), batch_size=..., seed=0); {_LOADER}"
+            f"or take the batches of group.epoch((x, y), batch_size=..., seed=0); {_LOADER}"
         )
     if not isinstance(batch.weights, Weights):
         raise TypeError(

@@ -30,8 +30,9 @@ class Block:
     _result: Any = None
 
     def done(self, result: Any) -> None:
-        """Set the result of the block: a pytree of arrays, such as the sum so far. The rank has finished the block
-        when these arrays are computed. Default: all of JAX's pending work."""
+        """Set the result of the block: a pytree of arrays, such as the sum so far. The
+        rank has finished the block when these arrays are computed. Without this call,
+        it has finished the block when all of JAX's pending work is done."""
         self._result = result
 
 
@@ -65,13 +66,13 @@ class Blocks:
     def __iter__(self) -> Iterator[Block]:
         if not self._entered or self._begun or self._over:
             raise CodedError(
-                "blocks are for one loop within their with statement: "
+                "loop over the blocks once, inside their with statement: "
                 "with group.blocks(batch_size) as blocks: for block in blocks: ..."
             )
         # a second loop over the same object would be another round, with another sum
         self._begun = True
         self._session.blocks = True
-        primitive.effects_barrier()  # rounds in flight come before this one
+        primitive.effects_barrier()  # rounds in flight come before this round
         failed = _failed()
         number = self._work.take_block(self._words, first=True, costs=self._costs)
         while number is not None:
@@ -90,20 +91,20 @@ class Blocks:
         if self._over:
             return
         self._over = True
-        why = "leaving them early" if error is None else _require.kind(error)
+        why = "leaving the loop early" if error is None else _require.kind(error)
         self._work.leave_blocks()
         self._transport.note_failure(f" after {why} in group.blocks")
         if error is None:
             raise CodedError(
-                "the loop over group.blocks was left before its end: what this rank has added "
-                "up is not to be used, and others compute its blocks. Let the loop run to its "
+                "the loop over group.blocks was left before its end: do not use what this rank "
+                "has added up, since other ranks compute its blocks. Let the loop run to its "
                 "end; it ends once the whole batch is computed"
             )
 
 
 def _failed() -> list[jax.Array]:
-    """Return the arrays without a value, because their computation has failed. The
-    program got the error when it waited for them.
+    """Return the arrays whose computation has failed, so that they have no value. The
+    program gets the error when it waits for them.
     """
     failed = []
     for array in _live():
@@ -115,7 +116,7 @@ def _failed() -> list[jax.Array]:
 
 
 def _wait_for(block: Block, failed: list[jax.Array]) -> None:
-    """Wait until the block is computed, since JAX returns before that."""
+    """Wait until the block is computed, since JAX's calls return earlier."""
     if block._result is not None:
         jax.block_until_ready(block._result)
         return

@@ -43,7 +43,7 @@ class Epoch:
         if not self._batches:
             raise ValueError(
                 f"drop_last=True leaves no batch: {n} examples are fewer than "
-                f"batch_size={batch_size}; take a smaller batch_size, or keep the last one"
+                f"batch_size={batch_size}; take a smaller batch_size, or drop_last=False"
             )
         if seed is None:
             self._order = np.arange(n)
@@ -97,13 +97,13 @@ class Epoch:
         batch."""
         if isinstance(number, slice):
             raise TypeError(
-                "an epoch has no slices: take itertools.islice(epoch, start, stop)"
+                "an epoch cannot be sliced: take itertools.islice(epoch, start, stop)"
             )
         try:
             number = range(len(self))[operator.index(number)]
         except IndexError:
             raise IndexError(
-                f"batch {number} of an epoch of {len(self)} batches"
+                f"there is no batch {number}: the epoch has {len(self)} batches"
             ) from None
         first = number * self.batch_size
         batch = self._order[first : first + self.batch_size]

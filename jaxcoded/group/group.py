@@ -33,8 +33,8 @@ class CodedGroup:
     """The ranks of a communicator with a plan. Every collective of this library works on a group.
 
     Collective: all ranks of ``comm`` make the group with the same arguments, and call its collectives in one order.
-    The group works on a duplicate of ``comm``, so its messages never mix with others. Two groups are never equal,
-    and never share a compiled function.
+    The group works on a duplicate of ``comm``, so its messages never mix with other
+    messages. Two groups are never equal, and never share a compiled function.
 
     No round is decided without the root (rank 0 unless the plan says otherwise). If the root dies, see `recovered`.
 
@@ -44,8 +44,8 @@ class CodedGroup:
             `Plan` for the number of ranks of ``comm``. Default: ``Shared()``, on any number
             of ranks.
         transport: ``"engine"``, which does not wait for stragglers; ``"mpi4jax"``, in which every rank takes part
-            in every round; or ``"auto"``. This takes the engine if all ranks have it, otherwise mpi4jax with a
-            warning. Shared work needs the engine.
+            in every round; or ``"auto"``, which takes the engine if all ranks have it,
+            otherwise mpi4jax with a warning. Shared work needs the engine.
         options: how the group runs its rounds: deadlines, memory, telemetry and
             checks; see `Options`.
         record: with shared work, a file to which rank 0 writes which blocks each rank has computed in each round,
@@ -100,8 +100,8 @@ class CodedGroup:
         transport: str = "auto",
         options: Options | None = None,
     ) -> "CodedGroup":
-        """Measure links and ranks, simulate steps, and return a group with the fastest strategy and size of pieces.
-        Collective; takes some seconds (``docs/planning.md``).
+        """Measure links and ranks, simulate steps, and return a group with the fastest
+        strategy and piece size. Collective; takes some seconds (``docs/planning.md``).
 
         The group may be uncoded. `planned` gives the reason for the choice.
 
@@ -109,14 +109,15 @@ class CodedGroup:
             comm: as for the constructor.
             payload: number of bytes that a step sums.
             work: a function ``work(part)`` that computes what a rank would compute for a
-                part of the batch, a number up to 1. After a first call, this calls it for
-                about a second, with ``1/(N−1)`` each time. Or a number: the seconds that a
-                typical rank would take for the whole batch on its own, as in ``jaxcoded
-                plan --compute``. Then a loop measures how much ranks differ.
+                part of the batch, a number up to 1. `auto` calls ``work`` once, and
+                then again for about a second, with ``1/(N−1)`` each time. Or a number:
+                the seconds that a typical rank would take for the whole batch on its
+                own, as in ``jaxcoded plan --compute``. Then a loop measures how much
+                ranks differ.
             seed: the seed of random codes.
             replicas: how many other ranks may hold each rank's part of the batch, to share
-                the work (``docs/sharing.md``). 0 for a program that cannot share work, such
-                as one with plain sums only. Default: all.
+                the work (``docs/sharing.md``). 0 for a program that cannot share work,
+                such as one with plain sums only. Default: all other ranks.
             reading: seconds that a rank would take to read the data of the whole batch, if
                 it reads its examples again in every step.
             transport, options: as for the constructor, without ``piece_bytes``.
@@ -183,8 +184,8 @@ class CodedGroup:
     def alike(self) -> bool:
         """Whether all ranks have received the same sums, including the sums of the group that `recovered` replaced.
         It is false if they have not, or if ranks have joined (`extended`). Then sums raise an error until one
-        `tree_bcast` has sent the root's whole state. After that it is true. The root of such a group is one of the
-        ranks with the most results."""
+        `tree_bcast` has sent the root's whole state. After that it is true. The root of
+        a recovered group is one of the ranks with the most results."""
         return self._session.alike
 
     @property
@@ -262,8 +263,9 @@ class CodedGroup:
             for part in group.epoch(len(dataset), batch_size=256, seed=0, epoch=epoch):
                 batch = part.of(load(part.indices))
 
-        All batches have the same shapes, even a smaller last one, so nothing is compiled again. Padding has weight
-        0. `coded_value_and_grad` divides a mean by ``batch.weights.examples``, the number of examples.
+        All batches have the same shapes, even a smaller last batch, so nothing is
+        compiled again. Padding has weight 0. `coded_value_and_grad` divides a mean by
+        ``batch.weights.examples``, the number of examples.
 
         The batches depend only on the number of examples, ``seed`` and ``epoch``, and not on the number of ranks or
         the plan. The same holds for the order within a batch, unless ``costs`` are given. So a checkpoint needs only
@@ -285,7 +287,7 @@ class CodedGroup:
                 set; or the number of examples.
             batch_size: the number of examples in a global batch.
             seed: the seed of the shuffling. ``None`` keeps the order of the examples, as for an evaluation.
-            epoch: the number of this pass; each pass has another order.
+            epoch: the number of this pass; each pass has a different order.
             drop_last: leave out a smaller last batch.
             multiple: pad the part that a rank reads to a multiple of this number, such as the number of devices
                 over which the rank splits a batch (``docs/devices.md``).
@@ -343,21 +345,24 @@ class CodedGroup:
 
         A rank that gets no block contributes zeros, with the shapes and dtypes of the other ranks' sums. If a rank
         raises an exception in the loop or leaves it early, the other ranks learn this in their next call, and compute
-        the rank's blocks. If a rank dies after the loop and before its sum is fetched, the round is an error on all
-        ranks: repeat the step. The loop waits for JAX's pending work before it asks for the next block, so that ranks
-        are timed correctly. With `Block.done` it waits for other arrays instead.
+        the rank's blocks. If a rank dies after the loop and before its sum is fetched,
+        the round fails on all ranks: repeat the step. The loop waits for JAX's pending
+        work before it asks for the next block, so that ranks are timed correctly. With
+        `Block.done` it waits for other arrays instead.
 
         Args:
             batch_size: the number of examples in the global batch, the same on all ranks.
             costs: the cost of each example: finite numbers ≥ 0 with shape ``(batch_size,)``, the same on all ranks, in
-                a NumPy array or an object with the buffer protocol or DLPack. Only ratios count. Each rank then begins
-                with its share of the cost instead of its share of the examples. This share is cut into blocks of about
-                the same cost (``docs/sharing.md``). Default: all cost the same.
+                a NumPy array or an object with the buffer protocol or DLPack. Only
+                ratios count. Each rank then begins with its part of the total cost
+                instead of its part of the examples. This part is cut into blocks of
+                about the same cost (``docs/sharing.md``). Default: all cost the same.
 
         Raises:
             TypeError: ``costs`` are not numbers.
-            ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape, or one is negative or not
-                finite; or the group does not share its work.
+            ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape,
+                or a cost is negative or not finite; or the group does not share its
+                work.
             GroupMismatch: ranks gave different costs or batch sizes. Raised on every rank, in the loop.
 
         Example:
@@ -391,7 +396,7 @@ class CodedGroup:
             if self.options.check not in (False, DEBUG):
                 raise ValueError(
                     f"check={self.options.check} sees only what coded_value_and_grad computes, not what a program adds "
-                    "up itself: leave it out, or use coded_value_and_grad"
+                    "up itself: leave check out, or use coded_value_and_grad"
                 )
             if costs is not None:
                 costs = checked(costs, batch_size)
@@ -407,20 +412,22 @@ class CodedGroup:
         """Return the number of decided rounds of this group that this rank has not called yet, as far as it knows.
 
         While this number is not 0, the next collective returns an existing result and drops this rank's
-        contribution. So the rank need not compute its gradient: `coded_value_and_grad` leaves it out. The number is 0
-        on a rank in time, and always 0 with the mpi4jax transport.
+        contribution. So the rank need not compute its gradient: `coded_value_and_grad`
+        skips it. The number is 0 on a rank in time, and always 0 with the mpi4jax
+        transport.
 
         Outside ``jit`` this call waits for this rank's own rounds in flight. Pass the token to include calls that a
-        token orders. To leave out your own gradient, pass ``skip=True`` to the call of `jaxcoded.coded_allreduce`.
-        Zeros alone would count as a contribution if the round is not decided yet.
+        token orders. To leave out a gradient that you compute yourself, pass
+        ``skip=True`` to the call of `jaxcoded.coded_allreduce`. Zeros alone would count
+        as a contribution if the round is not decided yet.
 
         Args:
             token: orders this call, see `jaxcoded.coded_allreduce`.
 
         Returns:
             A number; inside ``jit`` an int32 scalar, read in the order of the
-            collectives. With a ``token``, inside and outside ``jit``, a `Result` of an
-            int32 scalar and the token for the next call.
+            collectives. With a ``token``, inside and outside ``jit``, a `Result` with
+            an int32 scalar and the token for the next call.
 
         Raises:
             TypeError: ``token`` is not an int32 or float32 number.
@@ -466,10 +473,11 @@ class CodedGroup:
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
-        """Continue from the newest snapshot of the nearest rank above this one in the tree.
+        """Continue from the newest snapshot of the nearest rank above this rank in the
+        tree.
 
-        For a rank whose calls raise `Desynchronized`. The rank then repeats the
-        collectives that followed the snapshot; their results come from the history.
+        Call this on a rank whose calls raise `Desynchronized`. The rank then repeats
+        the collectives that followed the snapshot; their results come from the history.
 
         Args:
             like: pytree of arrays or ``jax.ShapeDtypeStruct``: only structure, shapes
@@ -480,7 +488,8 @@ class CodedGroup:
             The state, a pytree of arrays.
 
         Raises:
-            Desynchronized: no rank above has a snapshot or answers in time, or the group has called `replan` since.
+            Desynchronized: no rank above has a snapshot or answers in time, or the
+                group has called `replan` meanwhile.
             ValueError: the snapshot has another structure, or other shapes or dtypes.
         """
         check_open(self)
@@ -496,8 +505,8 @@ class CodedGroup:
         (`Telemetry.speeds`).
 
         Raises:
-            NotImplementedError: with the mpi4jax transport, where all ranks wait for
-                the slowest.
+            NotImplementedError: with the mpi4jax transport, in which all ranks wait for
+                the slowest rank.
         """
         check_open(self)
         transport = Engine.of(self._session.transport, "telemetry needs")
@@ -509,8 +518,9 @@ class CodedGroup:
         Returns:
             A dictionary of counts. ``compared_rounds``: rounds in which this rank had messages to compare
             (``docs/verify.md``). ``fetched_bytes``: bytes of other ranks' messages and results. ``formed_bytes``:
-            bytes of sections (``docs/engine.md``). Two entries are memory in use now: ``history_bytes`` for results
-            that late ranks may lack, and ``memory_bytes`` in total.
+            bytes of sections (``docs/engine.md``). Two entries are bytes of memory in
+            use now: ``history_bytes`` for results that late ranks may lack, and
+            ``memory_bytes`` in total.
         """
         check_open(self)
         transport = self._session.transport
@@ -548,8 +558,9 @@ class CodedGroup:
         Raises:
             ValueError: there is no such plan, or the strategy takes no speeds. Raised on every
                 rank; this group stays open.
-            GroupMismatch: other ranks made another call. By then the root's speeds may have reached only some ranks.
-                Until all ranks have replanned, sums of ranks with different plans raise this error, too.
+            GroupMismatch: other ranks made a different call. By then the root's speeds
+                may have reached only some ranks. Until all ranks have replanned, sums
+                of ranks with different plans raise this error, too.
 
         Example:
             >>> from mpi4py import MPI
@@ -593,13 +604,16 @@ class CodedGroup:
         this group closes the new group. Ranks keep their order, except for a new root. Parameters and state stay on
         their ranks.
 
-        After a failed step, call it if the root has died. Some ranks may have received the sum of the last round,
-        and others an error. So the group is not `alike`: sums raise an error until the root has sent its state with
+        After a failed step, call it if the root has died. Some ranks may have received
+        the sum of the last round, and other ranks an error. So the group is not
+        `alike`: sums raise an error until the root has sent its state with
         `tree_bcast`.
 
-        A living rank that does not call this, because its program hangs or its process is stopped, keeps the others
-        waiting. With ``put_out`` its process is killed after ``timeout``, and the rank counts as dead. This also
-        kills a rank that is only slow. But no rank is killed while rounds continue without the caller.
+        A living rank that does not call this, because its program hangs or its process
+        is stopped, keeps the other ranks waiting. With ``put_out`` its process is
+        killed after ``timeout``, and the rank counts as dead. This also kills a rank
+        that is only slow. But no rank is killed while rounds continue without the
+        caller.
 
         It needs Open MPI 5 and ``jaxcoded run --ft``.
 
@@ -608,13 +622,14 @@ class CodedGroup:
                 the speeds of the living ranks.
             options: the options of the new group. Default: this group's options.
             timeout: seconds to wait for living ranks that do not call this.
-            put_out: whether to kill the processes of such ranks after that (``SIGKILL``). Any rank in the call on the
-                same host and in the same pid namespace kills them, if it has permission. The root's value counts, if
+            put_out: whether to kill (``SIGKILL``) the processes of such ranks after
+                ``timeout``. Any rank in the call on the same host and in the same pid
+                namespace kills them, if it has permission. The root's value counts, if
                 the root takes part.
 
         Raises:
             ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; this group's
-                strategy fits only its own ranks (``Coded(parents=…)``) and no other is given; or the group has a
+                strategy fits only its own ranks (``Coded(parents=…)``) and no other strategy is given; or the group has a
                 ``record`` or ``replay``. Raised on every rank; this group stays open.
             TypeError: ``strategy`` or ``put_out`` has another type.
             CodedError: a living rank did not call this, and was not or could not be killed; another rank died while
@@ -663,10 +678,12 @@ class CodedGroup:
             ranks: the number of new ranks, ≥ 1.
             strategy: the strategy of the new group, the same on all old ranks. Default: this group's strategy.
             options: the options of the new group. Default: this group's options.
-            command: starts each new process. Default: the command that started the job's first ranks. It runs in
-                the folder in which the rank that starts the processes has imported jaxcoded.
+            command: the command that starts each new process. Default: the command that
+                started the job's first ranks. It runs in the folder in which the rank
+                that starts the processes has imported jaxcoded.
             timeout: seconds to wait for ranks that do not call this, and then for all processes to call `joining`.
-                After that, making the group may take half of this time, but at least 30 s.
+                After that, making the group may take half of ``timeout``, or 30 s if
+                this is longer.
 
         Returns:
             A group of all old and new ranks.
@@ -674,13 +691,13 @@ class CodedGroup:
         Raises:
             ValueError: an argument is not as described; MPI or its launcher does not survive the death of a rank;
                 the strategy does not fit the new number of ranks; this group's strategy fits only its own ranks
-                (``Coded(parents=…)``) and no other is given; or the group has a ``record`` or ``replay``. Raised on
+                (``Coded(parents=…)``) and no other strategy is given; or the group has a ``record`` or ``replay``. Raised on
                 every rank; this group stays open.
             TypeError: ``strategy``, ``options`` or ``command`` has another type.
             GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
-            CodedError: some ranks of this group are dead, or did not call this; or a new process was late, ended or
-                died, in which case all new processes are ended. Raised on every rank in the call; this group stays
-                open.
+            CodedError: some ranks of this group are dead, or did not call this; or a
+                new process was late, ended or died, in which case all new processes are
+                killed. Raised on every rank in the call; this group stays open.
 
         Example:
             >>> from mpi4py import MPI
@@ -729,8 +746,8 @@ class CodedGroup:
         return None if session is None else cls._of(session)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Finish pending rounds and free the communicator. Collective; does nothing the
-        second time.
+        """Finish pending rounds and free the communicator. Collective. A second call
+        does nothing.
 
         Calls ordered by a token must have ended: wait for the result of the last call. A
         later call of a collective on this group, compiled or not, raises

@@ -17,13 +17,13 @@ from jaxcoded.transport.check import DEBUG, VARIABLE, Check
 from jaxcoded.transport.options import Options
 
 TRANSPORTS = ("auto", "engine", "mpi4jax")
-LONG = 30.0  # seconds after which a rank logs that it waits for the others
+LONG = 30.0  # seconds after which a rank logs that it waits for other ranks
 logger = logging.getLogger("jaxcoded")
 
 
 def communicator_of_its_own(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return a duplicate for the group's messages only. Collective: MPI waits silently for all ranks."""
-    words = "rank %d has waited %g s for others to make a group: ranks without this message have ended, or not called it yet"
+    words = "rank %d has waited %g s for other ranks to make a group: ranks without this message have ended, or do not make the group yet"
     waits = threading.Timer(LONG, logger.warning, (words, comm.rank, LONG))
     waits.daemon = True
     waits.start()
@@ -45,7 +45,7 @@ def planned(strategy: Strategy | Plan | None, hosts: Sequence[str]) -> Plan:
     if strategy.size != len(hosts):
         raise ValueError(
             f"the plan is for {strategy.size} ranks, but the communicator has {len(hosts)}: "
-            f"make_plan({len(hosts)}, {strategy.strategy!r}) makes one for these"
+            f"make_plan({len(hosts)}, {strategy.strategy!r}) makes a plan for these ranks"
         )
     return strategy
 
@@ -58,7 +58,7 @@ def agreed_plan(
 ) -> Plan:
     """Return this rank's plan if all ranks have the same plan and the same request.
     Otherwise raise the same error on all ranks: the error of ``planner`` if it is the
-    same on all, or a GroupMismatch. Collective.
+    same on all ranks, or a GroupMismatch. Collective.
     """
     plan: Plan | None = None
     failure: BaseException | None = None
@@ -68,7 +68,7 @@ def agreed_plan(
                 f"transport must be one of {', '.join(TRANSPORTS)}, got {transport!r}"
             )
         plan = planner()
-    except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+    except BaseException as error:  # noqa: BLE001  # other ranks wait for an answer
         failure = error
     outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
     words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
@@ -95,17 +95,17 @@ def agreed_transport(
     options: Options,
     explicit: bool,
 ) -> tuple[Transport, Options, list[str]]:
-    """Return the requested transport, the same on all ranks, its options, and a warning
-    or an empty text. Collective. Raise a ValueError on every rank if the transport is
-    not available, or does not support the options. ``explicit``: whether a call, and
-    not the environment, requested a ``check``.
+    """Return the requested transport, the same on all ranks, its options, and a list of
+    warnings. Collective. Raise a ValueError on every rank if the transport is not
+    available, or does not support the options. ``explicit``: whether a call, and not
+    the environment, requested a ``check``.
     """
     reason = "" if transport == "mpi4jax" else engine.missing()
     reasons = gathered(comm, reason)
     strategy = plan.strategy
     if strategy.by_blocks and (why := why_not_shared(transport, reasons)):
         raise ValueError(
-            f"{strategy!r} {why}; without it take Coded(stragglers=1) or Uncoded()"
+            f"{strategy!r} {why}; without the engine take Coded(stragglers=1) or Uncoded()"
         )
     if transport != "mpi4jax" and not any(reasons):
         build.check_engine(comm)
@@ -135,7 +135,7 @@ def agreed_transport(
         raise ValueError(reasons[0])
     options, said = _checking(plan, "mpi4jax", options, explicit)
     if transport == "auto":
-        fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest one; {words}"
+        fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest rank; {words}"
         said = [fallback, *said]
     return Mpi4jax(index, comm, plan), options, said
 
@@ -151,8 +151,8 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
 def _checking(
     plan: Plan, transport: str, options: Options, explicit: bool
 ) -> tuple[Options, list[str]]:
-    """Return the options and a warning or an empty text. If a ``check`` was requested,
-    the options have the check that this group supports. Raise a ValueError if a call
+    """Return the options and a list of warnings. If a ``check`` was requested, the
+    options have the check that this group supports. Raise a ValueError if a call
     requested a check that the group does not support.
     """
     if not isinstance(check := options.check, Check):
@@ -164,7 +164,7 @@ def _checking(
         said = f"{VARIABLE} is ignored: {name} {why_not}"
         return dataclasses.replace(options, check=False), [said]
     gaps = plan.strategy.gaps(plan)
-    return options, [f"check={name} does not see all: {gaps}"] if gaps else []
+    return options, [f"check={name} cannot detect every error: {gaps}"] if gaps else []
 
 
 def has_died(failure: BaseException | None) -> bool:

@@ -14,7 +14,7 @@ class Process(NamedTuple):
     """A process, distinguished from later processes with the same number."""
 
     host: str  # the name of its host
-    numbers: str  # where its number is unique: a boot of the host and a pid namespace
+    numbers: str  # the scope of its number: a boot of the host and a pid namespace
     pid: int  # its number
     started: int  # its start time in ticks of the kernel's clock
 
@@ -31,13 +31,15 @@ class Process(NamedTuple):
         return cls(MPI.Get_processor_name(), numbers, pid, started)
 
     def reachable(self, other: "Process") -> bool:
-        """Return whether the other process can signal this one if it has permission."""
+        """Return whether the other process can signal this process if it has
+        permission."""
         return bool(self.numbers) and self[:2] == other[:2]
 
     def kill(self) -> int:
-        """Kill only this process, even a stopped one. Return 0 or an error number."""
+        """Kill only this process, even if it is stopped. Return 0 or an error
+        number."""
         try:
-            # while this is open, the kernel does not confuse it with a later process
+            # while the handle is open, it cannot refer to a later process
             handle = os.pidfd_open(self.pid)
             try:
                 if int(stat(self.pid)[BEGAN]) != self.started:
@@ -50,7 +52,7 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Return whether no other live process of this host has made this call for the
+        """Return whether no other live process of this host has called this for the
         same process."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:

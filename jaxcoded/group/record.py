@@ -52,19 +52,19 @@ class Record:
             plan.strategy.require_blocks(f"{name}={str(path)!r}")
             if deadline.approximates:
                 raise ValueError(
-                    f"{name}={str(path)!r}: a record is of sums of the whole batch, so "
+                    f"{name}={str(path)!r}: a record needs sums of the whole batch, so "
                     'on_deadline must be "wait" or "raise"'
                 )
         files = {os.path.realpath(it or "") for it in (self._path, self._replay)}
         if self.request and len(files) == 1:
             raise ValueError(
                 f"record and replay are the same file, {str(self._path)!r}: "
-                "give another one to record"
+                "give another file to record"
             )
 
     def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
         """Read the file to follow, and begin the file to write. Collective. Raise a
-        CodedError on every rank if the root cannot do this.
+        CodedError on every rank if the root cannot read or begin a file.
         """
 
         def mine() -> None:
@@ -185,7 +185,7 @@ def read(path: Path, plan: Plan) -> list[Dealt]:
             and _divides(division, plan.size, blocks)
         ):
             raise ValueError(
-                f"line {line_number} of {str(path)!r} is not of a record: {line[:80]!r}"
+                f"line {line_number} of {str(path)!r} is not a line of a record: {line[:80]!r}"
             )
         last = round_
         out.append((round_, call, division))

@@ -61,8 +61,8 @@ class Session:
             each rank.
         chooser: a function that chooses another plan for the final options, once all
             ranks have the first plan.
-        ahead: how many different numbers of results the ranks have below the largest
-            number; ``None`` if all ranks have the same results.
+        ahead: how many different amounts of results, among the ranks, are smaller than
+            this rank's; ``None`` if all ranks have the same results.
 
     Attributes:
         wanted: the options that a replacing group requests.
@@ -162,8 +162,8 @@ class Session:
         planner: Callable[[Sequence[str]], Plan],
         ahead: int | None,
     ) -> Self:
-        """Return a session that replaces another one, once all ranks agree that they
-        have it."""
+        """Return a session that replaces another session, once all ranks agree that
+        they have the new session."""
         session = cls(comm, "engine", options, request, planner, ahead=ahead)
         if ahead is not None:
             session.engine.expect_state()
@@ -192,7 +192,8 @@ class Session:
         return self.ahead is None or self.engine.alike()
 
     def kept(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-        """Return the cached value of this key if it is among the latest. Otherwise make the value."""
+        """Return the cached value of this key if it is among the latest 16 values.
+        Otherwise make the value."""
         try:
             made = self._kept.pop(key, None)
         except TypeError:  # the key is not hashable
@@ -204,12 +205,12 @@ class Session:
 
     def check_alike(self) -> None:
         """Raise a CodedError unless all ranks have received the sums of the same rounds.
-        Otherwise some ranks would continue with other values than the rest.
+        Without this check, ranks could continue with different values.
         """
         if not (self.hands_on or self.alike):
             raise CodedError(
-                "ranks have joined, which have no state yet, or the root died, and some had the sum of its last round, "
-                "and others an error: hand on what the root has first, as params = jaxcoded.tree_bcast(params, group)"
+                "ranks have joined that have no state yet, or the root died, and only some ranks got the sum of its last "
+                "round: first send the root's state to all ranks, as params = jaxcoded.tree_bcast(params, group)"
             )
 
     def failing(self, call: str) -> "_Failing":
@@ -222,7 +223,8 @@ class Session:
         return _Failing(self, call)
 
     def replanned(self, strategy: Strategy) -> Self:
-        """Return a session with another strategy from now on, and close this one."""
+        """Return a session with another strategy from now on, and close this
+        session."""
         other = copy.copy(self)
         other.plan = dataclasses.replace(self.plan, strategy=strategy)
         other.words = f", replanned ({other.plan.fingerprint[:8]})"
@@ -247,7 +249,7 @@ class Session:
         if self.record.request:
             raise ValueError(
                 "a record covers all ranks of its group: a group with record or replay cannot continue "
-                "with others"
+                "with other ranks"
             )
         size = len(hosts)
         try:
@@ -274,9 +276,9 @@ class Session:
             self.comm.Free()
             return ""
         waited = time.monotonic() - begun >= timeout
-        late = f"were not there after {timeout:g} s"
+        late = f"did not close it within {timeout:g} s"
         return (
-            f"rank {self.rank} closed the group without ranks {absent} and those below them: they are dead, or "
+            f"rank {self.rank} closed the group without ranks {absent} and the ranks below them: they are dead, or "
             f"{late if waited else 'a rank below has given them up'}"
         )
 

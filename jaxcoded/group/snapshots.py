@@ -26,21 +26,22 @@ def keep(transport: Transport, state: Any) -> None:
 
 
 def newest(transport: Transport, like: Any, timeout: float) -> Any:
-    """Return the newest state of the nearest rank that has one, see `resync`."""
+    """Return the newest state of the nearest rank above that has a snapshot, see
+    `CodedGroup.resync`."""
     above = Engine.of(transport, "resync needs")
     round_, data = above.fetch_state(timeout)
     if not round_:
         raise Desynchronized(
             f"no rank above rank {transport.rank} has a usable snapshot that fits into its memory, or "
             f"none has answered within {timeout} s: call group.snapshot on all ranks after each step, with an every= "
-            "so small that the rounds since are still kept. Only a rank whose calls raise Desynchronized needs to "
+            "so small that the rounds since a snapshot are kept. Only a rank whose calls raise Desynchronized needs to "
             "resync"
         )
     plan = _digest_of_plan(transport)
     if data[: len(plan)] != plan.tobytes():
         raise Desynchronized(
             f"the group has replanned since rank {transport.rank} fell out of its history: "
-            "call replan before a rank can be that late, "
+            "call replan only while no rank is that late, "
             "or keep a longer history (history_bytes)"
         )
     state = from_bytes(data[len(plan) :], like)
@@ -69,18 +70,20 @@ def from_bytes(data: bytes, like: Any) -> Any:
     """Return the pytree that `to_bytes` converted to ``data``.
 
     ``like`` is a pytree of the same structure, shapes and dtypes. The leaves of the
-    result have the types of its leaves: Python numbers, NumPy arrays, random keys, and
-    otherwise JAX arrays (NumPy if JAX has no 64 bits). Raise a ValueError if structure,
-    shapes or dtypes differ, or the data are damaged.
+    result have the types of the leaves of ``like``: Python numbers, NumPy arrays,
+    random keys, and otherwise JAX arrays (NumPy if JAX has no 64 bits). Raise a
+    ValueError if structure, shapes or dtypes differ, or the data are damaged.
     """
     if data[:_DIGEST] != _digest(like).tobytes():
         state = Packing.of(jax.tree.map(_aval, like))
-        raise ValueError(f"the snapshot is not of this state: {state}")
+        raise ValueError(f"the snapshot does not fit this state: {state}")
     leaves, structure = jax.tree.flatten(like)
     avals = list(map(_aval, leaves))
     length = _DIGEST + sum(aval.size * aval.dtype.itemsize for aval in avals)
     if len(data) != length:
-        raise ValueError(f"the snapshot has {len(data)} bytes, and not {length}")
+        raise ValueError(
+            f"the snapshot has {len(data)} bytes, but this state needs {length}: it is damaged"
+        )
     start, out = _DIGEST, []
     for leaf, aval in zip(leaves, avals):
         if is_key(aval.dtype):
@@ -111,7 +114,7 @@ def _as(leaf: Any, values: np.ndarray) -> Any:
         return values.item()
     if not isinstance(leaf, np.ndarray | np.generic):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings about fewer bits
+            warnings.simplefilter("ignore")  # JAX warns if it keeps only 32 bits
             array = jnp.array(values)
         if array.dtype == values.dtype:
             return array

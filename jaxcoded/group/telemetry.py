@@ -16,10 +16,10 @@ logger = logging.getLogger("jaxcoded")
 
 # The smallest speed, so that a rank that was almost never active still gets some data.
 SLOWEST = 0.05
-# A child that is late in more than this share of the rounds is called late.
+# A child that is late in more than this fraction of the rounds is called late.
 _OFTEN = 0.1
-# A rank is called slow if it takes longer than the median rank by this factor, times
-# the variation of rounds.
+# A rank is called slow if it takes more than this factor, times the variation of
+# rounds, as long as the median rank.
 _SLOW = 2.0
 # A live rank reports once a second, and after each of its rounds.
 TOLD = 1.0
@@ -48,7 +48,7 @@ class Telemetry:
     """The latest rounds of a group, as recorded by one of its ranks.
 
     Made by `CodedGroup.telemetry`. Axes have ``R`` rounds, ``C`` children of this rank,
-    ``N`` ranks, and ``L`` ranks from which this one has received data. Times are in
+    ``N`` ranks, and ``L`` ranks from which this rank has received data. Times are in
     seconds on this rank's monotonic clock, NaN if something did not happen.
 
     Attributes:
@@ -59,11 +59,11 @@ class Telemetry:
         rounds: int64 ``(R,)``, the numbers of the rounds, in order.
         work: float64 ``(R,)``, seconds from the end of the previous call to this call.
         started: float64 ``(R,)``, when this rank made the call.
-        decided: float64 ``(R,)``, when its sum was complete; NaN if it was late or has
-            no children.
+        decided: float64 ``(R,)``, when this rank's sum was complete; NaN if this rank
+            was late or has no children.
         ended: float64 ``(R,)``, when this rank had the result.
-        decided_by: int64 ``(R,)``, the child or this rank whose message or call
-            completed the sum; -1 if none did.
+        decided_by: int64 ``(R,)``, the rank that completed the sum: a child by its
+            message, or this rank by its call; -1 if none did.
         failed: bool ``(R,)``, whether the round ended with an error.
         payload: int64 ``(R,)``, size of the result in bytes.
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
@@ -190,7 +190,7 @@ class Telemetry:
         of life every second. If a rank has been silent for longer than that, and longer
         than its time between calls, the time of its silence counts instead. Only the
         root knows all ranks. A rank without measurements or data counts as the median
-        of the others.
+        of the other ranks.
         """
         known = self.measured
         if not known.any():
@@ -222,7 +222,7 @@ class Telemetry:
         medians = [
             (took[~self.loop], "from call to result"),
             (took[self.loop], "for a loop over group.blocks"),
-            (work, "of work before it"),
+            (work, "of work before the call"),
         ]
         lines = [
             f"rank {self.rank}, rounds {self.rounds[0]} to {self.rounds[-1]}, medians: "
@@ -235,7 +235,7 @@ class Telemetry:
         if self.loop.any():
             lines.append(
                 f"{self.loop.sum()} of {len(self.rounds)} rounds are loops over "
-                "group.blocks; the sum of each is one more"
+                "group.blocks; the sum of each loop is one more round"
             )
         for what, count in (
             ("failed", self.failed.sum()),
@@ -252,9 +252,10 @@ class Telemetry:
         return "\n".join(lines)
 
     def _slow_ranks(self) -> list[str]:
-        """Return lines on ranks far from the median rank. Processes that share cores take turns, so the fastest
-        process is no measure, and a process with few turns is not slow. So the more rounds differ, the farther
-        from the median a slow rank must be."""
+        """Return lines on ranks far from the median rank. Processes that share cores
+        take turns. So comparing with the fastest process would be unfair, and a process
+        that got few turns is not necessarily slow. Therefore, the more the times of
+        rounds differ, the farther from the median a slow rank must be."""
         known = self.measured
         if not known.any():
             return []
@@ -302,8 +303,8 @@ class Telemetry:
         mean = self.computed[self.divided].mean(axis=0)
         others = mean[:, 1].sum()
         lines.append(
-            f"of {len(placement.holders)} blocks a round {others:.3g} were computed by "
-            f"others than their owners, and {mean[:, 2].sum():.3g} more were not used"
+            f"{others:.3g} of {len(placement.holders)} blocks a round were computed by "
+            f"ranks other than their owners, and {mean[:, 2].sum():.3g} more were not used"
         )
         lacks = placement.blocks - mean[list(placement.ranks), 0]
         for column in np.argsort(-lacks, kind="stable"):
@@ -313,7 +314,7 @@ class Telemetry:
             unused = mean[rank, 2]
             lines.append(
                 f"rank {rank} computed {mean[rank, 0]:.3g} of its {placement.blocks} blocks, "
-                "and others the rest"
+                "and other ranks the rest"
                 + (f"; {unused:.3g} more were not used" if unused >= 0.05 else "")
             )
         return lines
@@ -337,17 +338,17 @@ class Telemetry:
                 if len(known):
                     words += f" by {_format.seconds(np.median(known))} (median)"
                 if np.isinf(missed[-1]) and silent > TOLD:
-                    words += f" and has not come since; {signs}"
+                    words += f" and has been missing since; {signs}"
                 lines.append(words)
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")
             elif usual := self._usually_late():
-                lines[-1] += f"; of equally fast children each is in {usual:.0%}"
+                lines[-1] += f"; each of equally fast children is late in {usual:.0%}"
         return lines
 
     def _usually_late(self) -> float:
-        """Return the share of rounds in which a child is too late although it is as fast
-        as the others."""
+        """Return the fraction of rounds in which a child is too late although it is as
+        fast as the other children."""
         coding = Plan.from_json(self.plan).codings[self.rank]
         return coding.code.stragglers / len(self.children) if coding else 0.0
 
@@ -384,8 +385,8 @@ def report(
     following: Callable[[], tuple[Any, ...] | None],
     callback: Callable[[RoundSeen], Any],
 ) -> None:
-    """Call ``callback`` in a thread with each round, in the order in which ``following``
-    gets them."""
+    """Call ``callback`` in a thread with each round, in the order in which
+    ``following`` returns the rounds."""
 
     def seen(values: tuple[Any, ...]) -> None:
         record = RoundSeen(*values)
@@ -393,6 +394,6 @@ def report(
             callback(record._replace(failed=record.failed != _DONE))
         # Log every error, since it would end this thread and its reports.
         except BaseException:
-            logger.exception("the function given to on_round raised")
+            logger.exception("the function given to on_round raised an error")
 
     follow(following, seen, "jaxcoded rounds")

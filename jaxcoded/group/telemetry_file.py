@@ -25,17 +25,18 @@ def read(
     values = _arrays(contents(path))
     if values.keys() != {"rank", "plan", *arrays}:
         raise ValueError(
-            f"{path} was not written by Telemetry.save, or is damaged or of another "
-            "version of jaxcoded"
+            f"{path} was not written by Telemetry.save of this version of jaxcoded, "
+            "or is damaged"
         )
     try:
         return _checked(values, arrays)
     except ValueError as error:
-        raise ValueError(f"{path} is no telemetry of a rank: {error}") from None
+        raise ValueError(f"{path} is not the telemetry of a rank: {error}") from None
 
 
 def _arrays(data: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays by name. Return none if the data is not a file of arrays."""
+    """Return the arrays by name. Return an empty dictionary if the data is not a file
+    of arrays."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as file:
             members = file.infolist()
@@ -69,11 +70,11 @@ def _checked(
                 f"shape {its.shape}"
             )
         if its.dtype.kind == "f" and (abs(its) > _LONGEST).any():
-            raise ValueError(f"{name} has numbers that are no times")
+            raise ValueError(f"{name} has numbers that are not times")
 
     def require(name: str, fits: Any) -> None:
         if not np.all(fits):
-            raise ValueError(f"{name} does not fit the rest")
+            raise ValueError(f"{name} does not fit the other fields")
 
     number = int(rank)
     require("rank", 0 <= number < made.size)

@@ -46,11 +46,11 @@ class Weights:
         examples: the batch's number of examples, int32, for divisions: ``batch_size``,
             or fewer in a smaller last batch. It is a leaf of the pytree, so that a
             smaller batch does not compile another program.
-        number: int32, the same on all ranks, also a leaf. It identifies the batch, the
-            epoch and the data set.
+        number: int32, the same on all ranks, also a leaf of the pytree. It identifies
+            the batch, the epoch and the data set.
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan; equal plans have equal fingerprints.
-        rank: the rank of these weights.
+        rank: the rank to which these weights belong.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded
@@ -87,18 +87,18 @@ class Weights:
         remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(
-                "this batch is of another group's plan, or of the plan before a "
+                "this batch belongs to another group's plan, or to the plan before a "
                 f"replan: {remedy}"
             )
         if self.rank != rank:
             raise ValueError(
-                f"this batch is of rank {self.rank}, but this is rank {rank}: "
+                f"this batch belongs to rank {self.rank}, but this is rank {rank}: "
                 f"{remedy} on each rank"
             )
         if not jnp.issubdtype(self.dtype, jnp.floating) or self.dtype.itemsize < 4:
             raise ValueError(
                 f"the weights of this batch were converted to {self.dtype}, which leaves too few "
-                "digits of them: convert batch.data alone"
+                "digits: convert only batch.data"
             )
 
     # The methods and operators of an array.
@@ -152,7 +152,7 @@ def assigned(
     if multiple > 1:
         if why := plan.strategy.why_not_split(plan):
             raise ValueError(
-                f"multiple={multiple} cannot be given, as {why}: leave it out"
+                f"multiple={multiple} cannot be given, as {why}: leave multiple out"
             )
         padding = -len(indices) % multiple
         indices = np.append(indices, np.repeat(indices[:1], padding))

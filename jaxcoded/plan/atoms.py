@@ -23,8 +23,8 @@ def sizes(plan: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def coefficients(plan: Plan, rank: int) -> np.ndarray:
-    """Return one rank's weight of each atom: float64 ``(atoms, P, M)``. The weight is 0
-    if the rank does not hold the atom. ``P`` and ``M`` are `Plan.parts_above` and
+    """Return one rank's coefficients of each atom: float64 ``(atoms, P, M)``. They are
+    0 if the rank does not hold the atom. ``P`` and ``M`` are `Plan.parts_above` and
     `Plan.slices_above`.
     """
     bounds = _bounds(plan)

@@ -37,8 +37,8 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
 def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:
     """Return the positions of examples in chunks of at most ``chunk_size``. The
-    examples of a chunk have equal coefficients. The stages follow each other, each with
-    the same number of chunks.
+    examples of a chunk have equal coefficients. The chunks are sorted by stage
+    (`_alike`), and each stage has the same number of chunks.
     """
     stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
     for stage, alike in _alike(coefficients):
@@ -55,8 +55,8 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
 
 
 def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return the positions with equal coefficients, and their stage, which is the first
-    part to which they contribute."""
+    """Return the stage and the positions of each set of examples with equal
+    coefficients. The stage is the first part to which the examples contribute."""
     _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
@@ -69,8 +69,9 @@ def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
     """Return the number and size of chunks, the same for all of these ranks. The chunks
-    can hold every rank's examples, with equal coefficients in each chunk. Among such
-    sizes, this takes the least padding, and then the largest chunks.
+    can hold every rank's examples, with equal coefficients in each chunk. Among all
+    such sizes, take the one with the least padding. If several sizes have the least
+    padding, take the largest of them.
     """
     # for every rank, the numbers of examples with equal coefficients, by stage
     sizes: list[list[list[int]]] = []

@@ -88,7 +88,7 @@ class CodeTree(Strategy, named=False):
             raise ValueError(
                 f"parents has {len(self.parents)} entries for size={tree.size} ranks"
                 if len(self.parents) != tree.size
-                else f"parents must be {self.parents}, as the strategy has it"
+                else f"parents must be {self.parents}, as in the strategy"
             )
         if self.speeds and len(self.speeds) != tree.size:
             raise ValueError(
@@ -129,7 +129,8 @@ class CodeTree(Strategy, named=False):
         return str(self.code[tree.layers[rank]])
 
     def parameters(self, tree: Tree, rank: int) -> tuple[int, int]:
-        """Return ``s`` and ``m`` of a parent, as far as its children allow."""
+        """Return ``s`` and ``m`` of a parent, which are smaller than the strategy's if
+        the parent has too few children."""
         children = len(tree.children[rank])
         slices = min(self.slices, children)
         code = self.code_of(tree, rank)
@@ -166,7 +167,7 @@ class CodeTree(Strategy, named=False):
 
     def why_not_split(self, plan: Plan) -> str:
         return (
-            f"with {self!r} messages have slices or parts, whose weights belong to chunks"
+            f"with {self!r} messages have slices or parts, and weights belong to whole chunks"
             if plan.encoded
             else ""
         )
@@ -199,7 +200,9 @@ class CodeTree(Strategy, named=False):
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
         if self.parents is not None or self._names_ranks:
-            raise ValueError(f"{self!r} is for just its ranks")
+            raise ValueError(
+                f"{self!r} gives parents or codes of single ranks, so it cannot be used for other ranks"
+            )
         return super().for_others(speeds)
 
     def _checked_speeds(self) -> tuple[Fraction, ...] | None:

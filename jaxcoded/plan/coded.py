@@ -12,26 +12,27 @@ from jaxcoded.plan.tree import Tree
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Coded(CodeTree):
-    """A tree of ranks with a gradient code at each parent, which rebuilds the sum of its
-    children from any ``n − stragglers`` of them.
+    """A tree of ranks with a gradient code at each parent. The parent rebuilds the sum
+    of its children from any ``n − stragglers`` of them.
 
-    CodedReduce, Reisizadeh et al. 2021 (arXiv 1902.01981), and gradient coding, Tandon et al.
-    2017, generalised to any tree, to slices and to unequal ranks (``docs/theory.md``).
+    This generalises CodedReduce (Reisizadeh et al. 2021, arXiv 1902.01981) and gradient
+    coding (Tandon et al. 2017) to any tree, to slices and to unequal ranks
+    (``docs/theory.md``).
 
     Attributes:
         stragglers: ``s``, the number of children of every parent that may be missing. A
             parent with too few children tolerates as many as it can, and
             `Plan.describe` says so.
         fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
-            n^L`` gives the paper's regular tree. Default: the smallest number that
-            reaches ``size`` at the smallest depth, with at most 8 children (or ``2 (s +
-            m)``) for each parent.
+            n^L`` gives the regular tree of CodedReduce. Default: the smallest number
+            that reaches ``size`` at the smallest depth, with at most 8 children (or ``2
+            (s + m)``) for each parent.
         code: the code of every parent: ``"auto"`` (fractional repetition if it fits) or
             the text of a code such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``,
             see `codes.named`. Or a list with one code for each layer of parents, the
-            root's first; or a mapping of ranks to codes, ``"auto"`` elsewhere. A
-            parent with a tolerance of 0 and one slice is uncoded if the text of its
-            code has no arguments.
+            root's first; or a mapping of ranks to codes, with ``"auto"`` for the other
+            ranks. A parent with a tolerance of 0 and one slice is uncoded if the text
+            of its code has no arguments.
         slices: ``m``; every layer's messages are ``1/m`` as long as the messages of the
             layer above. The load is the same as if ``s + m − 1`` children could be
             missing.

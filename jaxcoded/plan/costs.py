@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxcoded import _arrays, _require
 
-_LEAST = 1e-3  # least cost of a block, relative to the mean
+_LEAST = 1e-3  # the least cost of a block, relative to the mean
 
 
 def checked(costs: Any, examples: int) -> np.ndarray:
@@ -46,9 +46,11 @@ def checked(costs: Any, examples: int) -> np.ndarray:
 
 
 def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
-    """Return the examples of each place. The most expensive example is assigned first. Each example goes to the place
-    with the least cost so far that has room (longest processing time first; Graham 1969). ``rooms`` is the number of
-    examples that each place takes, in total at least all. A place's share of the cost is in proportion to its room.
+    """Return the examples of each place, which is a rank or a block. The most expensive
+    example is assigned first. Each example goes to the place with the least cost so far
+    that has room (longest processing time first; Graham 1969). ``rooms`` has the number
+    of examples that each place can take; together the places can take all examples. The
+    cost of each place is about in proportion to its room.
     """
     places: list[list[int]] = [[] for _ in rooms]
     # among places of equal cost, take the one with fewer examples, so that examples with

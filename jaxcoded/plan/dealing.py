@@ -28,7 +28,7 @@ class Run(NamedTuple):
 def dealt(
     plan: Plan, size: Fraction, ranks: Container[int], *, whole: bool
 ) -> dict[int, list[Run]]:
-    """Return the runs that ranks compute themselves, in each rank's order.
+    """Return the runs that each rank computes itself, in order.
 
     A rank keeps ``v/c`` of its assigned set (``v``: its speed, 1 if all are equal;
     ``c``: the capacity of its subtree), see `Plan.own_share`. It codes the rest over
@@ -43,7 +43,7 @@ def dealt(
 
     Args:
         ranks: the requested ranks, and all ranks above them.
-        whole: whether the batch consists of ``size`` examples, which are not cut.
+        whole: whether the batch consists of ``size`` examples that must not be cut.
     """
     assigned = {plan.root: [Run(Fraction(0), size, np.ones((1, 1)))]}
     out = {}
@@ -78,7 +78,7 @@ def dealt(
 
 
 def kept(plan: Plan, rank: int, assigned: Fraction, *, whole: bool) -> Fraction:
-    """Return the part of its subtree's assigned set that a rank computes itself."""
+    """Return how much a rank computes itself of the set assigned to its subtree."""
     share = plan.own_share(rank) * assigned
     return Fraction(math.ceil(share)) if whole else share
 
@@ -130,7 +130,8 @@ def bounds(plan: Plan) -> tuple[Fraction, ...]:
 
 
 def cuts(plan: Plan, batch_size: int) -> list[np.ndarray]:
-    """Return the positions at which a batch of examples is cut into runs, run by run."""
+    """Return the positions at which a batch of examples is cut into runs: the start and
+    end of each run."""
     ends = _ends(plan, Fraction(batch_size), whole=True)
     return [np.array(pair, np.int64) for pair in itertools.pairwise(ends)]
 

@@ -33,15 +33,15 @@ class Coding:
         suffices."""
         code = self.code
         alike = np.bincount(code.classes)
-        # an approximate code waits for any n − s, with or without copies
+        # an approximate code waits for any n − s children, with or without copies
         copied = not code.approximate and len(alike) < code.n
         return int(alike[0]) if copied and len(set(alike.tolist())) == 1 else 1
 
     @property
     def needs(self) -> int:
-        """The number of messages that suffice, with copies counted once. Some codes need
-        more than a number of messages or of copies to decide this. For them, any ``n −
-        s`` children count as sufficient.
+        """The number of messages that suffice, with copies counted once. For some codes
+        no number decides whether messages suffice. For these codes, any ``n − s``
+        children count as sufficient.
         """
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers
@@ -49,16 +49,16 @@ class Coding:
     def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
         """Return the positions, from 0 to ``size``, at which a set of this size is cut
         into the ``k`` partitions. ``whole``: the set consists of examples, which are
-        not cut. The size of a cyclic run of partitions then differs from its share by
-        less than 1.
+        not cut. The size of a cyclic run of partitions then differs from its exact size
+        by less than 1.
         """
         ends = [end * size for end in _ends(self.code.sizes)]
         return [Fraction(math.floor(end)) for end in ends] if whole else ends
 
 
 def largest_coded_set(capacities: Sequence[Fraction], holders: int) -> Fraction:
-    """Return the largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: the size of a set
-    whose examples are each on ``holders`` distinct children."""
+    """Return the largest ``Q`` with ``Σ_i min(c_i, Q) = holders · Q``: the size of the
+    largest set whose examples can each be on ``holders`` distinct children."""
     row = np.array([capacities], object)
     return largest_coded_sets(row, np.array([len(capacities)]), np.array([holders]))[0]
 
@@ -94,10 +94,11 @@ def coding_of(
     """Return the coding of a parent whose children have these capacities, in rank order
     and in units of one rank's load. Raise a ValueError if there is no such code.
 
-    ``kind`` is the text of a code, see `codes.named`, or ``"auto"``. This takes
-    fractional repetition if it wastes no capacity. Otherwise it takes cyclic repetition
-    if all children have equal capacities, and a random generator if not. Parents with
-    equal children have equal codes, as the ``seed`` is the only other input.
+    ``kind`` is the text of a code, see `codes.named`, or ``"auto"``. ``"auto"`` takes
+    fractional repetition if this wastes no capacity. Otherwise it takes cyclic
+    repetition if all children have equal capacities, and a random generator if not.
+    Parents with equal children have equal codes, as the ``seed`` is the only other
+    input.
     """
     n = len(capacities)
     check_size(n, n, slices)
@@ -145,8 +146,8 @@ def _ranked(
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
-    """Return the coding with groups of similar children. Each group is assigned what its weakest child
-    can hold."""
+    """Return the coding with groups of children of similar capacity. Each group is
+    assigned what its weakest child can hold."""
     n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
@@ -157,7 +158,7 @@ def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> C
 
 
 def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
-    """Return 0 and the sums of the first sizes."""
+    """Return 0 and the cumulative sums of the sizes."""
     return list(itertools.accumulate(sizes, initial=Fraction(0)))
 
 

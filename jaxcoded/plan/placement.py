@@ -13,9 +13,9 @@ class Placement:
     """The blocks of a batch, and the ranks that hold them.
 
     Every computing rank owns the same number of blocks, which it computes itself if no
-    rank is late. The data of each block is also on ``replicas`` other ranks. These are
-    different ranks for each block, so that as many ranks as possible hold blocks of one
-    rank.
+    rank is late. The data of each block is also on ``replicas`` other ranks. Different
+    blocks of an owner are on different other ranks, so that as many ranks as possible
+    hold some of its blocks.
 
     Example:
         >>> from jaxcoded.plan.placement import Placement

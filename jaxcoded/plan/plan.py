@@ -27,8 +27,8 @@ class Plan:
 
     Use `make_plan` to make a plan. This constructor takes the two attributes that define
     a plan, and derives everything else from them. Equality and hash are by value.
-    CodedReduce, Reisizadeh et al. 2021 (arXiv 1902.01981), generalised to any tree, to
-    slices and to unequal subtrees (``docs/theory.md``).
+    Plans generalise CodedReduce (Reisizadeh et al. 2021, arXiv 1902.01981) to any tree,
+    to slices and to unequal subtrees (``docs/theory.md``).
 
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
@@ -58,7 +58,7 @@ class Plan:
         if strategy.speeds and len(set(strategy.speeds)) == 1:  # no effect
             strategy = dataclasses.replace(strategy, speeds=None)
         object.__setattr__(self, "strategy", strategy)
-        # build every code now, so that an impossible code is an error here
+        # build every code now, so that an impossible code raises an error here
         self.codings  # noqa: B018
 
     @property
@@ -165,8 +165,8 @@ class Plan:
 
     @functools.cached_property
     def parts_above(self) -> tuple[int, ...]:
-        """The number ``P`` of vectors in each rank's message. The codes of its ancestors
-        determine it."""
+        """The number ``P`` of vectors in each rank's message: the product of the parts
+        of its ancestors' codes."""
         return self._product_above(lambda code: code.parts)
 
     @functools.cached_property
@@ -183,8 +183,8 @@ class Plan:
 
     @property
     def padding_multiple(self) -> int:
-        """The number to whose multiple gradients are padded. All numbers of slices divide
-        it."""
+        """Gradients are padded to a multiple of this number. The number of slices of
+        each rank's message divides it."""
         return math.lcm(*self.slices_above)
 
     def result_length(self, rank: int, length: int) -> int:
@@ -236,8 +236,9 @@ class Plan:
         return missing
 
     def unrecoverable(self, erased: Sequence[bool] | np.ndarray) -> list[int]:
-        """Return the parents that cannot rebuild their sums without the erased ranks, and prevent the root
-        from rebuilding its sum. The root comes first. Empty if the plan tolerates these erasures.
+        """Return the parents that cannot rebuild their sums without the erased ranks,
+        and so prevent the root from rebuilding its sum. The root comes first. The list
+        is empty if the plan tolerates these erasures.
 
         Args:
             erased: bool ``(size,)``.
@@ -302,8 +303,8 @@ class Plan:
         return own / self.capacities[self.root]
 
     def own_share(self, rank: int) -> Fraction:
-        """Return the part of its subtree's assigned set that a rank computes itself. The
-        rank codes the rest over its children.
+        """Return the fraction that a rank computes itself of the set assigned to its
+        subtree. The rank codes the rest over its children.
         """
         return self.speed(rank) / self.capacities[rank]
 

@@ -5,10 +5,10 @@ sums (``docs/engine.md``).
 # Sections are faster between hosts for sums of at least this many bytes, as measured in
 # benchmarks/README.md.
 SECTIONS_FROM = 64 << 10
-# The number of pieces of such a sum for each rank, if they are neither too short nor too
-# long.
+# The number of pieces of such a sum for each rank of the family, if the pieces are then
+# neither too short nor too long.
 SECTION_PIECES = 8
-# The share of time for which a layer is busy: layers wait for each other.
+# The fraction of the time for which a layer is busy, since layers wait for each other.
 _IN_TURNS = 0.9
 
 
@@ -17,10 +17,10 @@ def pay_in_layers(needs: int, children: int, layers: int, most: int) -> bool:
     families form sections.
 
     Sections begin once all messages of a parent's children are complete, and the
-    children get the complete result. So layers wait for each other. On the way up and on
-    the way down, each layer waits for the time that a port takes for a vector. Without
-    sections, pieces flow through all layers at the same time, but all children of a
-    parent fetch the whole result from it.
+    children get the complete result. So layers wait for each other. On the way up and
+    on the way down, each layer adds the time that a port takes to send one vector.
+    Without sections, pieces flow through all layers at the same time, but all children
+    of a parent fetch the whole result from it.
 
     ``needs`` is the number of messages that suffice for the root's sum. ``layers`` is the
     number of layers of parents below the root. ``most`` is the number of vectors that a

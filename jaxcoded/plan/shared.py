@@ -26,10 +26,10 @@ class Shared(Strategy):
     costs as much as without a code. It needs the engine; see ``docs/sharing.md``.
 
     Attributes:
-        replicas: the number of other ranks that hold the data of each block, ≥ 0. The
-            same number of arbitrary ranks may be missing, except the root. A single rank
-            computes everything.
-        blocks: the number of blocks of each rank, ≥ 1. A single rank has one.
+        replicas: the number of other ranks that hold the data of each block, ≥ 0. Any
+            ``replicas`` ranks except the root may be missing. A single rank computes
+            everything.
+        blocks: the number of blocks of each rank, ≥ 1. A single rank has one block.
         root_computes: whether the root owns blocks too.
 
     Raises:
@@ -39,8 +39,8 @@ class Shared(Strategy):
         >>> import jaxcoded
         >>> print(jaxcoded.make_plan(4, jaxcoded.Shared(replicas=2)).describe())
         4 ranks: root 0 (with data) and 3 workers, which share the work: any 2 ranks but the root may be missing
-        a rank computes 1/4 of the batch, in 12 blocks, if no rank is late; a rank that is done computes blocks of others
-        a rank holds the data of 3/4 of the batch: each block lies on its owner and 2 others
+        a rank computes 1/4 of the batch, in 12 blocks, if no rank is late; a rank that is done computes blocks of other ranks
+        a rank holds the data of 3/4 of the batch: each block lies on its owner and 2 other ranks
     """
 
     by_blocks: ClassVar[bool] = True
@@ -63,7 +63,7 @@ class Shared(Strategy):
     def check(self, tree: Tree) -> None:
         if tree.depth > 1 or tree.root:
             raise ValueError(
-                f"{self!r} needs all workers right below rank 0, but this tree has root {tree.root} "
+                f"{self!r} needs all workers as children of rank 0, but this tree has root {tree.root} "
                 f"and {tree.depth} layers below it: take Coded(parents=...)"
             )
         placed = self.placement(tree.size)
@@ -71,12 +71,12 @@ class Shared(Strategy):
         if self.replicas > max(others, 1) and tree.size > 1:
             raise ValueError(
                 f"{self!r} does not fit size={tree.size} ranks: only {others} other rank{s(others)} can hold a "
-                f"rank's blocks; give Shared(replicas={others}) or less"
+                f"rank's part of the batch; give replicas={others} or less"
             )
         if len(placed.ranks) * self.blocks > max(MOST_BLOCKS, 12 * tree.size):
             raise ValueError(
-                f"{self!r} does not fit size={tree.size} ranks: there can be {MOST_BLOCKS} blocks of all "
-                f"ranks; give blocks={max(1, MOST_BLOCKS // tree.size)} or less"
+                f"{self!r} does not fit size={tree.size} ranks: all ranks together can have at most {MOST_BLOCKS} "
+                f"blocks; give blocks={max(1, MOST_BLOCKS // tree.size)} or less"
             )
 
     def placement(self, size: int) -> Placement:
@@ -99,9 +99,9 @@ class Shared(Strategy):
             f"any {others} ranks" if others > 1 else "any rank" if others else "no rank"
         )
         helped = (
-            "a rank that is done computes blocks of others"
+            "a rank that is done computes blocks of other ranks"
             if others
-            else "with replicas=0 no other rank has its data, and all wait for it"
+            else "with replicas=0 no other rank has its data, and all ranks wait for it"
         )
         each = Fraction(1, n)
         with_data = "with" if self.root_computes else "without"
@@ -120,7 +120,7 @@ class Shared(Strategy):
                 (
                     f"a rank holds the data of {fraction((1 + others) * each)} of the batch: "
                     f"each block lies on its owner"
-                    + f" and {others} other{s(others)}"
+                    + f" and {others} other rank{s(others)}"
                     * (others > 0)
                 ),
             ]
@@ -138,8 +138,9 @@ class Shared(Strategy):
         return indices, np.ones((len(indices), 1, 1))
 
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """Return the blocks that a rank holds, its own first, padded to one size.
-        Weights are 1 in its own blocks, which it adds to a sum without sharing.
+        """Return the examples of the blocks that a rank holds, its own blocks first,
+        each padded to the same length. Weights are 1 in its own blocks and 0 elsewhere:
+        without sharing, it adds only its own blocks to a sum.
         """
         placed = plan.placement
         starts = placed.examples(batch_size)
@@ -166,7 +167,9 @@ class Shared(Strategy):
         return [starts[first : first + blocks + 1] for first in owners]
 
     def refuse(self, given: str) -> None:
-        why = "blocks are assigned during the round, and the sum is of the whole batch"
+        why = (
+            "blocks are assigned during the round, and the sum is over the whole batch"
+        )
         if given == "residual":
             why = 'its sums are exact, unless on_deadline="approximate"'
         raise ValueError(f"{given} cannot be given in a group with {self!r}: {why}")

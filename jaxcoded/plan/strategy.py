@@ -29,7 +29,7 @@ class Strategy(abc.ABC):
     valid Python.
 
     Attributes:
-        by_blocks: whether ranks compute blocks of each other, which are assigned during
+        by_blocks: whether ranks compute each other's blocks, which are assigned during
             the round. This needs the engine.
         by_host: whether the tree follows hosts.
         speeds: relative speed of each rank, in multiples of 1/1000; the fastest has 1.
@@ -118,23 +118,24 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
         """Return the positions at which a batch of examples is cut into its atoms, in
-        increasing order. Each array has the positions of one run that is assigned
-        together, and begins at the end of the previous run.
+        increasing order. Each array has the positions of one run of atoms that are
+        assigned together. It begins with the last position of the previous array.
         """
 
     # Which features the groups of a strategy support.
 
     def require_blocks(self, what: str) -> None:
-        """Raise a ValueError unless ranks compute blocks of each other. ``what`` needs such a strategy."""
+        """Raise a ValueError unless ranks compute each other's blocks. ``what`` is the
+        feature that needs it."""
         if not self.by_blocks:
             raise ValueError(
-                f"{what} needs a group that shares its work, but this one has {self!r}: make it "
+                f"{what} needs a group that shares its work, but this group has {self!r}: make the group "
                 "with CodedGroup(comm, Shared(replicas=2))"
             )
 
     def refuse(self, given: str) -> None:
         """Raise a ValueError if this argument of a call, ``erasures`` or ``residual``,
-        has no meaning.
+        has no meaning with this strategy.
         """
 
     @abc.abstractmethod
@@ -144,7 +145,8 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
-        """Return why a group cannot have a `Check` with this ``wait``, or an empty text."""
+        """Return why a group cannot have a `Check` with this ``wait``, or an empty text
+        if it can."""
 
     def gaps(self, plan: Plan) -> str:
         """Return which mistakes a ``check`` cannot detect with this plan, or an empty
@@ -195,7 +197,7 @@ class Strategy(abc.ABC):
         name = fields.pop("strategy", None) if isinstance(fields, dict) else None
         if name not in list(_KINDS):
             raise ValueError(
-                f"a strategy is an object of JSON whose field strategy is one of "
+                f"a strategy must be a JSON object whose field 'strategy' is one of "
                 f"{', '.join(_KINDS)}, got {_require.shown(text)}"
             )
         return _made("strategy", name, f"{name}(...)", fields)

@@ -12,8 +12,7 @@ class Tree:
     """A rooted tree over ranks ``0 … N−1``.
 
     Args:
-        parents: the parent of each rank; the root has ``-1`` (its own number is
-            accepted too).
+        parents: the parent of each rank; the root has ``-1`` or its own number.
 
     Raises:
         ValueError: not exactly one root, a parent out of range, or a cycle. The message
@@ -92,7 +91,7 @@ def default_fanout(size: int, needed: int) -> int:
     the smallest depth, and gives every parent the ``s + m`` children that it needs.
 
     A parent gets at most ``max(8, 2 · needed)`` children, so that no parent receives
-    messages from too many.
+    messages from too many children.
     """
     largest = max(8, 2 * needed)
     depth = 1
@@ -112,10 +111,11 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 
     A parent with fewer than ``needed`` children (``s + m``) cannot tolerate ``s``
     stragglers. If ``size`` allows no tree in which every parent has ``needed … fanout``
-    children, only the last parent gets fewer.
+    children, only the last parent gets fewer than ``needed``.
     """
     below = size - 1
-    inner = -(-below // fanout)  # the fewest parents that can take all
+    # the fewest parents that can take all ranks below the root
+    inner = -(-below // fanout)
     if below >= inner * needed:
         counts = _even(below, inner)
     else:  # only the last parent gets fewer than `needed`

@@ -21,7 +21,7 @@ class Family:
 
 class Decoder:
     @overload
-    def __init__(self) -> None: ...  # a leaf's
+    def __init__(self) -> None: ...  # a leaf's decoder
     @overload
     def __init__(
         self,
@@ -205,7 +205,7 @@ def next_warning() -> tuple[int, str] | None: ...
 def next_report(reports: Any) -> tuple[Any, ...] | None: ...
 def record(index: int) -> Any: ...
 
-# Waits, as `next_report`: round, call, blocks by member.
+# Waits like `next_report`. Returns the round's number, the call, and the blocks of each member.
 def next_dealt(reports: Any) -> tuple[int, str, list[list[int]]] | None: ...
 def replay(index: int, rounds: list[tuple[int, str, list[list[int]]]]) -> None: ...
 def replan(

@@ -17,7 +17,7 @@ LONGEST = 16 << 20  # most bytes of a rank's answer
 # How many characters of a long text are shown: at its beginning; at its end, which may
 # contain an error; and around a difference.
 _FIRST, _LAST, _BEFORE, _AFTER = 120, 240, 20, 60
-_WHY = "has a rank died, or do they not all run the same jaxcoded?"
+_WHY = "has a rank died, or do ranks run different builds of jaxcoded?"
 
 
 class Unreadable(CodedError):
@@ -47,8 +47,8 @@ def plain(value: Any) -> Any:
 
 def differences(answers: Sequence[str]) -> list[str]:
     """Return the first differing item of each answer, or "nothing" if an answer has no
-    such item. Items are separated by commas outside of brackets, and end before an
-    "of". (The engine does the same, see ``cpp/difference.h``.)
+    such item. Items are separated by commas, and by the first "of", outside of
+    brackets. (The engine does the same, see ``cpp/difference.h``.)
     """
     items = [_items(answer) for answer in answers]
     shortest = min(map(len, items))
@@ -135,7 +135,7 @@ def on_all(
     failure: Exception | None = None
     try:
         outcome = [step()]
-    except Exception as error:  # noqa: BLE001  # the others wait for an answer
+    except Exception as error:  # noqa: BLE001  # other ranks wait for an answer
         failure = error
     words = failure and f"{type(failure).__name__}: {failure}"
     all_ = gathered(comm, (outcome, words))

@@ -20,11 +20,14 @@ class Carrier(abc.ABC):
     rank: int  # the rank of this process
     can_lag = False  # whether rounds may be decided before a rank calls them
     takes_tokens = False  # whether a token can order rounds instead of the effect
-    takes_parts = False  # whether parts of a message can be sent ahead of the others
+    takes_parts = (
+        False  # whether parts of a message can be sent ahead of the other parts
+    )
     # How many rounds can be started before the first one is finished. With 0, a started round would not progress
     # while its rank computes.
     most_started = 0
-    refuses_miscounts = False  # whether a sum of other examples is an error, not NaN
+    # whether a sum of other examples raises an error; otherwise it is NaN
+    refuses_miscounts = False
     compares = False  # whether parents compare their children's messages
 
     @abc.abstractmethod
@@ -48,8 +51,9 @@ class Transport(Carrier):
     name: ClassVar[str]
 
     def computes_with(self, eps: Callable[[], float]) -> None:
-        """Note the precision of a program of the group, as a machine epsilon. Only the
-        largest one counts: messages that a check compares may differ by this much.
+        """Record the precision of a program of the group, as a machine epsilon. Only
+        the largest epsilon counts: messages that a check compares may differ by this
+        much.
         """
 
     def host_lag(self) -> int:
@@ -62,7 +66,7 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def note_failure(self, words: str) -> None:
-        """Note that an error prevented a round on this rank. The other ranks get the
+        """Record that an error prevented a round on this rank. The other ranks get the
         error when this rank begins its next round.
         """
 
@@ -72,7 +76,8 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def replanned(self, index: int, plan: Plan) -> Self:
-        """Return the transport with another plan and index, and close this one."""
+        """Return the transport with another plan and index, and close this
+        transport."""
 
     def enter(self) -> None:
         """Begin, after all ranks have opened this transport."""

@@ -9,7 +9,7 @@ from jaxcoded.transport.deadline import Deadline
 VARIABLE = "JAXCODED_DEBUG"
 ACTIONS = {
     "warn": "a line in the log",
-    "drop": "the round continues without the wrong rank if that is known, and fails otherwise",
+    "drop": "the round continues without the wrong rank if this rank is known, and fails otherwise",
     "raise": "the round fails",
 }
 
@@ -23,10 +23,12 @@ class Check:
     Attributes:
         action: what happens if messages differ by more than rounding explains (``docs/theory.md``). ``"raise"``
             fails the round with `InconsistentMessages` on all ranks. ``"warn"`` logs the difference and continues.
-            ``"drop"`` logs it and forms the sum without the wrong child. If this child is unknown, or the others do
-            not suffice, the round fails. One surplus message shows which children may be wrong; two show which
-            child is wrong. With shared work, two ranks compute one block of each round. Their results show only
-            that one of the two is wrong, so ``"drop"`` then fails the round.
+            ``"drop"`` logs it and forms the sum without the wrong child. If this child
+            is unknown, or the other children do not suffice, the round fails. One
+            surplus message shows which children may be wrong; two show which child is
+            wrong. With shared work, two ranks compute one block of each round. Their
+            results show only that one of the two is wrong, so ``"drop"`` then fails the
+            round.
         wait: for which messages to wait. ``False``: for none. The check compares the messages that have arrived
             when the sum can be formed; often there is no surplus message. ``True``: for the messages of all living
             children, at most until the deadline, to have as many surplus messages as possible. ``"all"``: for the
@@ -59,7 +61,7 @@ class Check:
             )
         if self.wait == "all" and self.action != "raise":
             raise ValueError(
-                f"wait='all' fails the round where messages differ: leave out action={self.action!r}"
+                f"wait='all' fails the round if messages differ: leave out action={self.action!r}"
             )
 
     def why_not(self, plan: Plan, deadline: Deadline, transport: str) -> str:
@@ -68,7 +70,7 @@ class Check:
             return "needs the engine"
         if deadline.approximates:
             return (
-                'waits for all ranks, so that on_deadline="approximate" means nothing'
+                'waits for all ranks, so on_deadline="approximate" has no effect'
                 if self == DEBUG
                 else 'compares exact sums: on_deadline must be "wait" or "raise"'
             )

@@ -26,14 +26,15 @@ def why_not() -> str:
     if not asked or jax.default_backend() != "gpu" or supported():
         return ""
     return (
-        "MPI4JAX_USE_CUDA_MPI=1, but this MPI does not say that it takes pointers to a "
-        f"GPU's memory ({MPI.Get_library_version().splitlines()[0]}): set it to 0, and "
-        "mpi4jax copies through the host"
+        "MPI4JAX_USE_CUDA_MPI=1, but this MPI does not report that it accepts pointers to a "
+        f"GPU's memory ({MPI.Get_library_version().splitlines()[0]}): set the variable to 0, "
+        "then mpi4jax copies through the host"
     )
 
 
 def supported() -> bool:
-    """Return MPI's answer, from the extensions of Open MPI and MPICH."""
+    """Return whether MPI reports that it accepts such pointers, by the extensions of
+    Open MPI and MPICH."""
     spec = None
     with contextlib.suppress(ModuleNotFoundError):  # its package is missing
         spec = importlib.util.find_spec(_BRIDGE)

@@ -23,7 +23,8 @@ class Deadline:
 
     @property
     def waits_on(self) -> bool:
-        """Return whether parents log the ranks for which they wait, and wait on."""
+        """Return whether parents log the ranks for which they wait, and continue to
+        wait."""
         return self.action == "wait"
 
     @classmethod

@@ -50,8 +50,8 @@ class Devices:
         return jax.lax.axis_index(tuple(name for name, _ in self.axes))
 
     def owners(self, split: Sequence[str]) -> list[int]:
-        """For a value that is split over these axes and equal along all others, return for each place the first
-        place that has the same data.
+        """For a value that is split over these axes and equal along all other axes,
+        return for each place the first place that has the same data.
 
         Example:
             >>> from jaxcoded.transport.devices import Devices
@@ -84,14 +84,14 @@ def of_program() -> Devices | None:
     if mesh.size > jax.local_device_count():
         raise ValueError(
             f"this shard_map is over {mesh.size} devices, but the process has "
-            f"{jax.local_device_count()}: the devices of a mesh are those of one rank, and the group "
+            f"{jax.local_device_count()}: the devices of a mesh must belong to one rank, and the group "
             "sums over the ranks"
         )
     found = Devices(axes)
     if not _jax_compat.varying(found.place()):
         raise ValueError(
             "inside shard_map(check_vma=False), and pmap, JAX does not show which arrays are split over the "
-            f"devices: leave out check_vma. For {REMEDY}"
+            f"devices: leave out check_vma; {REMEDY}"
         )
     return found
 
@@ -103,5 +103,5 @@ def check(context: Any, together: Devices | None, platform: str) -> None:
         raise ValueError(f"this program runs on {devices} devices, but {REMEDY}")
     if together is not None and platform != "cpu":
         raise ValueError(
-            "the devices of a process call together on CPUs only so far: start one rank for each GPU"
+            "so far, several devices of a process can make a call together only on CPUs: start one rank for each GPU"
         )

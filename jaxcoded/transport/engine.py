@@ -51,7 +51,8 @@ _STATISTICS = (
     *("history_bytes", "memory_bytes", "fetched_bytes"),
     *("formed_bytes", "compared_rounds"),
 )
-# How much longer a rank waits for its children than the children wait for their own.
+# How much longer a rank waits for its children than the children wait for their own
+# children.
 _GIVE_UP_SECONDS = 0.5
 # Without a deadline, the log names a child that makes no call for this many seconds.
 _STUCK_SECONDS = 10.0
@@ -91,20 +92,21 @@ def missing() -> str:
 
 
 def sources() -> str:
-    """Return a digest of the engine's C++ sources. Only if it is not `missing`."""
+    """Return a digest of the engine's C++ sources. Call this only if the engine is not
+    `missing`."""
     return _engine.sources[:12]
 
 
 def fault_tolerant() -> bool:
-    """Return whether MPI survives a rank's death (ULFM). Only if the engine is not
-    `missing`."""
+    """Return whether MPI survives a rank's death (ULFM). Call this only if the engine
+    is not `missing`."""
     return not _why_missing and _engine.fault_tolerant()
 
 
 def join() -> None:
-    """Note that this process joins a job, or lets other processes join. At the end, MPI
-    then does not disconnect the communicators that old and new processes share, which
-    would wait for all their ranks.
+    """Record that this process joins a job, or lets other processes join. At the end,
+    MPI then does not disconnect the communicators that old and new processes share,
+    since this would wait for all their ranks.
     """
     _engine.join()
 
@@ -175,7 +177,7 @@ class Engine(Transport):
             )
         except errors.CodedError as error:
             _engine.forget(cards[comm.rank])
-            if not isinstance(error, Unreadable):  # otherwise ranks may still be in it
+            if not isinstance(error, Unreadable):  # then no rank is still in it
                 self._put_back()
             raise
         registry.add(self)
@@ -195,7 +197,7 @@ class Engine(Transport):
         if token is None:
             raise ValueError(
                 "inside shard_map over several devices JAX keeps no order of effects: order the "
-                f"calls by a token, as token=jnp.int32(0). For {devices.REMEDY}"
+                f"calls by a token, as token=jnp.int32(0); {devices.REMEDY}"
             )
         if why := self.plan.strategy.why_not_split(self.plan):
             raise ValueError(
@@ -265,7 +267,7 @@ class Engine(Transport):
     @classmethod
     def of(cls, transport: Transport, needed: str) -> Self:
         """Return the transport if it is an engine; otherwise raise a
-        NotImplementedError. ``needed`` says as text which calls need an engine.
+        NotImplementedError. ``needed`` is a text that says which calls need an engine.
         """
         if isinstance(transport, cls):
             return transport
@@ -333,8 +335,8 @@ class Engine(Transport):
         return following
 
     def replay(self, rounds: Sequence[Dealt]) -> None:
-        """On the root, divide work from now on as in these rounds. Any other round is an
-        error."""
+        """On the root, divide work from now on as in these rounds. Any other round
+        raises an error."""
         members = self._members
         divided = [(n, call, [of[rank] for rank in members]) for n, call, of in rounds]
         self._ask("replay", divided)
@@ -382,8 +384,8 @@ class Engine(Transport):
     # Ranks that die or join.
 
     def departed(self) -> dict[int, str]:
-        """Return the ranks below this one that make no more calls, with their programs'
-        errors."""
+        """Return the ranks below this rank that make no more calls, with their
+        programs' errors."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
@@ -391,8 +393,8 @@ class Engine(Transport):
         return self._ask("drained", seconds)
 
     def rounds_of_all(self) -> int:
-        """Return how many rounds of this rank are over. A round that failed on this rank
-        only, without the root, and all later rounds do not count.
+        """Return how many rounds of this rank are over. If a round failed only on this
+        rank, without the root, this round and all later rounds do not count.
         """
         return self._ask("rounds_of_all")
 
@@ -402,8 +404,8 @@ class Engine(Transport):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Ask the ranks above this one, during this block, which rounds are decided. It
-        asks even if this rank makes no call and its parent is silent.
+        """Ask the ranks above this rank, during this block, which rounds are decided.
+        The engine asks even if this rank makes no call and its parent is silent.
         """
         self._ask("watch", True)
         try:
@@ -417,7 +419,8 @@ class Engine(Transport):
     def agreed(self, mine: bool) -> bool:
         """Return whether ``mine`` is true on all ranks, and all ranks live. Collective."""
         # MPI numbers agreements in a communicator together with the communicators made
-        # from it. So this uses the engine's communicator, from which no other is made.
+        # from it. So this uses the engine's communicator, from which no other
+        # communicator is made.
         try:
             return bool(self._own.Agree(int(mine)))
         except MPI.Exception as error:
@@ -458,7 +461,8 @@ _idle_lock = threading.Lock()
 
 def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
     """Return a communicator that only the engine uses, and its number. Collective."""
-    # remove it while the ranks agree, as another thread may be searching, too
+    # remove the candidates while the ranks agree, as another thread may be searching,
+    # too
     with _idle_lock:
         mine = {
             serial: _idle.pop(serial)
@@ -488,14 +492,15 @@ def _height(plan: Plan, rank: int) -> int:
 
 
 def _deadline_share(plan: Plan, rank: int) -> float:
-    """Return a parent's share of the deadline. Deeper parents have earlier deadlines,
-    so that their messages arrive in time.
+    """Return the fraction of the deadline for which a parent waits. Deeper parents have
+    earlier deadlines, so that their messages arrive in time.
     """
     return _height(plan, rank) / max(_height(plan, plan.root), 1)
 
 
 def _fit_messages(limits: Any, plan: Plan) -> None:
-    """Cut sums in sections into the same pieces as the messages of the root's children."""
+    """Make the engine cut a sum that it forms in sections into the same pieces as the
+    messages of the root's children."""
     coding = plan.codings[plan.root]
     if limits.sections_from and coding is not None:
         limits.slices, limits.parts = coding.code.m, coding.code.parts
@@ -628,9 +633,10 @@ def _left() -> list[Engine]:
 
 def leave(seconds: float) -> None:
     """Leave all groups as at the end of the process, without further calls. For
-    ``seconds``, ranks below this one can still get missing results.
+    ``seconds``, ranks below this rank can still get missing results.
 
-    A root does not leave in order: that would fail rounds that another root repeats."""
+    If this rank is a root, it does not leave this way: that would fail rounds that
+    another root repeats."""
     groups = _left()
     if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)

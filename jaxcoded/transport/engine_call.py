@@ -86,7 +86,8 @@ def lower(
     def convert(
         values: Sequence[Any], before: Sequence[Any], after: Sequence[Any], axes: Any
     ) -> Sequence[Any]:
-        """Convert values of some types to others, possibly with a moved axis."""
+        """Convert values from the types ``before`` to the types ``after``, possibly
+        with a moved axis."""
         if not moves and list(map(_kind, before)) == list(map(_kind, after)):
             return values
 

@@ -2,7 +2,8 @@
 
 An extension that was built from source is next to this file. It works with the MPI with
 which it was built. A wheel has one extension for each binary interface of MPI, like
-mpi4py's wheels: the interface of Open MPI, and that of MPICH, which other MPIs share.
+mpi4py's wheels: the interface of Open MPI, and the interface of MPICH, which other MPIs
+share.
 """
 
 import importlib
@@ -18,7 +19,8 @@ _NAME = f"{transport.__name__}._engine"
 
 
 def load() -> None:
-    """Load ``_engine``. Raise an ImportError if none fits this MPI and Python."""
+    """Load ``_engine``. Raise an ImportError if no extension fits this MPI and
+    Python."""
     if _NAME in sys.modules:
         return
     if importlib.util.find_spec(_NAME):
@@ -28,6 +30,8 @@ def load() -> None:
     try:
         found = importlib.import_module(f"{transport.__name__}.{folder}._engine")
     except ModuleNotFoundError:
-        raise ImportError("it was left out, or there is none for this Python") from None
+        raise ImportError(
+            "it was left out, or does not exist for this Python"
+        ) from None
     sys.modules[_NAME] = found
     transport._engine = found

@@ -31,7 +31,7 @@ def follow(
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-# This is registered before the function that ends the engine, so it is called after it.
+# This is registered before the function that ends the engine, so it runs after that function.
 @atexit.register
 def _finish() -> None:
     """Wait until the last records are handled, before the interpreter ends."""

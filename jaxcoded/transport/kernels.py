@@ -65,7 +65,8 @@ def divided(pytree: Any, number: Any) -> Any:
 
 
 def counts(found: jax.Array, number: Any, allowed: float) -> jax.Array:
-    """Return whether counts equal a number, up to rounding by the share ``allowed`` of the number."""
+    """Return whether counts equal a number, up to rounding by the fraction ``allowed``
+    of the number."""
     return jnp.abs(found - number) <= allowed * number
 
 
@@ -98,7 +99,8 @@ def encode_vector(
     Args:
         partials: ``(k, q)``.
         coefficients: ``(k, m)``.
-        multiple: ``q`` is padded with zeros to a multiple of this; a multiple of ``m``.
+        multiple: ``q`` is padded with zeros to a multiple of this number, which ``m``
+            divides.
 
     Returns:
         ``(⌈q/multiple⌉ · multiple / m,)`` in the accumulator dtype.
@@ -136,7 +138,8 @@ def encode(
     multiple: int | None = None,
     wire_dtype: Any = None,
 ) -> Any:
-    """Return one child's message, ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several.
+    """Return one child's message, ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several
+    messages.
 
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``partials``.
 

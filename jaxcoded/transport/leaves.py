@@ -1,4 +1,5 @@
-"""Convert a leaf of a pytree to an array, or raise an error that says why it is none."""
+"""Convert a leaf of a pytree to an array, or raise an error that says why it is not an
+array."""
 
 import functools
 import math
@@ -12,11 +13,11 @@ from jaxcoded import _arrays, _jax_compat, _require
 
 # For each of NumPy's kinds of dtypes that JAX lacks: its name, and what to pass instead.
 _NO_NUMBERS = {
-    "U": "text: leave it out, or hand over numbers such as token ids",
+    "U": "text: leave it out, or pass numbers such as token ids",
     "O": "Python objects, such as rows of unequal lengths: pad them to one length, or leave it out",
-    "M": 'points in time: hand over numbers, such as (x - x.min()) / np.timedelta64(1, "s")',
-    "m": 'durations: hand over numbers, such as x / np.timedelta64(1, "s")',
-    "V": "a structured array: hand over its fields, {name: x[name] for name in x.dtype.names}",
+    "M": 'points in time: pass numbers, such as (x - x.min()) / np.timedelta64(1, "s")',
+    "m": 'durations: pass numbers, such as x / np.timedelta64(1, "s")',
+    "V": "a structured array: pass its fields, {name: x[name] for name in x.dtype.names}",
 }
 _NO_NUMBERS |= {"S": _NO_NUMBERS["U"], "T": _NO_NUMBERS["U"]}
 SUMMED = ("float16", "bfloat16", "float32", "float64")  # dtypes of sums
@@ -85,14 +86,14 @@ def array(leaf: Any, name: str) -> jax.Array:
         if str(error).startswith(name):
             raise
         raise TypeError(
-            f"{name} is {_require.kind(leaf)}, and JAX has no such dtype: hand over x.astype(np.float64)"
+            f"{name} is {_require.kind(leaf)}, and JAX has no such dtype: pass x.astype(np.float64)"
         ) from None
     if isinstance(leaf, np.ndarray) and leaf.dtype != out.dtype:
         cut = leaf.astype(out.dtype) != leaf if leaf.dtype.kind in "iu" else ()
         if np.any(cut):
             raise ValueError(
                 f"{name} has numbers of {leaf.dtype} that do not fit into {out.dtype}, such as {leaf[cut][0]}: set "
-                "jax_enable_x64, or hand over smaller numbers"
+                "jax_enable_x64, or pass smaller numbers"
             )
     return out
 
@@ -107,14 +108,15 @@ def summand(leaf: Any, name: str) -> jax.Array:
 def sendable(leaf: Any, name: str) -> Any:
     """Return the leaf as an array whose `numbers` MPI can send.
 
-    Outside ``jit`` 64-bit integers keep their bits, in NumPy's arrays and in all integers
-    without axes. So a Python counter on one rank matches a JAX counter on another rank.
-    Raise the errors of `array`, and a TypeError if the elements are not whole bytes.
+    Outside ``jit``, 64-bit integers in NumPy arrays, and all integers without axes, are
+    sent with 64 bits. So a Python counter on one rank matches a JAX counter on another
+    rank. Raise the errors of `array`, and a TypeError if the elements are not whole
+    bytes.
     """
     leaf, dtype = _with_dtype(leaf, name)
     if not (is_key(dtype) or _has_bytes(dtype)):
         raise TypeError(
-            f"{name} has dtype {dtype}, which MPI cannot send: hand over x.astype(jnp.int8)"
+            f"{name} has dtype {dtype}, which MPI cannot send: pass x.astype(jnp.int8)"
         )
     if not jnp.issubdtype(dtype, jnp.integer):
         return array(leaf, name)
@@ -132,7 +134,7 @@ def check_real(dtype: Any, name: str) -> None:
     """Raise a TypeError with the ``name`` unless coded sums can have this dtype."""
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{name} has dtype {dtype}, but coded sums are of real numbers: hand over real and imaginary "
+            f"{name} has dtype {dtype}, but coded sums are of real numbers: pass real and imaginary "
             'parts, {"re": x.real, "im": x.imag}, and put them together again, '
             'jax.lax.complex(parts["re"], parts["im"])'
         )
@@ -148,7 +150,7 @@ def check_no_key(dtype: Any, name: str) -> None:
     """Raise a TypeError if these are random keys, which have no sum."""
     if is_key(dtype):
         raise TypeError(
-            f"{name} has random keys ({dtype}), which cannot be added up: leave it out of the tree, or hand over what is "
+            f"{name} has random keys ({dtype}), which cannot be added up: leave it out of the tree, or pass what is "
             "drawn with them"
         )
 
@@ -180,7 +182,7 @@ def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
 
 
 def stored(dtype: Any) -> tuple[np.dtype, int]:
-    """Return the dtype of `numbers`, and how many of them form one element."""
+    """Return the dtype of `numbers`, and how many numbers form one element."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return data.dtype, math.prod(data.shape)
@@ -230,7 +232,7 @@ def _too_large(leaf: Any, name: str, most: Any = None) -> str:
     remedy = (
         "set jax_enable_x64"
         if most == np.int32 and -(2**63) <= leaf < 2**63
-        else "hand over a float, or several numbers"
+        else "pass a float, or several numbers"
     )
     return f"{name} is {_require.shown(leaf)}, which does not fit into {most}: {remedy}"
 

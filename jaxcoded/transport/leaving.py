@@ -24,20 +24,20 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
     The rank first completes the round that it has called, so the other ranks have its
     message of that round. After that they continue as if it had died, and
     `CodedGroup.recovered` removes it. If the program is in compiled code, the rank
-    leaves after most of the notice. A program that always holds Python's lock cannot
-    leave. The root cannot leave either, as it decides the rounds: it ends at once, and
-    for the other ranks it has died.
+    leaves after most of ``notice`` has passed. A program that always holds Python's
+    lock cannot leave. The root cannot leave either, as it decides the rounds: it ends
+    at once, and for the other ranks it has died.
 
     Neither ``finally`` blocks nor ``atexit`` functions run. This replaces the program's
     handler of ``SIGTERM``. Call it on the main thread.
 
     Args:
         notice: seconds from the signal until the process must have ended; at least 10
-            if other ranks are below this one.
+            if other ranks are below this rank.
 
     Raises:
-        ValueError: ``notice`` is not a number ≥ 0; MPI is not fault-tolerant, and would end the
-            job or wait for its end; or this is not the main thread.
+        ValueError: ``notice`` is not a number ≥ 0; MPI is not fault-tolerant, and would
+            end the job or wait for the job's end; or this is not the main thread.
 
     Example:
         >>> import jaxcoded
@@ -57,12 +57,12 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
     def on_signal(number: int, _: FrameType | None) -> None:
         if os.getpid() == process:
             _leave()
-        signal.signal(number, signal.SIG_DFL)  # a fork, which has no engine
+        signal.signal(number, signal.SIG_DFL)  # in a fork, which has no engine
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, on_signal)
     # Python calls a handler only when its main thread returns from compiled code. The
-    # byte arrives at once.
+    # byte in the pipe arrives at once.
     heard, tells = os.pipe()
     os.set_blocking(tells, False)
     before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)
@@ -88,9 +88,9 @@ def _leave() -> NoReturn:
     if not _leaves.acquire(blocking=False):
         while True:  # another thread ends the process; the program does not continue
             time.sleep(60.0)
-    logger.warning("process %d leaves, as SIGTERM has come", os.getpid())
+    logger.warning("process %d leaves its groups, as it received SIGTERM", os.getpid())
     engine.leave(_LEAVING)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(0)  # MPI_Finalize would wait for the others
+    os._exit(0)  # MPI_Finalize would wait for the other ranks

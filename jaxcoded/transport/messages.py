@@ -1,4 +1,4 @@
-"""Arrays as messages of mpi4jax, and a tree of them."""
+"""Send arrays as messages of mpi4jax, and sum and broadcast arrays over a tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 try:
-    import mpi4jax as mpi4jax  # noqa: PLC0414  # others import it, too
+    import mpi4jax as mpi4jax  # noqa: PLC0414  # other modules import it from here
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "mpi4jax is not installed: pip install mpi4jax, with a C compiler and the MPI's mpicc on the PATH"
@@ -44,8 +44,8 @@ def receive(
 def exchange(
     vector: jax.Array, source: int, target: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """Send an array to ``target``, and receive a similar array from ``source`` at the
-    same time."""
+    """Send an array to ``target``, and receive an array of the same shape and dtype
+    from ``source`` at the same time."""
     received = [
         mpi4jax.sendrecv(
             message, jnp.empty_like(message), source=source, dest=target, comm=comm
@@ -86,9 +86,9 @@ def tree_reduce(
 ) -> jax.Array:
     """Receive messages from the children, decode them, add this rank's own message, and
     send the sum to the parent. ``parent`` is negative on the root. Return the coded sum
-    over this rank's subtree. It is ``(..., P·l)`` like the rank's own message, with ``P
-    = parts``. The children's messages are ``(..., P·P'·l/m)``, in the order of the
-    code's rows; ``coefficients`` are ``(m, n·P')``.
+    over this rank's subtree. The sum has the shape ``(..., P·l)`` of the rank's own
+    message, with ``P = parts``. The children's messages have shape ``(..., P·P'·l/m)``,
+    and come in the order of the code's rows. ``coefficients`` has shape ``(m, n·P')``.
     """
     total = own
     if children:

@@ -65,8 +65,9 @@ class Mpi4jax(Traced, Transport):
                 shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
                 if round.examples is not None and parent < 0:
-                    # only on the root, where XLA makes one loop of this and of decoding
-                    if not out:  # the first vector counts
+                    # check only on the root, where XLA fuses the check with the
+                    # decoding
+                    if not out:  # the first vector is the count
                         right = counts(vector[..., :1], *round.examples)
                     vector = jnp.where(right, vector, jnp.nan)
             if round.down:
@@ -103,7 +104,8 @@ class Mpi4jax(Traced, Transport):
         registry.remove(self.index)
 
     def _fit_together(self, vectors: Sequence[jax.Array]) -> bool:
-        """Return whether several vectors, such as a count and a sum, travel as one."""
+        """Return whether several vectors, such as a count and a sum, travel as one
+        message."""
         kinds = {(vector.dtype, vector.shape[:-1]) for vector in vectors}
         short = sum(vector.nbytes for vector in vectors) <= SHORT
         return len(vectors) > 1 and len(kinds) == 1 and short and not self.plan.encoded

@@ -16,8 +16,9 @@ _MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a group runs its rounds. All options are for the engine. With mpi4jax a ``check``, and an
-    ``on_deadline`` other than ``"wait"``, are errors; other options have no effect.
+    """How a group runs its rounds. All options are for the engine. With mpi4jax a
+    ``check``, or an ``on_deadline`` other than ``"wait"``, raises an error. Other
+    options have no effect.
 
     Attributes:
         deadline: how long the root waits if more children are late than a round tolerates: seconds from the
@@ -43,8 +44,8 @@ class Options:
         telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` covers; 0 turns it off.
         check: a `Check`: compare the ranks' messages, and look for NaN. `DEBUG` detects mistakes in the program; a
             warning names parents whose children cannot be checked. ``False``: no check. Default: `DEBUG` with
-            ``JAXCODED_DEBUG=1`` in the environment. For a group in which ``check=DEBUG`` is an error, the variable
-            only causes a warning.
+            ``JAXCODED_DEBUG=1`` in the environment. For a group in which
+            ``check=DEBUG`` would raise an error, the variable only causes a warning.
 
     Example:
         >>> import jaxcoded
@@ -81,7 +82,7 @@ class Options:
         _require.integer("telemetry_rounds", self.telemetry_rounds, 0, _MOST_ROUNDS)
         Deadline.parsed(self.deadline, self.on_deadline)
         check.validate(self.check)
-        # the engine reads these values
+        # the engine reads these variables
         for name in ("JAXCODED_STATUS_SIGNAL", "JAXCODED_PTRACER"):
             if os.environ.get(name, "ON") not in ("", "ON", "OFF"):
                 raise ValueError(f"{name} must be ON or OFF, got {os.environ[name]!r}")

@@ -186,9 +186,9 @@ class Packing:
         return {kind: length for kind, length in lengths.items() if length}
 
     def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
-        """Return the leaves without axes with kind 0, as they may be losses or
-        gradients. Or, with ``keys``, return the entries of a dict at these keys, each
-        with a different kind.
+        """Without ``keys``, return the leaves without axes, with kind 0, as they may be
+        losses or gradients. With ``keys``, return the entries of a dict at these keys,
+        each with a different kind.
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         paths = jax.tree_util.tree_leaves_with_path(places)
@@ -219,8 +219,8 @@ def pack(
 ) -> tuple[tuple[jax.Array, ...], Packing]:
     """Fuse the leaves of a pytree, arrays and Python numbers, into one vector for each
     `Kind` with at least one element, in the leaves' dtypes. Return the vectors, and the
-    `Packing` that `unpack` needs. ``floats_only``: accept the leaves of
-    `leaves.summand`, otherwise those of `leaves.sendable`.
+    `Packing` that `unpack` needs. ``floats_only``: accept the leaves that
+    `leaves.summand` accepts, otherwise the leaves that `leaves.sendable` accepts.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
     taken = summand if floats_only else sendable
@@ -263,7 +263,7 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
 
 
 def _unkeyed(structure: Any) -> Iterator[str]:
-    """Return the nodes that have names for their children, but give JAX no keys, such as
+    """Yield the nodes that have names for their children, but give JAX no keys, such as
     ``Model of a and b``. Ranks may order the children of such nodes differently.
     """
     if (data := structure.node_data()) is None:

@@ -23,8 +23,8 @@ _NEAR_SECTIONS_FROM = 4 << 20
 # The root's time to fetch and add a message, divided by another rank's time to copy the
 # result: 5 ms and 2.4 ms of CPU time for 16 MB.
 _ADDING = 2.0
-# How much more work than the others the root must have: sections cost messages and
-# copies.
+# How many times as much work as other ranks the root must have: sections cost messages
+# and copies.
 _AS_MUCH = 1.5
 
 
@@ -87,7 +87,7 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
         for rank, above in enumerate(tree.parents)
     ]
     ports = [sum(far[child] for child in children) for children in tree.children]
-    layers = [0] * plan.size  # between hosts, below the root's
+    layers = [0] * plan.size  # layers between hosts, below the root's layer
     for rank in tree.order:
         if rank != plan.root:
             layers[rank] = layers[tree.parents[rank]] + (ports[rank] > 0)

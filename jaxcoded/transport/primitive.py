@@ -27,8 +27,8 @@ from jaxcoded.transport.round import Operands, Round
 
 
 def effects_barrier() -> None:
-    """Wait for the rounds in flight that JAX's effect orders, and forget those that have
-    failed.
+    """Wait for the rounds in flight that JAX's effect orders, and forget the rounds
+    that have failed.
 
     JAX runs a compiled step while Python continues. If a round of the step fails, JAX
     does not run later calls with rounds of any group or with mpi4jax. Instead, it passes
@@ -67,7 +67,8 @@ _AHEAD = "coded_allreduce_start cannot be differentiated: use coded_allreduce"
 RULES = {
     # a whole round, or its end
     "round": Rules(),
-    # the beginning of a round; or all of it if the transport cannot progress by itself
+    # the beginning of a round, or the whole round if the transport cannot progress by
+    # itself
     "start": Rules(
         not_differentiated=_STARTED.format("differentiated"),
         not_batched=_STARTED.format("batched by vmap"),
@@ -145,7 +146,7 @@ def read(
 
 
 def results(round: Round, vectors: Sequence[Any]) -> list[ShapedArray]:
-    """Return the types of the results of a round with such vectors."""
+    """Return the types of the results of a round with these vectors."""
     if round.transposed:
         return [_jax_compat.like(vector, vector.shape) for vector in vectors]
     if round.results is not None:
@@ -216,8 +217,8 @@ def _check_order(ctx: Any, round: Round) -> None:
     tokened = "token" in round.leading
     if _last.tokened.setdefault(round.group, tokened) != tokened:
         raise ValueError(
-            f"{round}: in one compiled function either all calls of a group have a token, or none. Ranks could carry "
-            "out the two kinds in different orders, and wait for each other: pass on the token of each call to the next"
+            f"{round}: in one compiled function either all calls of a group have a token, or none. Otherwise ranks "
+            "could make the calls in different orders, and wait for each other: pass the token of each call to the next"
         )
 
 
@@ -272,9 +273,9 @@ ad.primitive_jvps[round_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, round: Round) -> Any:
-    """Transpose an all-reduce to the identity, as in mpi4jax. The cotangent of the sum
-    is again one rank's contribution, and one more round sums the contributions. The
-    transpose of that round is the all-reduce again.
+    """Transpose an all-reduce to the identity, as in mpi4jax. The result is this rank's
+    part of the gradient, and the transpose of `jaxcoded.spread` sums the parts in one
+    more round. The transpose of the identity is the all-reduce again.
     """
     leading = len(round.leading)
     if all(isinstance(ct, ad.Zero) for ct in cotangents) and not round.transposed:
@@ -308,7 +309,7 @@ def _batch(
     for name, axis in zip(round.leading, axes):
         if axis is not None:
             raise NotImplementedError(
-                f"{round}: {name} cannot be batched by vmap: a round has only one"
+                f"{round}: {name} cannot be batched by vmap: a round has only one {name}"
             )
     vectors = list(zip(operands[leading:], axes[leading:]))
     size = next(v.shape[axis] for v, axis in vectors if axis is not None)

@@ -40,8 +40,8 @@ def find(index: int) -> Carrier:
         return _open[index]
     except KeyError:
         raise GroupClosed(
-            f"use after close: group {index} was closed; make a new CodedGroup, and "
-            "compile with it what used the old one"
+            f"use after close: group {index} was closed; make a new CodedGroup, and compile "
+            "the functions that used the old group again with the new group"
         ) from None
 
 

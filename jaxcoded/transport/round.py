@@ -31,20 +31,21 @@ class Round:
     batch: tuple[int, ...] = ()
     # the devices of this process that call together, if several
     devices: Devices | None = None
-    # the types of the call's results; ``None``: those that follow from the vectors
+    # the types of the call's results; ``None``: the types that follow from the vectors
     results: tuple[ShapedArray, ...] | None = None
     counts: bool = False  # whether the first vector counts examples
     residual: bool = False  # whether the last vector holds the coefficients of the sum
-    # in a group with a check, the elements that are not compared with the rest
+    # in a group with a check, the elements that are not compared with the rest of their vector
     apart: tuple[Apart, ...] = ()
-    # the expected first number of the sum, if known, and the relative error that rounding explains. Any other number is
-    # an error on all ranks.
+    # the expected first number of the sum, if known, and the relative error that
+    # rounding explains. Any other number raises an error on all ranks.
     examples: tuple[float, float] | None = None
     # with shared work, the comparison of the block that two ranks compute in each round: see
     # `jaxcoded.collectives.audit.Audit.eps`
     audits: tuple[float, ...] = ()
     number: int = 0  # the number of a part sent ahead, or of a block, from 0
-    # whether the vectors are the round's last parts, after the others were sent ahead
+    # whether the vectors are the round's last parts, after the other parts were sent
+    # ahead
     last_part: bool = False
     # whether the round may have a transpose, since its operands may come from spread values
     transposes: bool = False

@@ -3,7 +3,7 @@
 The derivatives of a token are tokens, too: its tangent and its cotangent order the
 rounds of derivatives. The sum of several tokens is a token that follows all of them. The
 cotangent given to JAX must be the last token of the forward pass. The rounds of the
-backward pass pass it on, so that they come after all forward rounds.
+backward pass hand this token on, so that they come after all forward rounds.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from jaxcoded._jax_compat import ad, mlir
 
 _NO_DERIVATIVE = (
     "{}: the round of its derivative needs a separate token. Make the token a float32 number, such as "
-    "jnp.float32(0), return the last one from the function, and pass that in again:\n"
+    "jnp.float32(0), return the last token from the function, and pass it to the derivative:\n"
     "    (value, token), back = jax.vjp(loss, params, token)\n"
     "    grads, token = back((jnp.ones_like(value), token))\n"
     "or, in forward mode, jax.jvp(loss, (params, token), (direction, token))"
@@ -34,14 +34,15 @@ def checked(token: Any) -> jax.Array:
     token = jnp.asarray(token)
     if token.shape or token.dtype not in (np.int32, np.float32):
         raise TypeError(
-            "token must be an int32 number such as jnp.int32(0), a float32 number for derivatives, or what the last "
-            f"call returned, got {token.dtype}{list(token.shape)}"
+            "token must be an int32 number such as jnp.int32(0), a float32 number for derivatives, or the token that the "
+            f"last call returned, got {token.dtype}{list(token.shape)}"
         )
     return token
 
 
 def check_derivative(name: str, token: Any) -> None:
-    """Raise a NotImplementedError if JAX was given no such tangent or cotangent of a token."""
+    """Raise a NotImplementedError if JAX was given no tangent or cotangent of the
+    token."""
     if isinstance(token, ad.Zero):
         raise NotImplementedError(_NO_DERIVATIVE.format(name))
 

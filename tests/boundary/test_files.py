@@ -273,13 +273,13 @@ def test_a_record_that_is_nearly_one(tmp_path):
         {"more": 1},
     ):
         path.write_text(f"{head}\n{json.dumps(ROUND | change)}\n")
-        with pytest.raises(ValueError, match="line 2 of .* is not of a record"):
+        with pytest.raises(ValueError, match="line 2 of .* is not a line of a record"):
             record.read(path, SHARED)
     path.write_text(f"{head}\n{json.dumps(ROUND)}\n{json.dumps(ROUND)}\n")
-    with pytest.raises(ValueError, match="line 3 of .* is not of a record"):
+    with pytest.raises(ValueError, match="line 3 of .* is not a line of a record"):
         record.read(path, SHARED)
     path.write_text(f"{head}\n{'[' * 100_000}\n")
-    with pytest.raises(ValueError, match="line 2 of .* is not of a record"):
+    with pytest.raises(ValueError, match="line 2 of .* is not a line of a record"):
         record.read(path, SHARED)
 
 

@@ -124,7 +124,7 @@ def test_messages_are_valid_or_an_error(message):
 @messages
 @pytest.mark.parametrize("data", [*ODD, b"{}", b"3", b'["Call", {}]'])
 def test_errors_name_the_sender_of_unreadable_messages(message, data):
-    words = "a message of number 0 about ranks that join cannot be read: .*do all run the same"
+    words = "a message of number 0 about ranks that join cannot be read: .*do all ranks run the same"
     with (
         a_channel(data, type(message)) as channel,
         pytest.raises(CodedError, match=words),
@@ -146,8 +146,8 @@ def test_a_message_that_is_too_long_is_not_received():
         ({"ranks": 0}, "ranks must be an integer from 1 to 32768, got 0"),
         ({"size": True}, "size must be an integer >= 1, got True"),
         ({"place": 5}, "place must be an integer from 0 to 4, got 5"),
-        ({"options": {}}, r"Options has the fields .*, got \[\]"),
-        ({"more": 1}, "Invitation has the fields"),
+        ({"options": {}}, r"Options must have the fields .*, got \[\]"),
+        ({"more": 1}, "Invitation must have the fields"),
     ],
 )
 def test_invalid_invitations(changes, words):
@@ -157,7 +157,7 @@ def test_invalid_invitations(changes, words):
 
 def test_other_ranks_than_invited():
     with pytest.raises(
-        CodedError, match="2 ranks should join 3, but both together are 1"
+        CodedError, match="2 ranks should join 3 ranks, but together there are 1 ranks"
     ):
         INVITATION.own(MPI.COMM_SELF)
 

@@ -78,11 +78,11 @@ def test_a_plan_around_its_strategy(change, words):
 def test_json_that_is_not():
     text = make_plan(4, Coded(seed=1)).to_json()
     for wrong, words in (
-        (text.replace('"seed": 1', '"seed": 1, "seed": 1'), "'seed' is there twice"),
-        (text.replace('"seed": 1', '"seed": NaN'), "NaN is no number"),
+        (text.replace('"seed": 1', '"seed": 1, "seed": 1'), "'seed' is given twice"),
+        (text.replace('"seed": 1', '"seed": NaN'), "NaN is not a number"),
         ("[" * 100_000, "nested too deeply"),
         (b"\xff" + text.encode(), "not a plan written by"),
-        (None, "no text, but None"),
+        (None, "it is not a text, but None"),
     ):
         with pytest.raises(ValueError, match=words):
             Plan.from_json(wrong)

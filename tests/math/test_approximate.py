@@ -320,7 +320,7 @@ def test_the_more_inside_the_less_random_stragglers_harm():
         ({"load": 0}, "load must be above 0 and inside from 0 to 1, got 0 and 0.8"),
         ({"inside": 1.1}, "load must be above 0 and inside from 0 to 1, got 4 and 1.1"),
         ({"load": 5, "inside": 1}, "cannot hold 5 partitions of its block of 4"),
-        ({"load": 5, "inside": 0}, "4 and 5 of the others; take another load"),
+        ({"load": 5, "inside": 0}, "4 and 5 of the other blocks; take another load"),
     ],
 )
 def test_misuse_of_stochastic_blocks(options, message):

@@ -541,7 +541,7 @@ def test_a_block_too_long_to_enumerate(make, monkeypatch):
     monkeypatch.setattr("jaxcoded.codes._distance.MAX_SUBSETS", 2000)
     with pytest.raises(
         ValueError,
-        match=r"a linear code with block length d = \d+: there are more than 2,000 sets of "
+        match=r"a linear code with block length d = \d+ has more than 2,000 sets of "
         r"\d+ columns to try; take shorter blocks or fewer stragglers",
     ):
         make()

@@ -126,7 +126,9 @@ def test_any_batch_can_be_asked_for():
         again = epoch[number - 3]
         np.testing.assert_array_equal(batch.indices, again.indices)
         np.testing.assert_array_equal(batch.weights, again.weights)
-    with pytest.raises(IndexError, match="batch 3 of an epoch of 3 batches"):
+    with pytest.raises(
+        IndexError, match="there is no batch 3: the epoch has 3 batches"
+    ):
         epoch[3]
     with pytest.raises(ValueError, match="read-only"):
         epoch.indices(0)[:] = 0

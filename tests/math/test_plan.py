@@ -469,7 +469,7 @@ def test_description_of_a_root_with_data_and_of_one_rank():
         (
             13,
             {"code": "uncoded"},
-            "rank .* children: code='uncoded' loses 0 of its .*, not 1: pass stragglers=0",
+            "rank .* children: code='uncoded' tolerates 0 missing .*, not 1: pass stragglers=0",
         ),
         (
             13,
@@ -516,7 +516,10 @@ def test_misuse_of_root_computes():
     [
         ("{}", "not a plan written by Plan.to_json"),
         ("[1]", "not a plan written by Plan.to_json"),
-        ('{"format": "jaxcoded.Plan/2", "seed": 0}', "a plan has the fields .*, got "),
+        (
+            '{"format": "jaxcoded.Plan/2", "seed": 0}',
+            "a plan must have the fields .*, got ",
+        ),
         (
             make_plan(4, Coded(seed=1)).to_json().replace('"seed": 1', '"seed": 0.5'),
             "seed must be an integer >= 0, got 0.5",
@@ -545,8 +548,11 @@ def test_the_text_of_shared_work():
     )
     assert "any 2 ranks but the root may be missing" in two
     assert "any rank but the root may be missing" in one
-    assert one.endswith("lies on its owner and 1 other")
-    assert "no rank may be missing" in none and "computes blocks of others" not in none
+    assert one.endswith("lies on its owner and 1 other rank")
+    assert (
+        "no rank may be missing" in none
+        and "computes blocks of other ranks" not in none
+    )
     assert none.endswith(
         "holds the data of 1/4 of the batch: each block lies on its owner"
     )
@@ -585,10 +591,13 @@ def test_shared_work():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"replicas": 9}, r"only 4 other ranks can hold .* give Shared\(replicas=4\)"),
+        ({"replicas": 9}, r"only 4 other ranks can hold .* give replicas=4 or less"),
         ({"blocks": 0}, "blocks must be an integer from 1 to [0-9]+, got 0"),
         ({"replicas": -1}, "replicas must be an integer >= 0, got -1"),
-        ({"blocks": 1 << 18}, "there can be 1048576 blocks of all .* give blocks="),
+        (
+            {"blocks": 1 << 18},
+            "all ranks together can have at most 1048576 blocks; give blocks=",
+        ),
     ],
 )
 def test_what_cannot_be_shared(arguments, words):
@@ -597,7 +606,7 @@ def test_what_cannot_be_shared(arguments, words):
 
 
 def test_shared_work_is_of_a_star():
-    with pytest.raises(ValueError, match="needs all workers right below rank 0"):
+    with pytest.raises(ValueError, match="needs all workers as children of rank 0"):
         Plan((-1, 0, 1), Shared())
 
 

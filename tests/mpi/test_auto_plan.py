@@ -225,7 +225,7 @@ def test_pieces_of_no_size(comm, transport, piece):
     ],
 )
 # the plan may have no surplus to compare
-@pytest.mark.filterwarnings("ignore:check=.* does not see all:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:check=.* cannot detect every error:RuntimeWarning")
 def test_the_planner_counts_on_sections_if_the_group_has_them(
     comm, transport, monkeypatch, options, expected
 ):

@@ -154,7 +154,7 @@ def test_kinds_of_data(group, tmp_path):
             TypeError,
             r"data\[0\] is an object, not an array of NumPy or JAX",
         ),
-        ((), ValueError, r"data is a tuple without arrays: for a loader of your own"),
+        ((), ValueError, r"data is a tuple without arrays: with your own loader"),
         (np.ones((0, 3)), ValueError, "the number of examples of data must be an int"),
         (0, ValueError, "n, the number of examples, must be an integer from 1 to"),
         (True, ValueError, "n, the number of examples, must be an integer from 1 to"),

@@ -174,10 +174,10 @@ def test_leaving_the_loop_early(comm):
         try:
             total = uncounted.allreduce(own, group)
         except GroupMismatch as error:
-            assert "leaving them early in group.blocks" in str(error)
+            assert "leaving the loop early in group.blocks" in str(error)
         else:  # the round was decided before the rank that had left called it
             np.testing.assert_allclose(total, TOTAL, rtol=1e-12, atol=1e-12)
-            with pytest.raises(GroupMismatch, match="leaving them early"):
+            with pytest.raises(GroupMismatch, match="leaving the loop early"):
                 added_up(group)
 
 
@@ -204,7 +204,7 @@ def test_two_loops(comm, loop):
             comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
         ) as group,
         # or too many have already left their loops
-        pytest.raises(CodedError, match="for one loop|nobody who is left"),
+        pytest.raises(CodedError, match="loop over the blocks once|nobody who is left"),
         group.blocks(BATCH) as blocks,
     ):
         if loop == "after a break":
@@ -291,5 +291,5 @@ def test_mistakes(comm, group):
     ):
         coded.blocks(4)
     blocks = group.blocks(4)
-    with pytest.raises(CodedError, match="within their with statement"):
+    with pytest.raises(CodedError, match="inside their with statement"):
         next(iter(blocks))

@@ -732,7 +732,7 @@ def test_spread_of_integers(group):
 @pytest.mark.parametrize(
     "per_example, error, words",
     [
-        (lambda t, x: jnp.sum(t), ValueError, "is of several examples"),
+        (lambda t, x: jnp.sum(t), ValueError, "needs a leading axis of"),
         (lambda t, x: "adam", TypeError, "is a str"),
         (lambda t, x: {"a": jnp.ones((2, 3))}, ValueError, r"\['a'\]"),
     ],
@@ -893,7 +893,7 @@ def test_a_first_axis_that_is_as_long_by_chance(strategy):
     gram = jaxcoded.coded_sum(lambda _, x: x.T @ x, strategy)
     features = jaxcoded.coded_value_and_grad(lambda w, x: (w * x).mean(0), strategy)
     for call in (gram, features):
-        with pytest.raises(ValueError, match=f"also for {2 * length} examples: return"):
+        with pytest.raises(ValueError, match=f"even for {2 * length} examples: return"):
             call(1.0, strategy.batch(x))
     right = jaxcoded.coded_sum(lambda _, x: x[:, :, None] * x[:, None], strategy)
     np.testing.assert_allclose(right(1.0, strategy.batch(x)), x.T @ x)

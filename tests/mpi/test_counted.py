@@ -250,7 +250,7 @@ def test_weights_of_something_else(comm, group, call):
             call(x, group, wrong)
     with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport="mpi4jax") as other:
         weights = batches(other)[0].weights
-    with pytest.raises(ValueError, match="this batch is of another group's plan"):
+    with pytest.raises(ValueError, match="this batch belongs to another group's plan"):
         call(x, group, weights)
 
 

@@ -601,7 +601,7 @@ def test_what_is_refused(group, own):
     refused("order the calls by a token", lambda x, token: coded_allreduce(x, group))
     refused("leave out check_vma", summed, check_vma=False)
     refused(
-        "skip is one for all devices",
+        "skip must be equal on all devices",
         lambda x, token: coded_allreduce(x, group, skip=x[0] > 0, token=token).value,
     )
 

@@ -34,13 +34,13 @@ REFUSED = {
     "objects": (np.array([np.ones(2), np.ones(3)], object), "pad them to one length"),
     "dates": (np.array(["2020-01-01"], "datetime64[D]"), r"\(x - x.min\(\)\) / np"),
     "durations": (np.ones(2, "timedelta64[s]"), r"x / np.timedelta64"),
-    "fields": (np.ones(2, [("a", "f4")]), "structured array: hand over its fields"),
+    "fields": (np.ones(2, [("a", "f4")]), "structured array: pass its fields"),
     "masked": (np.ma.masked_array(np.ones(2), [0, 1]), r"pass x.filled\(0\)"),
     "name": ("adam", "is a str, which is not an array: leave it out"),
     "function": (len, "which is not an array: leave it out"),
     "long double": (
         np.ones(2, np.longdouble),
-        r"(hand over x.astype\(np.float64\)|cast it to .*float64)",
+        r"(pass x.astype\(np.float64\)|cast it to .*float64)",
     ),
 }
 refused = pytest.mark.parametrize("label", REFUSED)
@@ -353,7 +353,7 @@ def test_in_a_sum(group, call, label):
 def test_on_the_host(group, label):
     leaf, remedy = REFUSED[label]
     if label in ("name", "function"):
-        remedy = "the sum is of one numpy array, got "
+        remedy = "host.allreduce sums one numpy array, got "
     elif label == "long double":
         remedy = (
             "has dtype float128: .* cast it to float16, bfloat16, float32 or float64"
@@ -464,7 +464,7 @@ def test_integers_that_do_not_fit(group):
             ):
                 coded_allreduce({"a": beyond}, group)
         step = gradient_of(losses, group)
-        with pytest.raises(TypeError, match=r"params\['w'\] is of dtype int32, which"):
+        with pytest.raises(TypeError, match=r"params\['w'\] has dtype int32, which"):
             step({"w": BEYOND}, group.batch({"x": X}))
 
 

@@ -177,7 +177,7 @@ UNFIT = [
     (jaxcoded.Coded(parents=(-1,) + SIZE * (0,)), r"parents has \d entries for size="),
     (jaxcoded.Coded(stragglers=0, speeds=[1] * (SIZE + 1)), "give one for each rank"),
     (jaxcoded.Coded(stragglers=0, code={SIZE: "uncoded"}), "code names rank"),
-    (jaxcoded.Shared(replicas=SIZE), r"give Shared\(replicas="),
+    (jaxcoded.Shared(replicas=SIZE), r"give replicas="),
     (jaxcoded.Uncoded(speeds=[1] * (SIZE + 1)), "give one for each rank"),
 ]
 

@@ -415,7 +415,7 @@ def test_losses_of_no_batch(work):
     [
         (
             {"strategy": jaxcoded.Shared(replicas=SIZE)},
-            f"give Shared(replicas={SIZE - 1})",
+            f"give replicas={SIZE - 1} or less",
         ),
         ({"transport": "mpi4jax"}, 'needs the engine: transport="mpi4jax" was asked'),
     ],
@@ -492,7 +492,7 @@ def test_the_residual_of_a_sum_without_blocks(comm, transport):
 def test_a_record_is_of_whole_batches(comm, transport):
     options = jaxcoded.Options(deadline=600, on_deadline="approximate")
     for name in ("record", "replay"):
-        with pytest.raises(ValueError, match="a record is of sums of the whole batch"):
+        with pytest.raises(ValueError, match="a record needs sums of the whole batch"):
             jaxcoded.CodedGroup(
                 comm,
                 WORK,

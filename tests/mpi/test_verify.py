@@ -279,7 +279,7 @@ def test_without_waiting_the_ranks_that_have_come_are_compared(comm):
         ({"wait": 1}, "wait must be True, False or 'all', got 1"),
         (
             {"wait": "all"},
-            "fails the round where messages differ: leave out action='warn'",
+            "fails the round if messages differ: leave out action='warn'",
         ),
         (
             {"transport": "mpi4jax"},

@@ -15,16 +15,16 @@ OPENS = 120.0  # seconds, longer than ranks need to make a group
 
 
 class Change:
-    """The replacement of an old group by a new one, made once all live ranks take part.
-    If a call gives up, the next call continues to wait for the same work."""
+    """The replacement of an old group by a new group, made once all live ranks take
+    part. If a call gives up, the next call continues to wait for the same work."""
 
-    died: ClassVar[str]  # the error if a rank dies meanwhile
+    died: ClassVar[str]  # the error if a rank dies during the change
 
     def __init__(self, old: Session, roll: Roll) -> None:
         self._old, self._roll = old, roll
         self._rounds = 0  # rounds of the old group decided before
         self._new: Session | None = None
-        self._failure: BaseException | None = None  # of this rank
+        self._failure: BaseException | None = None  # this rank's error
         self._agreement: Future[bool] | None = (
             None  # whether all ranks have the session
         )
@@ -50,8 +50,8 @@ class Change:
             return new
         self._roll.next_attempt()
         overtaken = CodedError(
-            f"rank {self._old.rank} gave up while the ranks made a new group, and rounds of the old one were "
-            "decided since then: call recovered again"
+            f"rank {self._old.rank} gave up while the ranks made a new group, and rounds of the old group "
+            "were decided since then: call recovered again"
         )
         new.withdraw(overtaken)
         raise overtaken
@@ -73,10 +73,10 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Limit the time for which a rank waits for others in this block. After this time,
-    waits in these communicators, or in communicators added later, end with an error.
-    Without this limit, the death of a rank at the wrong moment may leave ranks of Open
-    MPI 5.0 in ``MPI_Comm_dup`` forever.
+    """Limit the time for which a rank waits for other ranks in this block. After this
+    time, waits in these communicators, or in communicators added later, end with an
+    error. Without this limit, the death of a rank at the wrong moment may leave ranks
+    of Open MPI 5.0 in ``MPI_Comm_dup`` forever.
     """
 
     def revoke() -> None:

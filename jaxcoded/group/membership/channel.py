@@ -30,7 +30,8 @@ class Message:
     """A message to a rank. Subclasses are frozen dataclasses of JSON values."""
 
     def check(self, ranks: int) -> None:
-        """Raise a ValueError, naming the field, unless it is valid among the ranks."""
+        """Raise a ValueError that names a field, unless all fields are valid for
+        ``ranks`` ranks."""
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             name, value = field.name, getattr(self, field.name)
             if field.type is int:
@@ -67,8 +68,8 @@ class Channel(Generic[M]):
     """The messages between two ranks, for which no rank waits in MPI.
 
     Args:
-        kinds: the classes of messages that may come.
-        about: their subject, in words that follow "about".
+        kinds: the classes of messages that may arrive.
+        about: the subject of the messages, which follows "about" in errors.
         who: a function that names a rank.
     """
 
@@ -102,8 +103,8 @@ class Channel(Generic[M]):
     def heard(self, rank: int) -> M | None:
         """Return a rank's next message, or None if there is none yet. Raise `Gone` if the
         rank is dead, or has given up. Raise a CodedError if the message cannot be read,
-        or is longer than 16 MiB. Then the message stays in the channel, and nothing more
-        is received from this rank.
+        or is longer than 16 MiB. A message that is too long stays in the channel, and
+        nothing more is received from this rank.
         """
         try:
             if rank not in self._coming:
@@ -142,7 +143,7 @@ class Channel(Generic[M]):
 
     def _unreadable(self, rank: int, why: str) -> CodedError:
         return CodedError(
-            f"a message of {self._who(rank)} about {self._about} cannot be read: {why}: do all run the same jaxcoded?"
+            f"a message of {self._who(rank)} about {self._about} cannot be read: {why}: do all ranks run the same jaxcoded?"
         )
 
 
@@ -171,7 +172,7 @@ def _value(what: str, hint: Any, value: Any) -> Any:
 
 
 def looks(until: float) -> Iterator[None]:
-    """Yield each time that the caller should poll, until ``until``."""
+    """Yield each time that the caller should poll, until the time ``until``."""
     yield
     while time.monotonic() <= until:
         time.sleep(PAUSE)
@@ -188,7 +189,8 @@ def _is_over(request: MPI.Request) -> bool:
 
 
 def _why_in_vain(error: MPI.Exception) -> Gone:
-    """Return `Dead` or `Gone` for an error that ends a channel; raise any other."""
+    """Return `Dead` or `Gone` for an error that ends a channel. Raise any other
+    error."""
     kind = error.Get_error_class()
     if kind == MPI.ERR_PROC_FAILED:
         return Dead(str(error))

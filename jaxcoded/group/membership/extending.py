@@ -28,15 +28,15 @@ class Extending(Change):
     Args:
         old, roll: as in `Change`; all ranks are alive.
         strategy, options, timeout: as in `CodedGroup.extended`.
-        command: as in `CodedGroup.extended`; empty: the command that started the job's
-            first ranks.
+        command: as in `CodedGroup.extended`. If it is empty, use the command that
+            started the job's first ranks.
         rounds: the number of the group's decided rounds that this rank knows.
         drained: whether all rounds that this rank has called are over.
     """
 
     died = (
-        "no rank has joined, as one of them or of the old ones has died on the way, or it has failed on "
-        f"others, which say why{_GOES_ON}: call recovered, and then extended again"
+        "no rank has joined: a new or an old rank has died meanwhile, or other ranks have failed and report "
+        f"why{_GOES_ON}: call recovered, and then extended again"
     )
 
     def __init__(
@@ -75,7 +75,7 @@ class Extending(Change):
             self._copying = pending(lambda: self._old_ranks.copied(ready))
         wait(self._copying, patience=self._timeout + joining.LATER)
         self._agreement = self._agreement or self._agree(self._copying)
-        # others may wait as long as this one
+        # other ranks may wait as long as this rank
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
     def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
@@ -109,7 +109,7 @@ class Extending(Change):
             self._options.complete().validate()
             if not (self._strategy or old.plan.strategy).by_host:
                 place = self._planned([""] * (old.plan.size + self._ranks)).root
-        except Exception as error:  # noqa: BLE001  # the same on all ranks, or they differ
+        except Exception as error:  # noqa: BLE001  # different errors raise GroupMismatch
             wrong = error
         sizes = old.plan.size, self._ranks
         invitation = Invitation(*sizes, old.plan.root, place, self._options)
@@ -139,7 +139,7 @@ class Extending(Change):
         self._comms.append(both)
         if not self._drained:
             raise CodedError(
-                f"rank {old.rank} has not got the results of rounds that it has called after "
+                f"rank {old.rank} still lacks results of rounds that it has called, after "
                 f"{self._timeout / 2:g} s: call extended again later"
             )
         with let_go(self._comms, max(self._until - time.monotonic(), 0.0)):
@@ -160,8 +160,8 @@ class Extending(Change):
         if speeds:  # the speeds of new ranks are unknown
             speeds += [sum(speeds, Fraction(0)) / len(speeds)] * self._ranks
         return self._old.plan_for(
-            hosts, speeds, self._strategy, "extended", "there are then"
+            hosts, speeds, self._strategy, "extended", "that the group would have"
         )
 
     def _none(self, why: str) -> str:
-        return f"no rank has joined of {self._ranks}: {why}{_GOES_ON}"
+        return f"none of the {self._ranks} new ranks has joined: {why}{_GOES_ON}"

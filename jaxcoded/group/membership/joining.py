@@ -25,7 +25,7 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import Options
 
-# This variable is 1 if the launcher continues after the death of such a process
+# This variable is 1 if the launcher continues after the death of a joining process
 # (`jaxcoded.tools.launch.rank`).
 FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
@@ -33,7 +33,7 @@ _HAN = "OMPI_MCA_coll_han_priority"
 # communicator of all ranks
 TAG_NEW, TAG_ALL = 32_011, 32_012
 _SERVES = 20e-3  # seconds between two polls, while MPI works
-LATER = 10.0  # how many seconds longer than the deciding rank the others wait
+LATER = 10.0  # how many seconds longer than the deciding rank the other ranks wait
 _LEAST = 30.0  # least seconds for making the group
 MOST = 2**15  # the most ranks that join at once
 LONGEST = 1e6  # the longest wait in seconds, as clocks have a limited range
@@ -94,7 +94,7 @@ class Invitation:
         """
         if both.size != self.size + self.ranks:
             raise CodedError(
-                f"{self.ranks} ranks should join {self.size}, but both together are {both.size}"
+                f"{self.ranks} ranks should join {self.size} ranks, but together there are {both.size} ranks"
             )
         order = [rank for rank in range(both.size) if rank != self.root]
         order.insert(self.place, self.root)
@@ -120,7 +120,8 @@ def joined(
         leader: the rank of this side through which both sides connect.
         between: the intercommunicator of the starter and the started ranks; None on all
             other ranks.
-        until: the time by which the communicator must be made; otherwise a CodedError.
+        until: the time by which the communicator must be made. Later, a CodedError is
+            raised.
         look: a function that is called meanwhile, and may raise an error.
     """
     made: list[MPI.Comm] = []
@@ -133,7 +134,7 @@ def joined(
         bridge = comm  # MPI uses it only on the leader
         if between is not None:
             bridge = kept(between.Merge(high=not first))
-        # the starter is the first rank of that communicator
+        # the starter is the first rank of the bridge
         other = 1 if first else 0
         apart = kept(comm.Create_intercomm(leader, bridge, other, TAG_ALL))
         return kept(apart.Merge(high=not first))
@@ -145,7 +146,7 @@ def joined(
                 return making.result(_SERVES)
             except TimeoutError:
                 if time.monotonic() > until:
-                    raise CodedError("connecting them took too long") from None
+                    raise CodedError("connecting the ranks took too long") from None
             look()
     except BaseException:
         for each in made:
@@ -162,7 +163,7 @@ def plan_of_root(
     plan, failure = None, None
     try:
         plan = make and make()
-    except Exception as error:  # noqa: BLE001  # the others wait for an answer
+    except Exception as error:  # noqa: BLE001  # other ranks wait for an answer
         failure = error
     said = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
     if failure is not None:

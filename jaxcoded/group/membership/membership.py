@@ -28,7 +28,7 @@ class Membership:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._roll = Roll(session.comm, session.processes, session.plan.root)
-        # the change that is making its replacement, if any
+        # the change that replaces the session, if one is in progress
         self._recovering: Recovering | None = None
         self._extending: Extending | None = None
         self._changes = threading.Lock()
@@ -88,8 +88,8 @@ class Membership:
                     transport, rounds, timeout, extends=True
                 ):
                     raise CodedError(
-                        "some ranks of the group are dead, or have had an error where others had a sum: call recovered "
-                        "first, and then extended"
+                        "some ranks of the group are dead, or got an error in a round in which other ranks got a sum: call "
+                        "recovered first, and then extended"
                     )
                 arguments = ranks, strategy, options, words, timeout, rounds, drained
                 self._extending = Extending(self.session, self._roll, *arguments)

@@ -17,7 +17,8 @@ class State(enum.IntEnum):
     LEFT = 3
 
 
-# From the rank that calls the roll. ``visit``: the receiver's visit, as far as the caller knows.
+# Messages from the rank that calls the roll. ``visit``: the receiver's visit, as far as
+# the caller knows.
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,14 @@ class Regroup(Message):
     attempt: int
 
 
-# To the rank that calls the roll.
+# Messages to the rank that calls the roll.
 
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """This rank takes part, in its visit with this name. ``broken``: the group must be made again in any case.
-    ``extends``: ranks will join. ``left``: the ranks that have closed the group."""
+    """This rank takes part, in its visit with this number. ``broken``: the group must
+    be made again in any case. ``extends``: ranks will join. ``left``: the ranks that
+    have closed the group."""
 
     number: int
     visit: int
@@ -89,8 +91,9 @@ class GivesUp(Message):
     """This rank's answer is no longer valid."""
 
 
-# Among the old ranks: the starter asks each rank, each rank answers with its arguments, and all receive the
-# verdict. Every message names the visit of its sender or receiver.
+# Messages among the old ranks: the starter asks each rank, each rank answers with its
+# arguments, and all receive the verdict. Every message names the visit of its sender or
+# receiver.
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Asks(Message):
-    """The starter's question for the arguments of a rank."""
+    """The starter asks a rank for its arguments."""
 
     visit: str
 
@@ -127,7 +130,7 @@ class Tells(Message):
     verdict: Verdict
 
 
-# Between the old ranks and the new ones.
+# Messages between the old and the new ranks.
 
 
 @dataclass(frozen=True)

@@ -92,9 +92,9 @@ class NewRank:
                     return said
         except Gone:
             raise CodedError(
-                f"{_WHO} has died, or has not accepted it: see the errors of its group"
+                f"{_WHO} has died, or has not accepted this process: see the errors of its group"
             ) from None
-        raise CodedError(f"{_WHO} has not accepted it")
+        raise CodedError(f"{_WHO} has not accepted this process in time")
 
 
 def joined() -> Session | None:
@@ -128,7 +128,7 @@ def _taken_by(new_rank: NewRank) -> Session:
                 lambda _: plan_of_root(own, invitation.place),
                 0,
             )
-    except BaseException as error:  # noqa: BLE001  # the others wait for an answer
+    except BaseException as error:  # noqa: BLE001  # other ranks wait for an answer
         failure = error
     new_rank.ready(failure)
     if failure is not None:

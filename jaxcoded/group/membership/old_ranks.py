@@ -36,8 +36,8 @@ _TAG = 32_010  # tag of messages in the group's communicator
 
 class OldRanks:
     """The old ranks of a group. One of them starts new ranks. Collective; the roll has
-    ensured that all old ranks take part. ``agreed`` is a collective that returns whether
-    a condition holds on all of them.
+    ensured that all old ranks take part. ``agreed`` is a collective that returns
+    whether a condition holds on all old ranks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class OldRanks:
             comm, _TAG, (Asks, Wants, Tells)
         )
         self._visit = secrets.token_hex(8)
-        self._visits: dict[int, str] = {}  # visits of others, on the starter
+        self._visits: dict[int, str] = {}  # visits of other ranks, on the starter
         self._between: MPI.Intercomm | None = None
         self._new: Channel[Ready] | None = None
         self.verdict = Verdict()
@@ -66,7 +66,8 @@ class OldRanks:
 
         Args:
             words: this rank's arguments as text, which must be the same on all ranks.
-            command: the command that starts each new rank; if empty, the starter's own.
+            command: the command that starts each new rank; if empty, the starter's own
+                command.
             seconds: seconds until the new ranks must be present.
         """
         if self._comm.rank == self._starter:
@@ -77,20 +78,21 @@ class OldRanks:
                     self._start(ranks, command, seconds, until)
             except BaseException as error:
                 self._fail(
-                    f"{_require.kind(error)} on rank {self._starter}, which starts them"
+                    f"{_require.kind(error)} on rank {self._starter}, which starts the new ranks"
                 )
                 raise
             finally:
                 for rank, visit in self._visits.items():
                     self._old.say(rank, Tells(visit, self.verdict))
             return
-        why = "has not called it, or is late"
+        why = "has not called extended, or is late"
         try:
             for _ in looks(time.monotonic() + seconds + LATER):
                 # messages of earlier visits no longer count
                 for said in self._old.all_heard(self._starter):
                     if isinstance(said, Asks):
-                        self.verdict = Verdict(token=said.visit)  # even if it dies now
+                        # even if the starter dies now
+                        self.verdict = Verdict(token=said.visit)
                         wants = Wants(said.visit, self._visit, words)
                         self._old.say(self._starter, wants)
                     elif isinstance(said, Tells) and said.visit == self._visit:
@@ -140,7 +142,7 @@ class OldRanks:
         info = MPI.Info.Create()
         info["PMIX_ENVAR"] = f"{MARK}={mark(self._visit, seconds)}"
         info["host"] = MPI.Get_processor_name()
-        # both may have changed
+        # the program may have changed its folder and its command line
         if _own_process.began_in is not None:
             info["wdir"] = _own_process.began_in
         command = command or _own_process.command
@@ -156,7 +158,7 @@ class OldRanks:
                     break
             else:
                 raise CodedError(
-                    f"they were not in MPI after {seconds:g} s: see their output above, or give command=, or a "
+                    f"they had not started MPI after {seconds:g} s: see their output above, or give command=, or a "
                     "longer timeout="
                 )
             self._between = spawning.result(0.0)
@@ -189,7 +191,8 @@ class OldRanks:
     def copied(self, mine: bool) -> MPI.Intracomm | None:
         """Return a communicator of the old ranks only. It can be revoked to free waiting
         ranks without affecting the group. Return None if some old ranks are not ready
-        to connect: no rank may begin an MPI call that others do not make. Collective.
+        to connect: no rank may begin an MPI call that other ranks do not make.
+        Collective.
         """
         return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
 
@@ -228,7 +231,7 @@ class OldRanks:
                     late.remove(rank)
             if not late:
                 return ""
-        return "one of them takes too long"
+        return "a new rank takes too long"
 
     def _look(self) -> None:
         """Raise a CodedError if a new rank failed. Only failed ranks send a message at
@@ -265,8 +268,8 @@ class OldRanks:
 
 
 def starter(names: Sequence[str], root: int) -> int:
-    """Return the rank that starts new ranks: a rank on the host with the fewest ranks. If
-    the root is on that host, it is the root.
+    """Return the rank that starts new ranks: a rank on the host with the fewest ranks.
+    If the root is on such a host, it is the root.
 
     Example:
         >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)
@@ -287,14 +290,14 @@ def checked(command: Sequence[str] | None) -> list[str]:
         and all(isinstance(word, str) and word for word in command)
     ):
         raise TypeError(
-            f"command must be words, such as [sys.executable, 'train.py'], got {_require.shown(command)}"
+            f"command must be a non-empty sequence of words, such as [sys.executable, 'train.py'], got {_require.shown(command)}"
         )
     return list(command)
 
 
 def _spawned(words: Sequence[str], ranks: int, info: MPI.Info) -> MPI.Intercomm:
     new: MPI.Intercomm = tolerant(
-        # another thread may do so, too
+        # another thread may call Spawn, too
         MPI.COMM_SELF.Dup().Spawn(words[0], list(words[1:]), ranks, info)
     )
     info.Free()
@@ -306,4 +309,4 @@ def _has_not(rank: int, why: str) -> str:
 
 
 def _number(rank: int) -> str:
-    return f"number {rank + 1} of those that were started"
+    return f"number {rank + 1} of the started processes"

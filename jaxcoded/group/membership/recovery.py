@@ -20,7 +20,7 @@ class Recovering(Change):
     """The change of a group to a group without its dead ranks."""
 
     died = (
-        "one more rank died while the ranks made a new group, or did not come: this group "
+        "one more rank died, or did not take part, while the ranks made a new group: this group "
         "continues unchanged; call recovered again"
     )
 
@@ -95,7 +95,7 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
         smaller: MPI.Comm = comm.Shrink()
     except MPI.Exception as error:
         raise CodedError(
-            f"MPI could not make a communicator of the ranks that live ({error}): start the job again "
+            f"MPI could not make a communicator of the living ranks ({error}): start the job again "
             "from a checkpoint"
         ) from error
     assert isinstance(smaller, MPI.Intracomm)
@@ -125,8 +125,9 @@ def successors(
     Returns:
         Three values. The first is the new group's ranks, in the old group's numbering.
         The second is a rank with the most results: the old root if it has the most. The
-        third is None if all ranks have the same results. Otherwise it is the number of
-        different smaller amounts of results that ranks have.
+        third is None if all ranks have the same results. Otherwise ranks have different
+        amounts of results, and it is the number of amounts that are smaller than this
+        rank's.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
@@ -144,13 +145,13 @@ def successors(
 
 
 def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
-    """Return whether a step succeeded on all ranks and all of them live. The answer is the
-    same on all ranks. ``failure`` is this rank's error, if any. Collective of the live
-    ranks: MPI waits for a stopped rank without end.
+    """Return whether a step succeeded on all ranks, and all ranks live. The answer is
+    the same on all ranks. ``failure`` is this rank's error, if any. Collective of the
+    live ranks: MPI waits for a stopped rank without end.
 
     This frees the communicator if the same error occurred on all ranks, but not if a
-    rank may have died. Otherwise MPI would reuse the communicator's number, and assign
-    late messages of this communicator to the next one.
+    rank may have died. If this freed the communicator after a death, MPI would reuse
+    the communicator's number, and assign its late messages to the next communicator.
     """
     try:
         done = bool(comm.Agree(int(failure is None)))

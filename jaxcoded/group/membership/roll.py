@@ -26,18 +26,19 @@ from jaxcoded.group.process import Process
 
 logger = logging.getLogger("jaxcoded")
 
-# Tags of messages from the rank that calls the roll, and to this rank. The group's
-# communicator carries no other messages meanwhile.
+# Tags of messages from the rank that calls the roll, and of messages to that rank. The
+# group's communicator carries no other messages meanwhile.
 _FROM_CALLER, _TO_CALLER = 32_001, 32_002
 _ABOUT = "the remaining ranks"
 _PAUSE = 1e-3  # seconds between two polls
 # While MPI makes the new group, this process rarely uses the communicator, since a
-# process that read a message at that time crashed. At first it pauses for this share of
-# the time for which ranks wait. Then it pauses for these seconds between two polls.
+# process that read a message at that time crashed. At first it pauses for this fraction
+# of the time for which ranks wait. Then it pauses for these seconds between two polls.
 _AT_FIRST, _SERVES = 1 / 4, 20e-3
 _STOPPED = 1.0  # a longer pause shows that this process was stopped
 _GO_ON = ". Rounds were decided meanwhile, so no rank was put out: do all ranks call recovered after the same step?"
-# how many calls fail before an error, if all live ranks take part but MPI does not end
+# how many calls fail before an error, if all live ranks take part but MPI does not
+# return
 _CALLS = 3
 REPORTED = 10.0  # seconds within which MPI reports a killed rank
 
@@ -51,8 +52,8 @@ class Roll:
     before MPI has reported the killed rank dead, so there are never two roots.
 
     Only ranks in `call` or `wait` answer, so ranks may take part and give up at any time. But the decision to make
-    the group again is never taken back. All ranks pass it on, and a rank that gave up meanwhile receives it when it
-    takes part again."""
+    the group again is never taken back. All ranks pass the decision on, and a rank that
+    gave up meanwhile receives it when it takes part again."""
 
     def __init__(
         self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
@@ -94,16 +95,16 @@ class Roll:
 
         Args:
             seconds: how long to wait for living ranks that do not take part.
-            put_out: whether to put these ranks out after that. On ranks other than the
-                caller, the caller's value counts.
-            left: the ranks below this one that make no more calls.
+            put_out: whether to put these ranks out after this time. On ranks other than
+                the caller, the caller's value counts.
+            left: the ranks below this rank that make no more calls.
             broken: whether a new group is needed in any case.
             extends: whether ranks will join. A rank with another value counts as missing.
             decided: a function that returns how many rounds are over. While the number grows, no rank is killed.
 
         Raises:
             CodedError: living ranks do not take part in time, and are not or cannot be put out. Raised on every
-                living rank; a late rank gets it when it takes part.
+                living rank; a late rank gets the error when it takes part.
         """
         what = f"have not called {'extended' if extends else 'recovered'}"
         return self._attend(
@@ -128,13 +129,13 @@ class Roll:
         """Wait for a joint action of all live ranks. After ``patience`` seconds, call
         the roll, and put out missing ranks as in `call`, with the same errors. Also
         raise a CodedError if the caller has decided that the group stays. The joint
-        action then stays pending, and this can wait for it again.
+        action then stays pending, and a later call can wait for it again.
         """
         # the patience counts from this time, even if this rank gives up and calls again
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
         visit = _Visit(
-            *("have not made the group with the others", seconds, put_out),
+            *("have not made the group with the other ranks", seconds, put_out),
             patience=patience,
             over=pending.done,
             broken=not extends,
@@ -142,11 +143,11 @@ class Roll:
         )
         if not self._attend(visit):
             raise CodedError(
-                "another rank has restarted the call that this one waits in: call it again"
+                "another rank has restarted the call in which this rank waits: repeat the call"
             )
 
     def next_attempt(self) -> None:
-        """Note that no rank could make the new group."""
+        """Record that no rank could make the new group."""
         self._attempt += 1
 
     def _attend(self, visit: "_Visit") -> bool:
@@ -243,12 +244,12 @@ class Roll:
             if verdict.known[self._rank] in (State.MISSING, State.LEFT):
                 so = ", which wanted to put it out" if verdict.put_out else ""
                 raise CodedError(
-                    f"rank {self._rank} has called this too late for the others{so}, or they have called something "
-                    "else: all call the same after the same step"
+                    f"rank {self._rank} has called this too late for the other ranks{so}, or these have called something "
+                    "else: make the same call on all ranks after the same step"
                 )
             raise CodedError(self._in_words(verdict.known, visit.what, verdict.put_out))
         if silent is not None:
-            # the caller waits for the same time for others, and may kill some
+            # the caller waits for the same time for other ranks, and may kill some
             visit.until = now + silent
         elif now >= visit.until and visit.kills and not visit.killed:
             visit.killed, visit.until = True, now + max(visit.seconds, REPORTED)
@@ -365,8 +366,7 @@ class Roll:
             self._from_caller.say(rank, message(visit=visit))
 
     def _kill(self, late: list[int]) -> None:
-        """Ask all ranks to kill late ranks, and kill the late ranks that this rank can
-        see."""
+        """Kill those late ranks whose processes this rank can reach."""
         for rank in late:
             process = self._processes[rank]
             if not process.reachable(self._processes[self._rank]):
@@ -374,7 +374,7 @@ class Roll:
             self._hindered[rank] = process.kill()
             if not self._hindered[rank] and process.is_first():
                 logger.warning(
-                    "rank %d has killed %s, rank %d, as it lives and has not called recovered",
+                    "rank %d has killed %s, rank %d, which is alive but has not called recovered",
                     *(self._rank, process, rank),
                 )
 
@@ -383,12 +383,12 @@ class Roll:
         late = _absent(known)
         if not late:
             return (
-                "all live ranks have come to make a new group, but MPI does not let them continue: start the job "
+                "all live ranks take part, but MPI does not let them make a new group: start the job "
                 "again from a checkpoint"
             )
         words = f"ranks {late} are alive, but {what}: they are late, stuck or stopped"
         if left := _those(known, State.LEFT):
-            words = f"ranks {late} are alive, but {what}: of these {left} have closed the group"
+            words = f"ranks {late} are alive, but {what}: ranks {left} have closed the group"
         words += ", and MPI would wait for them. "
         if put_out:
             words += f"They could not be put out: {self._why_not(known)}"
@@ -436,7 +436,7 @@ class _Visit:
     until: float = 0.0  # when this rank's patience ends
     # whether this rank has called the roll, and waits for answers
     calling: bool = False
-    # for how many seconds this rank may be silent then, and whether it kills late ranks
+    # for how many seconds this rank may be silent after its call, and whether it kills late ranks
     asks: tuple[float, bool] = (0.0, False)
     calls: int = 0  # number of calls
     killed: bool = False  # whether this rank has killed the late ranks

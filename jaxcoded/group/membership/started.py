@@ -46,14 +46,15 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """Return the value of `MARK` for a token and the seconds for which others wait."""
+    """Return the value of `MARK` for a token and the seconds for which other ranks
+    wait."""
     # at least one second, as a start takes longer anyway
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Return for how long others wait for this process. Raise a CodedError if `MARK`
-    cannot be read."""
+    """Return for how long other ranks wait for this process. Raise a CodedError if
+    `MARK` cannot be read."""
     said = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
@@ -65,8 +66,8 @@ def awaited() -> float:
 
 
 def wrapper() -> list[str]:
-    """Return the command that wraps a rank and reports its end. Empty if there is no
-    such command."""
+    """Return the command that wraps a rank and reports its end, or an empty list if
+    there is no such command."""
     return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
 
 
@@ -81,7 +82,8 @@ class Started:
         self._next = 0.0
 
     def look(self) -> None:
-        """Check the processes now and then. Raise a CodedError if one has ended."""
+        """Check the processes, at most every 0.25 s. Raise a CodedError if a process
+        has ended."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOKS
@@ -94,11 +96,12 @@ class Started:
             )
 
     def end(self) -> None:
-        """Kill the processes, except the wrappers, which report the ends of the others."""
+        """Kill the processes, except the wrappers, which report the ends of the other
+        processes."""
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
-        # before the processes that they wait for
+        # first the processes that may wait for their child processes
         for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
@@ -111,7 +114,7 @@ class Started:
 
 
 def _marked(token: str) -> Iterator[tuple[Process, int]]:
-    """Return processes with the token, and their parents."""
+    """Yield each process with the token, and its parent."""
     if not token:
         return
     # the token may come from another rank; no process has a token that is invalid UTF-8
@@ -123,7 +126,7 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
             if any(it.startswith(begins) for it in variables):
                 fields = stat(pid)
                 yield Process("", "", pid, int(fields[BEGAN])), int(fields[PARENT])
-        except OSError:  # another user's, or it is gone
+        except OSError:  # another user's process, or it has ended
             continue
 
 
