@@ -128,7 +128,7 @@ def test_help_lists_models_and_codes():
         (["run", f"-n{2**32 + 1}", __file__], "from 1 to 2000000, got 4294967297"),
         (["run", "--ft"], "jaxcoded run: Missing "),
         (["bench", "-n", "1"], "an integer from 2 to 2000000, got 1"),
-        (["bench", "--hosts=a"], "how many? Give -n"),
+        (["bench", "--hosts=a"], "give their number with -n"),
         (["bench", "--save=/none/file"], "--save /none/file: there is no such folder"),
         (["report"], "jaxcoded report: Missing argument"),
     ],
@@ -302,8 +302,8 @@ def test_a_plan_for_unequal_costs(capsys, tmp_path):
     asked = ["plan", *JOB, f"--costs={path}", "--batch-size=500"]
     assert main(asked) == 0
     text = capsys.readouterr().out
-    assert "batches of 500 of 2000 examples, of which the most expensive costs" in text
-    assert "costs ignored: batches are divided by number" in text
+    assert "batches of 500 of 2000 examples, whose most expensive example costs" in text
+    assert "costs ignored: batches divided by the number of examples" in text
     ranking = json.loads((main([*asked, "--json"]), capsys.readouterr().out)[1])[
         "ranking"
     ]
@@ -419,7 +419,7 @@ def test_no_measurement(change, tmp_path, capsys):
         ([], "10 Gb/s, latency 50 us", "none, as no --model, --trace or --measured"),
         (
             ["--gigabits=2", "--send-gigabits=0.5", "--model=pareto"],
-            "2 Gb/s and to send 0.5 Gb/s, latency 50 us",
+            "2 Gb/s to receive and 0.5 Gb/s to send, latency 50 us",
             "pareto",
         ),
     ],
@@ -441,7 +441,7 @@ def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
     SEEN.save(path)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["simulate", "--payload=1kB", "--compute=3", f"--measured={path}"]) == 0
-    assert f"; stragglers: those of {path}\n" in capsys.readouterr().out
+    assert f"; stragglers: from {path}\n" in capsys.readouterr().out
     asked = ["--payload=1kB", "--compute=3", f"--measured={path}", "--json"]
     assert main(["simulate", *asked, "--rounds=3"]) == 0
     fields = json.loads(capsys.readouterr().out)
@@ -454,7 +454,7 @@ def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
     assert fields["ranks"] == 5
     assert 0.6 < fields["steps"]["uncoded tree"]["mean"] < 0.61
     assert main(["plan", *asked, "-n", "5"]) == 2
-    assert "has 3 columns, and --ranks is 5" in capsys.readouterr().err
+    assert "has 3 columns, but --ranks is 5" in capsys.readouterr().err
 
 
 @pytest.mark.mpi
@@ -492,7 +492,7 @@ def test_bench_as_json(capsys):
 def test_bench_of_one_rank():
     done = python("from jaxcoded.tools.cli.main import main; main(['bench'])")
     assert done.returncode == 2
-    assert "links are between ranks, and here is one" in done.stderr
+    assert "a link needs two ranks, but this job has one" in done.stderr
 
 
 def shown_commands():

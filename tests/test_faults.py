@@ -942,7 +942,7 @@ def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
     assert set(map(int, took)) == words_of(victims)
     assert max(took.values()) < notice
     # the other ranks, too, have status 0, or they would be listed
-    assert not re.search(r"ranks? \d.*: (status|killed by|no word)", job.stderr)
+    assert not re.search(r"ranks? \d.*: (status|killed by|no report)", job.stderr)
     assert job.stderr.count("leaves, as SIGTERM has come") == len(words_of(victims))
     assert "Traceback" not in job.stderr
     if way != "root":  # no rank was missing: parents report at most that it left

@@ -81,12 +81,12 @@ def test_a_launcher_that_fails_once_is_tried_again(nothing_set, monkeypatch):
         (
             [{"PBS_JOBID", "PBS_NODEFILE"}],
             "PBS_JOBID=3, PBS_NODEFILE=/none",
-            "${!PBS_*}, if this is no part of that job",
+            "${!PBS_*}, if this is not part of the scheduler's job",
         ),
         (
             [{"OMPI_MCA_pml", "UCX_TLS"}],  # only together
             "OMPI_MCA_pml=ucx, OPAL_PREFIX=/o, PBS_JOBID=3, PBS_NODEFILE=/none, UCX_TLS=rc",
-            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this is no part of that job",
+            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this is not part of the scheduler's job",
         ),
     ],
 )
@@ -96,7 +96,7 @@ def test_wrong_variables_are_named(wrong, found, unset, starts, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     starts[0].extend(wrong)
-    text = f"MPI does not start with {found} in the environment, and does without"
+    text = f"MPI does not start with {found} in the environment, but starts without"
     assert misfits.blame(MPIRUN) == (text, f"unset {unset}")
 
 
@@ -138,7 +138,7 @@ def test_run_names_a_setting_of_another_build(setting, open_mpi, tmp_path):
     # said after the limit is the same, so a slow machine need not wait longer.
     job = run(path, 10, **wrong)
     assert job.returncode
-    words = f"MPI does not start with OMPI_MCA_{setting} in the environment, and does"
+    words = f"MPI does not start with OMPI_MCA_{setting} in the environment, but starts"
     assert f"{words} without: unset OMPI_MCA_{name}\n" in job.stderr
 
 

@@ -419,8 +419,8 @@ def test_a_rank_may_end_as_if_by_a_time_limit(program):
         (("-n", 2, "--mpirun", "/none", __file__), "/none does not run"),
         (("-n", 2, "--mpirun", "/bin/false", __file__), "does not run: status 1"),
         (("-x", "=3", "-n", 2, __file__), "-x =3: must be NAME or NAME=VALUE"),
-        (("-x", "NO.SUCH", "-n", 2, __file__), "no such variable: say NO.SUCH=VALUE"),
-        ((__file__,), "how many ranks? Say -n 4"),
+        (("-x", "NO.SUCH", "-n", 2, __file__), "no such variable: give NO.SUCH=VALUE"),
+        ((__file__,), "how many ranks? Give -n 4"),
     ],
 )
 def test_what_cannot_be_started(arguments, words, monkeypatch):
@@ -713,19 +713,19 @@ def test_invalid_hosts(program, wrong, capsys):
     for hosts in (f"{wrong}", f"a:2,{wrong},b"):
         assert main(["run", "-n", "2", f"--hosts={hosts}", str(program(""))]) == 2
         err = capsys.readouterr().err
-        assert f"--hosts {hosts}: {wrong!r} is not a host" in err
+        assert f"--hosts {hosts}: {wrong!r} must be a host" in err
         assert err.count("\n") == 1
 
 
 def test_hosts_with_too_few_places(program):
     done = run("-n", 4, "--hosts", "a:2,b:1", program(""))
     assert done.returncode == 2
-    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give it more" in done.stderr
+    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give more hosts" in done.stderr
 
 
 # How a rank ended, without an MPI.
 
-NOT_HEARD = "no word of the end: mpirun ended the job first"
+NOT_HEARD = "no report of the end: mpirun ended the job first"
 
 
 def ended(heard, number, program, **variables):
@@ -802,7 +802,7 @@ def test_ends_of_ranks_that_have_joined():
     assert words == [
         "ranks 0-2: status 0, the first of them after",
         "rank 3: status 3, after",
-        f"rank 4: {NOT_HEARD.replace('mpirun', 'those that had started them ended them, or mpirun')}",
+        f"rank 4: {NOT_HEARD.replace('mpirun', 'the ranks that had started them ended them, or mpirun')}",
     ]
     lasting.communicate(timeout=60 * slowness())
 

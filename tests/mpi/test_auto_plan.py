@@ -165,7 +165,9 @@ def test_wrong_arguments(comm, transport, wrong, text):
 @once
 @several
 def test_more_replicas_than_other_ranks(comm, transport):
-    text = f"replicas=99: of {SIZE} ranks only {SIZE - 1} others can hold"
+    text = (
+        f"replicas=99 does not fit {SIZE} ranks: only {SIZE - 1} other ranks can hold"
+    )
     with pytest.raises(ValueError, match=text):
         jaxcoded.CodedGroup.auto(
             comm, payload=1, work=1, replicas=99, transport=transport

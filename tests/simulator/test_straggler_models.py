@@ -153,7 +153,7 @@ def test_wrong_trace(tmp_path):
         ("killed(round=0)", "round must be an integer >= 1, got 0"),
         ("stopped(round=1.5)", "round must be an integer >= 1, got 1.5"),
         ("stopped(every=0.5)", "every must be an integer >= 0, got 0.5"),
-        ("trace(path=5)", "path must be that of a file, got 5"),
+        ("trace(path=5)", "path must be the path of a file, got 5"),
         ("exponential(work=-1)", "work must be at least 0"),
         ("none + x", "model must be one of"),
     ],

@@ -53,7 +53,7 @@ def steps(layout, costs, model=None, *, work=1.0, rounds=8, **how):
     ids=repr,
 )
 def test_ranks_have_the_parts_of_an_epoch(strategy, known):
-    """The batch is the whole data set, in another order. Shared work is simulated by known costs only."""
+    """The batch is the whole data set, in another order. Shared work is simulated only with known costs."""
     plan, layout = plan_of(strategy), Layout.of(plan_of(strategy))
     costs = Costs.of(np.random.default_rng(3).pareto(1.5, 120) + 0.1, 120)
     parts = Parts(costs if known else costs.unknown, layout, seed=0)
@@ -153,7 +153,9 @@ def test_shared_work_is_near_the_ideal(shape):
 
 def test_what_is_not_simulated():
     costs = Costs.of([1.0, 2.0, 3.0], 3)
-    with pytest.raises(ValueError, match="shared work is simulated by known costs"):
+    with pytest.raises(
+        ValueError, match="shared work is simulated only with known costs"
+    ):
         steps(Layout.of(plan_of(jaxcoded.Shared())), costs.unknown)
     with pytest.raises(ValueError, match=r"Layout.of\(plan\), not Layout.balanced"):
         steps(Layout.balanced(7, 6, stragglers=1), costs)
