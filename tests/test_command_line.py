@@ -193,7 +193,7 @@ output.code("x" * 130)
 
 @pytest.mark.parametrize("columns", [30, 20, 12])
 def test_on_a_terminal(columns):
-    """Columns that do not fit are left out; only lines to copy may be wider."""
+    """Columns that do not fit are left out; only lines that users copy may be wider."""
     text = shown(TABLE, columns)
     assert ESCAPE in text
     plain = re.sub(ESCAPE + r"\[[0-9;]*m", "", text)
@@ -280,8 +280,8 @@ def test_simulated_steps(capsys):
 
 
 def test_examples_of_unequal_cost(capsys, tmp_path):
-    """Seven examples of 3 to 9, of which each rank has one: the last to end has the one of 9, or of 0.7 · 9 / 42 s,
-    which is ideal, as no example is divided.
+    """Each rank has one of seven examples that cost 3 to 9. The last rank to end has the example of cost 9, which takes
+    0.7 · 9 / 42 s. This is ideal, as no example is divided.
     """
     path = tmp_path / "costs.csv"
     path.write_text(",".join(map(str, range(3, 10))))
@@ -425,7 +425,7 @@ def test_no_measurement(change, tmp_path, capsys):
     ],
 )
 def test_the_output_repeats_the_request(options, links, late, capsys, monkeypatch):
-    """The output repeats the request: a payload in bytes that was meant in MB shows."""
+    """The output repeats the request, so that a user notices a payload in bytes that was meant in MB."""
     monkeypatch.setenv("COLUMNS", "200")
     asked = ["simulate", "-n3", "--payload=4", "--compute=0.7", "--rounds=1", *options]
     assert main(asked) == 0
@@ -446,8 +446,7 @@ def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
     assert main(["simulate", *asked, "--rounds=3"]) == 0
     fields = json.loads(capsys.readouterr().out)
     assert fields["ranks"] == 3
-    # rank 2 takes four times as long for its third, up to about a millisecond for
-    # messages
+    # rank 2 takes four times as long for its third of the work, up to about a millisecond for messages
     assert fields["steps"]["uncoded tree"]["mean"] == pytest.approx(4.0, rel=0.01)
     assert main(["simulate", *asked, "--rounds=3", "--model=none", "-n5"]) == 0
     fields = json.loads(capsys.readouterr().out)

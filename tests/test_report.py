@@ -23,8 +23,8 @@ ROUNDS = 6
 
 def seen(plan=PLAN, **changes):
     """Return the root's telemetry in a star of three, in rounds of one second. Two
-    children take 0.9 s for each. Rank 3 takes 0.7 s, but 1.9 s for the third round: it
-    misses this round and the next, and comes again in the fifth.
+    children take 0.9 s for each. Rank 3 takes 0.7 s, but 1.9 s for the third round: it misses the third and the fourth
+    round, and comes again in the fifth.
     """
     begun = np.arange(float(ROUNDS))
     arrived = begun[:, None] + [0.9, 0.9, 0.7]
@@ -83,8 +83,8 @@ def of_child(rank, **changes):
 def test_spans():
     took = analysis.spans(seen())
     np.testing.assert_allclose(took[1:, :2], 0.9)
-    assert np.isnan(took[0]).all()  # the beginning of its work is unknown
-    # in the fifth round it came 0.7 s after it was done with the third
+    assert np.isnan(took[0]).all()  # the beginning of the first work is unknown
+    # in the fifth round rank 3 came 0.7 s after it was done with the third
     np.testing.assert_allclose(took[1:, 2], [0.7, 1.9, NAN, NAN, 0.7])
 
 
@@ -115,7 +115,7 @@ def test_savings_with_a_dead_child():
         assert saved.stuck == 3
         assert np.isinf(saved.uncoded).tolist() == [False, True, True, True, True]
         assert saved.avoided == pytest.approx(0.0)
-    # it never sent anything
+    # rank 3 never sent anything
     assert analysis.savings(missing(1, step_times=[0.1, 0.9, 0.9, NAN])).stuck == 2
 
 

@@ -192,7 +192,7 @@ def test_a_killed_rank_ends_the_job(program):
 
 
 def test_ranks_that_end_in_different_ways(program):
-    """Signals reach the program, once."""
+    """Each signal reaches the program once."""
     path = program(
         "import signal\n"
         "came = []\n"
@@ -318,7 +318,7 @@ def test_memory_is_shared_in_a_directory_that_the_host_has(
 def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
     name, launchers, status
 ):
-    # until it is passed on: nothing shows when that is possible
+    # repeat the signal until it is passed on, as nothing shows when this is possible
     launcher = (
         f"trap 'exit {launchers}' {name}; "
         f"while :; do kill -{name} $PPID; sleep 0.05; done"
@@ -526,9 +526,7 @@ time.sleep(1000)
 def test_each_rank_has_its_share_of_the_threads(
     fake, monkeypatch, tmp_path, cores, ranks, hosts, threads
 ):
-    """Each rank has at least two threads, one of which may wait for a round; on one
-    core a single one computes.
-    """
+    """Each rank has at least two threads, one of which may wait for a round; on one core a single thread computes."""
     yields = "OMPI_MCA_mpi_yield_when_idle"
     for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", yields):
         monkeypatch.delenv(name, raising=False)
@@ -808,13 +806,11 @@ def test_ends_of_ranks_that_have_joined():
 
 
 def test_a_job_in_which_no_rank_ended_properly_has_failed():
-    """The job has failed whatever the launcher reports, such as one that has lost its
-    daemons.
-    """
+    """The job has failed whatever the launcher reports, for example after it has lost its daemons."""
     with ends.listening(0, sure=True) as heard:
         assert heard.failure == 1  # none has begun
     with ends.listening(0) as heard:
-        assert heard.failure == 0  # no rank can report
+        assert heard.failure == 0  # unknown, as no rank can report
         process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")
         while not heard.begun:
             time.sleep(0.01)
@@ -873,7 +869,8 @@ def test_others_are_not_believed():
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
         assert process.returncode == 0  # the job continues nevertheless
-        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"  # no process listens there
+        # no process listens on this port
+        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
         assert process.returncode == 0
@@ -881,8 +878,8 @@ def test_others_are_not_believed():
 
 
 def test_a_rank_dies_with_its_starter(tmp_path):
-    """SIGKILL, which launchers use at the end, of the wrapper ends the rank. SIGTERM,
-    which reaches the whole group, ends neither.
+    """If the wrapper gets SIGKILL, which launchers use at the end, its rank ends. SIGTERM to the whole process group
+    ends neither of them.
     """
     file = tmp_path / "said"
     program = (

@@ -1,4 +1,4 @@
-"""Fuzz the JSON that ranks exchange when processes join a group, and their variable."""
+"""Fuzz the JSON that ranks exchange when processes join a group, and the joining processes' variable."""
 
 import contextlib
 import dataclasses
@@ -60,7 +60,7 @@ def a_channel(data, kind):
         yield Channel(comm, TAG, (kind,), who=lambda rank: f"number {rank}")
     finally:
         status = MPI.Status()
-        if comm.Iprobe(0, TAG, status):  # nobody has read it
+        if comm.Iprobe(0, TAG, status):  # no rank has read the message
             comm.Recv(np.zeros(status.Get_count(), np.uint8), 0, TAG)
         request.Wait()
         comm.Free()
@@ -166,7 +166,7 @@ def test_other_ranks_than_invited():
 
 
 class Starting:
-    """A group of this rank and others, each of which answers a question once."""
+    """A group of this rank and other ranks, each of which answers a question once."""
 
     rank = 0
 

@@ -42,7 +42,7 @@ THOUSAND = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", THOUSAND)
 def test_a_thousand_ranks(name):
-    """Their sums are right, and ranks send few messages."""
+    """The sums of a thousand ranks are right, and the ranks send few messages."""
     strategy, sections = THOUSAND[name]
     plan = make_plan(1001, strategy)
     ranks = groups.group(plan, list(range(1001)))

@@ -32,7 +32,7 @@ for i, victim in enumerate(victims):
     else:
         faults.fail_at(victim, FAULT + 10 * i)
 if way == "uncaught":
-    # the others run for longer than that
+    # the other ranks run for longer than the engine of this rank
     for number in range(FAULT + 1, ROUNDS + 1):
         faults.sleep_at(0, number, (AT_EXIT + 1) / (ROUNDS - FAULT))
 

@@ -226,7 +226,7 @@ def test_pieces_of_no_size(comm, transport, piece):
         ({"sections_from": 1000, "check": jaxcoded.Check("warn")}, 0),
     ],
 )
-# the plan may have no surplus to compare
+# the plan may have no surplus messages to compare
 @pytest.mark.filterwarnings("ignore:check=.* does not see all:RuntimeWarning")
 def test_the_planner_counts_on_sections_if_the_group_has_them(
     comm, transport, monkeypatch, options, expected

@@ -80,7 +80,7 @@ def command(
         best=0,
     )
     output.say()
-    output.say(f"mean and quantiles of {rounds} steps")
+    output.say(f"over {rounds} steps")
     if forms_sections(Layout.of(plan), cluster.network, cluster.payload):
         output.say(f"this plan: {IN_SECTIONS}")
     output.say("--strategy gives another strategy; jaxcoded plan finds the fastest")
