@@ -222,7 +222,7 @@ def main():
         table = Trace(args.profile).table
     if len(table) < rounds:
         parser.error(
-            f"{args.profile} has {len(table)} rounds; give --jobs and --delay of which the sum is no more"
+            f"{args.profile} has {len(table)} rounds: give smaller --jobs and --delay, whose sum is at most this number"
         )
     rows = study(table[:rounds], args.work, args.jobs, args.mu)
     args.out.mkdir(parents=True, exist_ok=True)

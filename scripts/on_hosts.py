@@ -82,9 +82,7 @@ def network(
             )
     version = run(MPIRUN, "--version", check=False, env=environment(60)).stdout
     if not re.search(r"Open MPI\S* [5-9]\.", version):
-        raise Unavailable(
-            f"the options are those of Open MPI 5, not of {version[:60]!r}"
-        )
+        raise Unavailable(f"the options belong to Open MPI 5, not to {version[:60]!r}")
     prefix = f"jaxcoded-{os.getpid()}"
     names = tuple(f"{prefix}-{number}" for number in range(1, count + 1))
     switch = f"{prefix}-switch"

@@ -91,9 +91,9 @@ def test_a_host_that_cannot_be_reached(ssh, capfd):
     assert found["found"] == (
         f"2 ranks were not started, as ssh does not reach x.invalid ({REFUSED})"
     )
-    assert found["remedy"].startswith("`ssh x.invalid true` must end")
+    assert found["remedy"].startswith("`ssh x.invalid true` must succeed")
     assert main(["bench", "-n", "2", "--hosts", "x.invalid:2"]) == 1
-    assert "→ `ssh x.invalid true` must end" in capfd.readouterr().err
+    assert "→ `ssh x.invalid true` must succeed" in capfd.readouterr().err
     assert main(["run", "-n", "2", "--hosts", "x.invalid:2", __file__])
     (text,) = (
         line for line in capfd.readouterr().err.splitlines() if "the job failed" in line
@@ -182,7 +182,7 @@ def test_whether_deaths_are_reported(says, state, tmp_path, monkeypatch):
     found = {each.about: each for each in machine.examined(1, mpirun)}["deaths"]
     assert found.state == state
     unknown = says in ("echo nothing", None)
-    assert ("not known" in found.found) == unknown
+    assert ("is unknown" in found.found) == unknown
 
 
 def test_threads_of_a_rank(monkeypatch):

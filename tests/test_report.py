@@ -17,7 +17,7 @@ from jaxcoded.tools.simulator import Layout, Ring
 NAN = float("nan")
 PLAN = jaxcoded.make_plan(
     4, jaxcoded.Coded(stragglers=1)
-)  # a star of three children, of which two suffice
+)  # a star of three children, any two of which suffice
 ROUNDS = 6
 
 

@@ -212,9 +212,7 @@ answers = (
 @fuzzed
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_answers_to_the_starter(answers):
-    """Processes start only if all ranks ask for the same; otherwise each rank that
-    answered is told the reason.
-    """
+    """Processes start only if all ranks make equal requests. Otherwise each rank that answered gets the reason."""
     verdict, sent = asked(answers)
     if not verdict.why_not:
         assert {json.loads(answer)[1]["words"] for answer in answers} == {"ranks=2"}

@@ -220,9 +220,7 @@ def test_clicks_before_the_round(page, scheme, s, states):
 
 @pytest.mark.parametrize("scheme, s", SCHEMES)
 def test_clicks_while_it_runs(page, scheme, s):
-    """A rank becomes slow, one freezes and continues, one dies: every sum is of the
-    whole batch.
-    """
+    """A rank becomes slow, one freezes and continues, one dies: every sum contains the whole batch."""
     choose(page, scheme, s)
     schedule = []
     for time, rank, state in [

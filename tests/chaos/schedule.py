@@ -196,7 +196,7 @@ class Schedule:
 
     @property
     def exact(self) -> bool:
-        """Return whether all sums are of the whole batch."""
+        """Return whether all sums contain the whole batch."""
         return self.options.get("on_deadline") != "approximate"
 
     @property

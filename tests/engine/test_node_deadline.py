@@ -428,9 +428,7 @@ def test_ranks_wait_for_a_root_that_does_not_call(action):
 
 
 def star(script):
-    """Return a root with three children, of which it needs two, and a deadline of 3
-    times the median.
-    """
+    """Return a root that needs two of its three children, with a deadline of 3 times the median."""
     plan = make_plan(4, Coded(stragglers=1))
     assert plan.coded_children(0) == (1, 2, 3)
     world = random_world(

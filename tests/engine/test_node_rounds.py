@@ -253,9 +253,7 @@ def test_beyond_the_stragglers_of_the_code(seed):
 
 
 def test_words_of_messages_that_do_not_suffice():
-    """The error names the awaited ranks, those without a contribution, and those left
-    out.
-    """
+    """The error names the awaited ranks, the ranks without a contribution, and the ranks that are left out."""
     plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 9),)
     world = random_world(plan, 0, random.Random(1), script=[Call(segments, 1)])

@@ -82,7 +82,7 @@ def short_pieces(sections_from):
 
 
 def star(seed, sections_from, dtype="float64"):
-    """Play rounds of a root and six ranks, of which two each send the same message."""
+    """Play rounds of a root and six ranks; each message is sent by two of these ranks."""
     plan = make_plan(7, Coded(fanout=6, stragglers=1, code="fractional_repetition"))
     return World(
         plan,
@@ -236,7 +236,7 @@ def test_inner_parents_move_each_piece_once():
             if asker == parent and source in leaves
         ]
         assert collections.Counter(what for what, _ in own_family) == {SECTION: PIECES}
-        # the result, of which a leaf forms a quarter
+        # the result; each leaf forms a quarter of it
         assert sum(to[RESULT, leaf] for leaf in leaves) == PIECES
         assert sum(sent[SECTION, leaf] for leaf in leaves) == (1 + 3) * PIECES
     assert not to[RESULT, 0]

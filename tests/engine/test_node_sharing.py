@@ -593,9 +593,7 @@ def test_any_rank_raises_between_two_blocks(seed):
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
-    """Programs own the vectors: the sum excludes those of ranks that are given up, and
-    does not wait for them.
-    """
+    """Programs own the vectors. The sum excludes the vectors of ranks that are given up, and does not wait for them."""
     rng = random.Random(seed)
     run = world(rng, size=rng.randint(3, 6), rounds=2, handed_over=True)
     workers = set(range(run.plan.size)) - {run.plan.root}

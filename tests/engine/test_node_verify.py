@@ -207,9 +207,7 @@ def test_no_result_is_taken_for_a_message(below, policy):
     some = collections.Counter()
 
     def turn(may_have):
-        """Let all but the parent run; the children fetch no more pieces than
-        ``may_have``.
-        """
+        """Let all ranks except the parent run; the children fetch no more pieces than ``may_have``."""
         for rank in set(range(plan.size)) - {parent}:
             for link in [link for link in world.queues if link[1] == rank]:
                 while world.queues[link]:

@@ -19,7 +19,7 @@ def test_schedules(number):
 
 @pytest.mark.parametrize("fault", ["damaged", "vanishing"])
 def test_faults_of_mpi_are_found(fault):
-    """MPI changes pieces, or loses messages and tells nobody. This shows that the checks can fail."""
+    """MPI changes pieces, or loses messages without reporting it. This shows that the checks can fail."""
     found = 0
     for number in range(40):
         ranks, schedule = groups.drawn(number, **{fault: 0.05})

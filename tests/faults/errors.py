@@ -1,6 +1,5 @@
-"""One rank raises an exception. ``errors.py DIRECTORY WAY RANKS``: each of the RANKS in
-turn raises and catches one ("caught"). Or one ends the program ("uncaught"), also with
-a call in flight ("in-flight").
+"""One rank raises an exception. ``errors.py DIRECTORY WAY RANKS``: each of the RANKS in turn raises and catches an
+exception ("caught"). Or an exception ends the program of a rank ("uncaught"), also with a call in flight ("in-flight").
 """
 
 import sys

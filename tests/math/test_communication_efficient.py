@@ -118,8 +118,8 @@ def test_random_answered_sets_of_large_codes(make):
     ids=[*SMALL, "polynomial 12, 2, 2", "gaussian 64, 4, 4"],
 )
 def test_rounding_of_float32_sums_is_bounded_by_the_amplification(code):
-    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent
-    the same for its n terms.
+    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent's sum loses as much for each of
+    its n terms.
     """
     rng = np.random.default_rng(2)
     patterns = list(survivors(code.n, code.stragglers)) if code.n < 9 else []

@@ -24,7 +24,7 @@ def test_weights_of_blocks(owners, blocks, batch_size):
     assert table.dtype == np.float32 and table.shape == (owners * blocks,)
     of_owners = table.astype(float).reshape(owners, blocks).sum(axis=1)
     assert of_owners.sum() == 0 and of_owners.all()
-    # float32 sums of all but the count are exact in any order
+    # float32 sums of all numbers except the count are exact in any order
     units = np.abs(table).max() / 2.0 ** (np.floor(np.log2(batch_size)) - 15)
     assert units == round(units) and 62 * units * blocks < 2**20
 

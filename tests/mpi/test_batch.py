@@ -103,7 +103,7 @@ def test_a_scalar_loss_is_as_good_as_losses_of_examples(
 
 @engine_only
 def test_sum_of_a_scalar_loss_with_auxiliary_data(group):
-    """The auxiliary data are those of the examples that this rank has computed."""
+    """The auxiliary data belong to the examples that this rank has computed."""
 
     def loss(params, data):
         return mean_loss(params, data), {"y": data["y"].sum()}

@@ -298,7 +298,7 @@ def test_megabytes_of_buckets(comm, group):
 
 
 def test_wire_dtype(comm, group):
-    """Messages are half as long, and results match those of the call that waits."""
+    """Messages are half as long, and results match the results of the call that waits."""
     gradients = per_example(40, 3, dtype="float32")
     own = jnp.asarray(contribution(group, gradients))
     options = {"wire_dtype": "bfloat16", "residual": True}

@@ -406,7 +406,7 @@ def test_one_way(comm, gpu, stream, group, size):
 
 
 def test_the_same_as_on_the_host(comm, gpu, stream):
-    """Results match those on the host to the bit if all messages are used."""
+    """Results match the host's results to the bit if all messages are used."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
         tree = gradients(2 * CHUNK + 5)
         own = vectors_of(group, tree)

@@ -83,7 +83,7 @@ def products(loss, theta, token):
 
 
 def scanned(loss):
-    """Return a scan over two losses, of which only one counts."""
+    """Return a scan over two losses, only one of which counts."""
 
     def both(theta, token):
         def body(carry, k):

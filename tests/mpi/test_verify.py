@@ -103,7 +103,7 @@ def test_with_one_more_than_needed_several_may_be_wrong(comm):
 
 
 def test_training_without_a_rank_that_computes_nan(comm, caplog):
-    """Gradient, loss and count are those of the whole batch."""
+    """Gradient, loss and count cover the whole batch."""
     caplog.set_level(logging.WARNING, "jaxcoded")
 
     def losses(params, batch):

@@ -210,7 +210,7 @@ def test_selective_repeat_by_hand():
     assert job.ends.tolist() == [2 + 1, 2 + 1, 2 + 1 + 2, 2 + 1 + 2 + 6]
     assert job.used.tolist() == [3, 3, 4, 3]
     assert job.skipped.tolist() == [1, 1, 0, 1]
-    # one by one, it does not wait for the last two, of which one repeats job 3 alone
+    # one by one, the master does not wait for the last two workers; one of them repeats job 3 alone
     late[3, [0, 1, 2]] = 3.0, 4.0, 5.0
     job = sequence(scheme, late, work=2.0, one_by_one=True)
     assert job.ends.tolist() == [3, 3, 5, 5 + 4 + 1]

@@ -294,7 +294,7 @@ def test_the_sum_waits_for_a_late_rank_that_it_needs(s, waits):
         assert out.mean > 50 * load
         assert out.used[12] == 20
     else:
-        # one section fewer, and so not all of them are of as many pieces
+        # there is one section fewer, so not all sections have as many pieces
         assert out.mean == pytest.approx(usual.mean, rel=0.1)
         assert out.used[12] == 0 and out.skipped[12] > 10
         assert all(out.used[1:11] == 20)

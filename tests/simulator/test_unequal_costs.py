@@ -105,8 +105,8 @@ def test_by_hand(strategy, seconds):
 
 
 def test_by_number():
-    """Each rank has two of the examples of 5, 5, 1 and 1 s. By cost each has 6 s of work; by number one has 6 or 10 s,
-    depending on the drawn batch."""
+    """Each rank has two of the examples of 5, 5, 1 and 1 s. By cost each has 6 s of work; by number the slower rank has
+    6 or 10 s, depending on the drawn batch."""
     costs = Costs.of([5.0, 5.0, 1.0, 1.0], 4)
     for layout in (Ring(2), Layout.of(plan_of(jaxcoded.Uncoded(), 2))):
         np.testing.assert_allclose(steps(layout, costs, work=12.0), 6.0)

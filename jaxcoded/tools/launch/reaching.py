@@ -1,4 +1,4 @@
-"""Find hosts that `ssh` cannot reach: mpirun starts its daemons by ssh."""
+"""Find hosts that `ssh` cannot reach, as mpirun starts its daemons by ssh."""
 
 import concurrent.futures
 import contextlib

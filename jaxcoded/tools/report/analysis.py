@@ -30,7 +30,8 @@ _MOSTLY = 0.5  # of all rounds
 
 @dataclasses.dataclass(frozen=True)
 class Savings:
-    """Times of a parent's rounds, as they were and if it had waited for all children. Arrays ``(Q,)``."""
+    """Times of a parent's rounds: the actual times, and the times if the parent had waited for all children. Arrays
+    ``(Q,)``."""
 
     rounds: np.ndarray  # int64, numbers of the rounds with a sum
     coded: np.ndarray  # seconds from the previous result until the sum was complete
