@@ -4,7 +4,7 @@
 
     jaxcoded plan --measured cluster.json --payload 4MB --compute 1.2
 
-Without -n it measures the ranks of the job that it is started in:
+Without -n it measures the ranks of the job in which it runs:
 
     jaxcoded run -n 4 --hosts a:2,b:2 -m jaxcoded bench --save cluster.json
 

@@ -167,7 +167,9 @@ _OPTIONS = (
     ),
     click.Option(["--batch-size"], type=int, help="Examples of a batch, with --costs."),
     click.Option(
-        ["--gigabits"], type=float, help=f"Gb/s of a link. Default: {_GIGABITS:g}."
+        ["--gigabits"],
+        type=float,
+        help=f"Gb/s of a link. Default: as measured, otherwise {_GIGABITS:g}.",
     ),
     click.Option(
         ["--send-gigabits"],
@@ -177,7 +179,7 @@ _OPTIONS = (
     click.Option(
         ["--latency"],
         type=float,
-        help="Seconds until a small message arrives. Default: 50e-6.",
+        help="Seconds until a small message arrives. Default: as measured, otherwise 50e-6.",
     ),
     click.Option(
         ["--seed"],
