@@ -2,15 +2,13 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/allreduce.py
 
-No rank straggles. "2 x, alone" is a jitted function without communication: JAX's own
-time on these ranks. Every repetition times all collectives in turn, so that they share
-the machine's conditions: a barrier, then several calls without one, each awaited as in
-a training step. The benchmark checks the sums before and after. ``README.md`` defines
-the time of a call and the bandwidths.
+No rank straggles. "2 x, alone" is a jitted function without communication: it measures JAX's own time on these ranks.
+Every repetition times all collectives in turn, so that they share the machine's conditions: after a barrier come
+several calls without a barrier, and each is awaited as in a training step. The benchmark checks the sums before and
+after. ``README.md`` defines the time of a call and the bandwidths.
 
-Prints a table and a verdict, and stores the table and pictures of it. If the folder has
-tables of several numbers of ranks, it also draws a picture against ranks.
-``allreduce_pictures.py`` draws the pictures alone.
+It prints a table and a verdict, and stores the table with pictures of it. If the folder has tables for several numbers
+of ranks, it also draws the times against the number of ranks. ``allreduce_pictures.py`` draws the pictures alone.
 """
 
 import argparse
@@ -30,11 +28,11 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 BASES = ("mpi4jax.allreduce", "psum over gloo", "mpi4py Allreduce")
-BLOCK = 0.1  # intended seconds of a row of calls
-CALLS = 1000  # sufficient calls
+BLOCK = 0.1  # intended seconds of the calls between two barriers
+CALLS = 1000  # enough calls of a collective: repetitions end then
 REPETITIONS = 3  # at least
-# Memory of a rank while all collectives take turns, in messages. It was measured with
-# five groups of the engine, which keep most of it for later use.
+# Memory that a rank needs while all collectives take turns, in lengths of a message. Measured with five groups of the
+# engine, which keep most of the memory for later use.
 MESSAGES = 40
 
 
@@ -69,8 +67,8 @@ def check(collectives, size):
 
 
 def block(run, calls):
-    """Time consecutive calls. Return the seconds of each, ``(calls,)``, on its slowest
-    rank, and their mean on the slowest rank.
+    """Time consecutive calls. Return the seconds of each call on its slowest rank, ``(calls,)``, and the mean seconds
+    on the slowest rank.
     """
     run()
     stamps = np.empty(calls + 1)
@@ -87,7 +85,7 @@ def block(run, calls):
 
 def measure(collectives, size, until, repetitions, progress):
     """Return the calls' times and the means of the repetitions from `block`, by name.
-    Repeat until there are enough or, on rank 0, the time is over.
+    Repeat until there are enough repetitions or, on rank 0, the time is over.
     """
     progress.set_description(f"{4 * size:,} B")
     check(collectives, size)
@@ -95,7 +93,7 @@ def measure(collectives, size, until, repetitions, progress):
     shapes = {name: jax.eval_shape(each.share, v) for name, each in collectives.items()}
 
     def prepared(name):
-        # not kept: operands of all collectives at all ranks may not fit into memory
+        # made again each time: the operands of all collectives on all ranks may not fit into memory
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[name])
         return collectives[name].prepare(zeros)
 
@@ -161,7 +159,7 @@ def main():
             tqdm(total=len(sizes), unit="size", disable=comm.rank != 0)
         )
         for i, size in enumerate(sizes):
-            # large messages may use the time that small ones leave
+            # large messages may use the time that small messages leave
             now = time.monotonic()
             share = now if args.smoke else now + (until - now) / (len(sizes) - i)
             repetitions = 1 if args.smoke else REPETITIONS
@@ -194,7 +192,7 @@ def report(table):
 
 
 def verdict(table):
-    """Return a text that compares the engine with the others."""
+    """Return a text that compares the engine with the other collectives."""
     engine = coded(table)
     print(f"\nNobody straggling, {engine[0]['collective']}:")
     for base in BASES:

@@ -1,7 +1,7 @@
-"""The all-reduces that ``allreduce.py`` compares, and how to call each.
+"""The all-reduces that ``allreduce.py`` compares.
 
-The sum is known: example ``e`` of a global batch has the gradient ``NUMBERS[e] · v``
-for one vector ``v``. Each rank encodes, or adds up, the gradients of its examples.
+The right sum is known: example ``e`` of a global batch has the gradient ``NUMBERS[e] · v`` for one vector ``v``. Each
+rank encodes, or adds up, the gradients of its examples.
 """
 
 import functools
@@ -27,8 +27,8 @@ class Collective(NamedTuple):
 
     Attributes:
         share: a function from ``v``, float32 ``(size,)``, to this rank's operand.
-        prepare: a function from an operand to a function without arguments, which makes
-            a call, waits for it and returns the result.
+        prepare: a function that takes an operand, and returns a function without arguments. That function makes a call,
+            waits for it and returns the result.
         code: the name of its plan's codes.
         factor: the ratio of the result and ``v``.
     """
@@ -82,7 +82,7 @@ def donated(call):
 
 
 def kept(call):
-    """Return a call that uses the same operand again."""
+    """Return a call that uses the same operand every time."""
     jitted = jax.jit(call)
     return lambda x: lambda: jitted(x).block_until_ready()
 
@@ -97,7 +97,7 @@ def with_token(group, donate=True):
     @functools.partial(jax.jit, donate_argnums=(0, 1) if donate else 1)
     def jitted(x, token):
         summed = jaxcoded.coded_allreduce(x, group, weights, token=token)
-        # a named tuple takes JAX longer outside of jit; in a step it stays inside
+        # returning a named tuple from a jitted function takes JAX longer; in a step the tuple stays inside
         return summed.value, summed.token
 
     def prepare(x):
@@ -232,7 +232,7 @@ def compared(fanout, closing):
         out[f"{name}, token"] = coded(engine, with_token(engine))
         if s < 2 and m == 1:
             out[name] = coded(engine, donated(effect(engine)))
-    # further columns of the table
+    # collectives for further columns of the table
     s = int((1, 1) in engines)
     engine, reference = engines[s, 1], group(s, transport="mpi4jax")
     more = {

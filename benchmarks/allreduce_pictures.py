@@ -9,7 +9,7 @@ import sys
 
 from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
 
-# The engine has solid lines, and the others dashed ones. Only the tables have the rest.
+# The engine's lines are solid, the other lines dashed. Further collectives are only in the tables.
 ENGINE = (
     "engine, s=0, token",
     "engine, s=1, token",
@@ -97,7 +97,7 @@ def joined(figure, title, lines):
 
 
 def against_size(path, rows, columns, label, title):
-    """Draw axes next to each other, one for each column and its heading."""
+    """Draw axes next to each other, one for each column, with its heading."""
     sizes = sorted({row["bytes"] for row in rows})
     count = len(columns)
     shape = {"size": (2.8 + 4.6 * count, 4.2), "squeeze": False, "sharey": True}

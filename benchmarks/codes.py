@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/codes.py
 
-The benchmark makes every code once for 256 children, and decodes new sets of children
-for 64. No rank straggles, and nothing is sent: a parent does this once for every set of
-children that answers. It prints a table and stores it.
+The benchmark makes every code once for 256 children, and decodes new sets of 64 children. No rank straggles, and
+nothing is sent: a parent computes coefficients once for every set of children that answers. The benchmark prints a
+table and stores it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jaxcoded import codes
 
-# text, stragglers and slices, for 64 and for 256 children
+# the code's text, stragglers and slices, for 64 and for 256 children
 CODES = [
     ("uncoded", 0, 1),
     ("fractional_repetition", 3, 1),
@@ -42,7 +42,7 @@ CODES = [
 
 
 def made(text, n, stragglers, slices):
-    """Return the code and its seconds, or why there is none."""
+    """Return the code and the seconds to make it, or why there is no such code."""
     start = time.perf_counter()
     try:
         code = codes.named(text, n, stragglers, slices)
@@ -52,7 +52,7 @@ def made(text, n, stragglers, slices):
 
 
 def decoding(code, sets):
-    """Return the median seconds for a set of children that was not decoded before."""
+    """Return the median seconds for the coefficients of a set of children that is new."""
     code = dataclasses.replace(code)  # with an empty cache
     rng = np.random.default_rng(0)
     lost = max(1, code.stragglers)

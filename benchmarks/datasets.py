@@ -1,7 +1,7 @@
 """The data of `benchmarks/training.py`: real data, the papers' mixture of two
 Gaussians, and gradients without data.
 
-All are sums over examples, and each rank computes a weighted part:
+All gradients are sums over examples, and each rank computes a weighted part:
 ``gradient(theta, rows, weights) = Σ_i weights[i] ∇ℓ_rows[i](theta)``.
 """
 
@@ -81,8 +81,8 @@ class Vectors:
     """A problem without data: for any parameters example ``e`` has the gradient ``a_e u
     + b_e v``, for two fixed random vectors of any length.
 
-    Its sum needs the same communication as any other, but no computation. It serves for
-    many ranks on few cores, and for long messages.
+    Its sum needs the same communication as any sum, but no computation. So it suits many ranks on few cores, and long
+    messages.
     """
 
     def __init__(self, features, examples):
@@ -141,8 +141,8 @@ def load(kind, given=None, examples=6552, features=5000):
     """Return a problem.
 
     Args:
-        kind: ``"real"``: the Adult data (a9a) if the folder has them, and otherwise
-            scikit-learn's digits; or ``"mixture"``.
+        kind: ``"mixture"``, or ``"real"`` for the Adult data (a9a) if the folder has them, and otherwise for
+            scikit-learn's digits.
         given: the folder.
         examples: most examples of the training set; 6,552 as in the CodedReduce
             scripts.
@@ -157,8 +157,8 @@ def load(kind, given=None, examples=6552, features=5000):
 
 
 def adult(path, examples, features):
-    """Return the data on incomes above 50,000 $. As in Tandon et al. 2017 for another
-    data set, features are one-hot attributes and their most frequent pairs.
+    """Return the data on incomes above 50,000 $. Features are one-hot attributes and their most frequent pairs, as
+    Tandon et al. 2017 chose for another data set.
     """
     x, y = read_binary(path / "a9a.gz", examples)
     x_test, y_test = read_binary(path / "a9a.t.gz", examples)

@@ -9,9 +9,8 @@ arrays on the GPU take, coded and by mpi4jax, with all ranks on one GPU? How clo
 encode and decode come to a copy on the GPU? Ranks share one GPU: run it with 2 and with
 4.
 
-No rank straggles. It stores everything with a description of the machine as
-``gpu-RANKS.json``. Without a GPU (``--smoke`` in the tests) it skips the first question
-and measures the others on the CPU.
+No rank straggles. The benchmark stores all results with a description of the machine as ``gpu-RANKS.json``. Without a
+GPU (``--smoke`` in the tests) it skips the first question and measures the other two on the CPU.
 """
 
 import argparse
@@ -38,8 +37,8 @@ import kernels
 
 COMM = MPI.COMM_WORLD
 ON_GPU = jax.default_backend() == "gpu"
-STAGING_BOUND = 0.8  # share of a bare copy's bandwidth
-KERNEL_BOUND = 0.8  # share of the bandwidth of a copy on the device
+STAGING_BOUND = 0.8  # fraction of a bare copy's bandwidth
+KERNEL_BOUND = 0.8  # fraction of the bandwidth of a copy on the device
 SPEEDUP_BOUND = 2.0  # ratio to mpi4jax, from this many bytes on
 SPEEDUP_BYTES = 16_000_000
 
@@ -107,7 +106,7 @@ def seconds(call, *arguments):
 
 
 def staging(sizes, repetitions):
-    """Return rows of bytes, direction, GB/s and share of the bare copy's bandwidth."""
+    """Return rows of bytes, direction, GB/s and the fraction of the bare copy's bandwidth."""
     driver = Driver()
     rows = []
     for size in sizes:

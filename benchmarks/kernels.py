@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/kernels.py
 
 Bandwidth counts the bytes that must move: every message is read once and the result
-written once. The ceiling is ``x + 1`` in place (donated) with as many bytes, in the
-same run on the same device.
+written once. The ceiling is the speed of ``x + 1`` in place (donated) on as many bytes, in the same run on the same
+device.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def seconds_in_place(elements, dtype, *, repetitions):
 
 
 def measure(length, repetitions):
-    """Return rows of kernel, dtype, code, GB/s and share of the copy's bandwidth."""
+    """Return rows of kernel, dtype, code, GB/s and the fraction of the copy's bandwidth."""
     rows = []
     for dtype in (jnp.float32, jnp.bfloat16):
         for n, s, m in ((3, 1, 1), (4, 1, 2), (8, 2, 1)):

@@ -47,7 +47,7 @@ SHORT = 2  # seconds of JAX's time-outs in the short case
 
 
 class Rank:
-    """A rank that becomes faulty after some steps, and records those of rank 0."""
+    """Count a rank's steps: make the rank faulty after some of them, and record them on rank 0."""
 
     def __init__(self, args, number):
         self.args, self.number, self.steps = args, number, 0
@@ -59,7 +59,7 @@ class Rank:
         time.sleep(part * RANKS * WORK * self.factor)
 
     def begin(self):
-        """Begin a step; return whether there is one more."""
+        """Begin a step; return whether there is one."""
         if self.steps == self.args.before and self.number == FAULTY:
             if self.args.fault == "slow":
                 self.factor = 10
@@ -227,8 +227,8 @@ def command(args, scheme, fault, folder):
 
 
 def play_alone(command, output, finished):
-    """Start processes one by one. Return their statuses, None for a killed one, and
-    whether a rank without a fault was killed.
+    """Start processes one by one. Return their statuses, None for a killed process, and whether a rank without a fault
+    was killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -269,8 +269,8 @@ def play_mpi(command, output, scheme, fault, limit):
 
 
 def observed(args, scheme, fault):
-    """Run a job; return the steps before and after the fault, its outcome as text, and the
-    end of each step, in ms after that of the last one before the fault.
+    """Run a job; return the steps before and after the fault, its outcome as text, and the end of each step, in ms
+    after the end of the last step before the fault.
     """
     limit = args.limit
     with tempfile.TemporaryDirectory() as folder:
@@ -283,7 +283,7 @@ def observed(args, scheme, fault):
             return [float(line) for line in lines]
 
         def finished():
-            """Return whether all steps are done, or none for too long."""
+            """Return whether all steps are done, or no step has ended for too long."""
             done = times()
             idle = time.monotonic() - (done[-1] if done else begun + 3 * args.start)
             return len(done) == args.before + args.after or idle > limit

@@ -4,15 +4,13 @@
     build/torchft/bin/pip install torch==2.13.0 torchft-nightly==2026.10.26 numpy tqdm
     build/torchft/bin/python benchmarks/one_faulty_replica_torchft.py
 
-This matches ``one_faulty_rank.py`` for JAX: four processes on this machine, over gloo;
-the work of each is a sleep of 20 ms. In the middle of it replica 2 has a fault: it
-computes ten times as slowly; sleeps for ever, alive ("stuck"); is stopped (SIGSTOP); is
-killed (SIGKILL); or is killed and restarted at once. Each case runs with torchft's
-default time-outs, and with ``--short`` seconds for the manager, the sum and the
-lighthouse.
+This benchmark matches ``one_faulty_rank.py`` for JAX: four processes run on this machine, over gloo, and the work of
+each is a sleep of 20 ms. In the middle of the job replica 2 has a fault: it computes ten times as slowly; sleeps for
+ever, alive ("stuck"); is stopped (SIGSTOP); is killed (SIGKILL); or is killed and restarted at once. Each case runs
+with torchft's default time-outs, and with ``--short`` seconds for the manager, the sum and the lighthouse.
 
-The gradient of replica n is 1 in every fourth number from n on, so that the mean shows
-which gradients it holds, and the divisor: "013/3".
+The gradient of replica n is 1 in every fourth number from n on, so that the mean shows which gradients it contains, and
+the divisor: "013/3".
 """
 
 import argparse
@@ -48,7 +46,7 @@ FIELDS = (
 
 def train(args):
     """Train for ever; print a line for each step: when, whether it was committed, and
-    which gradients it held.
+    which gradients its mean contained.
     """
     import torch
     import torchft
@@ -196,7 +194,7 @@ def observed(args, timeouts, fault):
                     restarted = time.monotonic()
                 if restarted and not back:
                     full = [t for t, _, who in after if who == FULL]
-                    # The step of the fault may have been complete.
+                    # The step in which the fault came may have been complete.
                     full = [t for t in full if t > restarted]
                     if full:
                         back = full[0] - restarted

@@ -9,11 +9,10 @@ after the backward pass. The second starts a round for each layer as soon as its
 gradient exists, and waits at the end; one group does this, or two alternate. The third
 waits for a step's round only after the next backward pass, as with gradients
 accumulated over batches. The number of examples makes computing as long as the round.
-The settings take turns, and times are of the slowest rank. On one host ranks compute
-and communicate on the same cores; on several hosts with slow cables the cores are free
-while messages travel. With --sleep each layer's passes only sleep, as if a GPU computed
-them, or each host had separate cores. The benchmark prints and stores medians, the
-medians of the ratios within a repetition, and the processor time of all ranks.
+The settings take turns, and times are those of the slowest rank. On one host ranks compute and communicate on the same
+cores; on several hosts with slow links the cores are free while messages travel. With --sleep each layer's passes only
+sleep, as if a GPU computed them, or each host had separate cores. The benchmark prints and stores medians, the medians
+of the ratios within a repetition, and the processor time of all ranks.
 """
 
 import argparse
@@ -34,9 +33,7 @@ LAYERS = 8
 
 
 def slept(weights, x):
-    """Run the backward pass of layers that take ``x[0]`` seconds each; a forward pass
-    takes half as long.
-    """
+    """Run the backward pass of layers that take ``x[0]`` seconds each; their forward pass takes half as long."""
 
     def sleep(seconds, _):
         time.sleep(float(seconds))

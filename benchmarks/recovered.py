@@ -5,15 +5,13 @@
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py --fault stuck
     .venv/bin/jaxcoded run -n 4 --ft benchmarks/recovered.py --fault replaced --deaths 9
 
-Repeatedly a rank becomes faulty between two of its steps, while the others begin the
-next one. The last rank is killed, or sleeps for ever ("stuck"): the others do 20 more
-steps, and then call `recovered`, which puts out the stuck rank after its `timeout`. Or
-the root is killed: the step fails on all others, which call `recovered` at once. Or a
-new rank replaces the killed last one ("replaced": `extended`). Then the root hands its
-state on, and all take a step with the new group, which compiles it. The benchmark
-prints medians of the slowest rank. They cover a usual step, the longest one after the
-fault (or the failing one), `recovered` (beyond its `timeout` if it puts out a rank),
-`extended`, `tree_bcast`, and the first step after it.
+Repeatedly a rank becomes faulty between two of its steps, while the others begin the next step. The last rank is
+killed, or sleeps for ever ("stuck"): the others do 20 more steps, and then call `recovered`, which puts out the stuck
+rank after its `timeout`. Or the root is killed: the step fails on all other ranks, which call `recovered` at once. Or a
+new rank replaces the killed last rank ("replaced": `extended`). Then the root broadcasts its state, and all ranks take
+a step with the new group, which compiles the step. The benchmark prints medians of the slowest rank: a usual step, the
+longest step after the fault (or the failing step), `recovered` (beyond its `timeout` if it puts out a rank),
+`extended`, `tree_bcast`, and the first step after `tree_bcast`.
 """
 
 import argparse
@@ -98,7 +96,7 @@ def main():
                 usual.append(took)
             times["step"] = np.median(usual)
             group.comm.Barrier()  # until all have the last sum
-            time.sleep(0.1)  # until MPI's messages for it have come
+            time.sleep(0.1)  # until MPI's messages for the barrier have come
             if group.rank == (0 if root else group.size - 1):
                 befall(args.fault)
             if root:

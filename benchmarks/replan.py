@@ -2,11 +2,10 @@
 
     scripts/mpirun -n 7 .venv/bin/python -m mpi4py benchmarks/replan.py
 
-Two of the ranks always take three times as long for an example as the others, with s =
-1. An example is a sleep, so waiting ranks take no core from others. The first half of
-the rounds has equal loads; then the group is replanned with the speeds measured by its
-telemetry. Times are from one result to the next on the root. The benchmark checks every
-sum.
+Two of the ranks always take three times as long for an example as the others, while the code tolerates one (s = 1). An
+example is a sleep, so waiting ranks take no core from others. The first half of the rounds has equal loads; then the
+group is replanned with the speeds measured by its telemetry. Times are from one result to the next on the root. The
+benchmark checks every sum.
 """
 
 import argparse
@@ -41,7 +40,7 @@ def main():
     progress = tqdm(total=2 * rounds, disable=comm.rank != 0, desc="rounds")
 
     def half(group):
-        """Return the seconds of each round but the first on this rank."""
+        """Return the seconds of each round except the first on this rank."""
         part = group.batch(EXAMPLES)
         own = (part.weights @ gradients[part.indices]).astype(np.float32)
         held = np.count_nonzero(part.weights)

@@ -6,14 +6,13 @@ Simulated (`jaxcoded.tools.simulator`; simulate.py tests its accuracy). Weak sca
 for any number of ranks, a rank takes 100 ms for its equal part of the batch, and the
 sum has 100 MB. Straggler models: a light tail (work takes 1 + x times as long, x
 exponential with mean 0.2), a heavy one (x Pareto with shape 1.5 and scale 0.2), and the
-last rank always ten times slower. Links of 1, 10 and 100 Gb/s, 50 µs away.
+last rank always ten times slower. Links have 1, 10 or 100 Gb/s and 50 µs.
 
 Parents add up their children's messages, or families form long sums in sections, as the
 engine does between hosts. Trees, stars and codes show the best of several fan-outs and
-numbers of stragglers, as a user would choose. So the comparison is "with a code"
-against "without one", not one setting of each. Results are medians over rounds, as
-means of heavy tails need too many rounds. The benchmark prints the fastest schemes, and
-stores all results with a picture.
+numbers of stragglers, as a user would choose. So the comparison is between the best settings with a code and without a
+code, not between one setting of each. Results are medians over rounds, as means of heavy tails need too many rounds.
+The benchmark prints the fastest schemes, and stores all results with a picture.
 """
 
 import argparse
@@ -34,7 +33,7 @@ MODELS = {
     "one slow rank": stragglers.FixedSlow(ranks=(-1,), factor=10),
 }
 GIGABITS = (1, 10, 100)
-WORK, PAYLOAD = 0.1, 100e6  # seconds of a rank's equal part; bytes
+WORK, PAYLOAD = 0.1, 100e6  # seconds of a rank's equal part, and bytes of the sum
 FANOUTS = (2, 4, 8, 16, 32, 100, 1000)
 IN_SECTIONS = "in sections"  # how the engine forms long sums between hosts
 

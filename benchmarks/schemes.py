@@ -21,9 +21,9 @@ class Scheme:
 
     Attributes:
         label: name in tables and pictures.
-        fanout: children of a parent; 0 for a star, all ranks below the root.
+        fanout: children of a parent; 0 for a star.
         fanout, code, stragglers, slices: arguments of the plan, see `jaxcoded.Coded`.
-        work: the layout of the work, instead of these.
+        work: the layout of the work, instead of these arguments.
         survives: whether it continues after one rank has died.
         exact: whether its sums are over all examples.
         without: its transport if not the engine: ``"ring"`` or ``"mpi4jax"``.
@@ -93,7 +93,7 @@ def opened(scheme, comm, patience=PATIENCE):
     Args:
         scheme: a `Scheme`.
         comm: the communicator.
-        patience: seconds to wait for ranks at its end.
+        patience: seconds to wait for ranks when the collective closes.
     """
     if scheme.without:
         yield Uncoded(scheme, comm)
@@ -112,7 +112,7 @@ def opened(scheme, comm, patience=PATIENCE):
         yield (Known if scheme.known else Balanced)(group)
     else:
         yield Coded(group)
-    # not after an error: the others may be anywhere
+    # not after an error: the other ranks may be anywhere
     with warnings.catch_warnings():
         if patience < PATIENCE:  # some ranks are dead
             warnings.filterwarnings("ignore", "rank .* closed the group without ranks")
@@ -163,9 +163,7 @@ class Uncoded:
 
 
 class Coded:
-    """Codes without slices and parts on NumPy arrays: coding coefficients are weights
-    of examples.
-    """
+    """Codes without slices and parts on NumPy arrays: the codes' coefficients become weights of examples."""
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan
@@ -188,9 +186,7 @@ class Coded:
 
 
 class Known:
-    """No code: the most costly examples come first, each for the rank with the least
-    work so far.
-    """
+    """No code: examples are assigned by cost, the most costly first, each to the rank with the least work so far."""
 
     def __init__(self, group):
         self.group, self.plan = group, group.plan
@@ -215,7 +211,7 @@ class Known:
         weights = np.ones(len(rows), np.float32)
         vector[: problem.features] = worked(problem, theta, rows, weights, pace)
         took = time.perf_counter() - begun
-        # so the sum tells all ranks the speed of each
+        # so the sum tells all ranks the speed of each rank
         vector[problem.features + rank] = (
             len(rows) / took if len(rows) else self.speeds[rank]
         )
@@ -238,7 +234,8 @@ class Balanced(Known):
         return np.split(np.arange(examples), ends[:-1])
 
     def next(self, measured):
-        slowest = 1e-3 * measured.max()  # otherwise a slow rank would get no work again
+        # otherwise a slow rank would never get work again
+        slowest = 1e-3 * measured.max()
         return np.where(self.speeds > 0, np.maximum(measured, slowest), 0.0)
 
 

@@ -1,15 +1,13 @@
-"""How long do long sums take if formed in sections, by the root, and in a ring?
+"""How long do long sums take in sections, by the root, and in a ring?
 
     .venv/bin/python scripts/on_hosts.py --hosts 13 --rate 200mbit --both-ways -- \\
         .venv/bin/python -m mpi4py benchmarks/sections.py
 
-All ranks are the root's children. ``--fanout`` makes a tree with that number of
-children per parent, and ``--by-host`` adds trees that follow hosts. Jitted all-reduces
-of float32 vectors, ordered by a token and donated, take turns once their inputs are
-ready; a root without data contributes zeros. Times are of the slowest rank. With one
-late worker, which calls when the others are done, they are of the slowest other rank.
-Ratios are medians of the ratios within a repetition. The traffic is what the busiest
-rank fetches, in lengths of the vector.
+All ranks are the root's children, unless ``--fanout`` sets the number of children per parent; ``--by-host`` adds trees
+that follow hosts. Jitted all-reduces of float32 vectors, ordered by a token and donated, take turns once their inputs
+are ready; a root without data contributes zeros. Times are those of the slowest rank. With one late worker, which calls
+when the others are done, times are those of the slowest other rank. Ratios are medians of the ratios within a
+repetition. The traffic is what the busiest rank fetches, in lengths of the vector.
 """
 
 import argparse
@@ -84,9 +82,7 @@ def mpi(size):
 
 
 def seconds(make, run, late):
-    """Return the seconds of the slowest rank, or of the slowest other rank if one is
-    late.
-    """
+    """Return the seconds of the slowest rank, or of the slowest punctual rank if one rank is late."""
     x = jax.block_until_ready(make())
     barrier()
     if late and comm.rank == LATE:
@@ -118,7 +114,7 @@ def measure(size, made, repetitions, progress):
     runs["mpi4py Allreduce", False] = mpi(size)
     times = {key: [] for key in runs}
     moved = dict.fromkeys(runs, 0.0)
-    for repetition in range(-1, repetitions):  # the first one compiles
+    for repetition in range(-1, repetitions):  # the first repetition compiles
         for (name, late), (make, run) in runs.items():
             before = fetched(made[name]) if name in made else 0
             took = seconds(make, run, late)

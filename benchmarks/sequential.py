@@ -3,26 +3,22 @@
     .venv/bin/python benchmarks/sequential.py
 
 Simulated (`jaxcoded.tools.simulator`): 20 jobs on 256 workers with SR-SGC and M-SGC
-(Krishnan et al. 2023), gradient coding with their rule of waiting, gradient coding by
-any n - s workers, shared work, and no code. Fractional repetition needs one worker of
-each group. Delays have the form that the authors published: the seconds of each worker
-in each round with load 0, plus its load times the seconds of a whole batch. These
-seconds include all messages. Each scheme has the best parameters for these delays among
-those whose jobs end at most 10 rounds late.
+(Krishnan et al. 2023), gradient coding with these schemes' rule of waiting, gradient coding that waits for any n - s
+workers, shared work, and no code. Fractional repetition needs one worker of each group. Delays have the form that the
+authors published: the seconds of each worker in each round with load 0, plus its load times the seconds of a whole
+batch. These seconds include all messages. Each scheme has the best parameters for these delays among those whose jobs
+end at most 10 rounds late.
 
-The delays are random unless ``--profile`` names a file: one that the authors published
-(``delay_profiles/*.pkl`` in github.com/mamaj/Sequential-Gradient-Coding-2), or a table
-of seconds with a line for each round and a column for each worker (.csv, .npy). For the
-authors' files ``--work`` is the slope of their runtimes over the loads, 1.12 s for
+The delays are random unless ``--profile`` names a file: a file that the authors published (``delay_profiles/*.pkl`` in
+github.com/mamaj/Sequential-Gradient-Coding-2), or a table of seconds with a line for each round and a column for each
+worker (.csv, .npy). For the authors' files ``--work`` is the slope of their runtimes over the loads, 1.12 s for
 ``sam-gc-cnn_profile_est_desktop_long``.
 
-Random delays resemble those: a worker takes 0.55 s (1 + x) with x exponential of mean
-0.2, and twice that while it is slow. In each round slowness begins with probability
-0.04 and ends with probability 0.8.
+Random delays resemble the published ones: a worker takes 0.55 s (1 + x) with x exponential of mean 0.2, and twice that
+while it is slow. In each round slowness begins with probability 0.04 and ends with probability 0.8.
 
-Shared work has two cases. In the first one a worker takes part when its seconds are
-over, as an invocation that has not started yet. In the other it is late within its
-first block.
+Shared work has two cases. In the first case a worker takes part only when its delay is over, like an invocation that
+has not started yet. In the second case it is late within its first block.
 """
 
 import argparse
@@ -56,9 +52,7 @@ NOTHING = Network(
 
 
 class Inert:
-    """A replacement for everything in a pickle that is no number, text, list or
-    dictionary.
-    """
+    """A replacement for everything in a pickle that is not a number, text, list or dictionary."""
 
     def __init__(self, *arguments):
         pass
@@ -68,7 +62,7 @@ class Inert:
 
 
 class Plain(pickle.Unpickler):
-    """A reader of pickles that calls nothing that they name."""
+    """A reader of pickles that calls no function that a pickle names."""
 
     def find_class(self, module, name):
         return Inert
@@ -118,8 +112,8 @@ def sequences(workers, delay):
 
 
 def shared(table, work, replicas, within):
-    """Return the seconds of all rounds. A worker is late before it takes part, or
-    within its first block.
+    """Return the seconds of all rounds with shared work. A worker is late before it takes part, or within its first
+    block.
     """
     size = table.shape[1] + 1
     plan = make_plan(size, Shared(replicas=replicas, blocks=1, root_computes=False))
@@ -133,7 +127,7 @@ def shared(table, work, replicas, within):
 
 
 def star(layout, table, work):
-    """Return the seconds of all rounds, each begun by all workers at once."""
+    """Return the seconds of all rounds of a star, each of which all workers begin at once."""
     return simulate(
         layout,
         NOTHING,
@@ -228,7 +222,7 @@ def main():
         table = Trace(args.profile).table
     if len(table) < rounds:
         parser.error(
-            f"{args.profile} has {len(table)} rounds; give --jobs and --delay of which the sum is no more"
+            f"{args.profile} has {len(table)} rounds: give smaller --jobs and --delay, whose sum is at most this number"
         )
     rows = study(table[:rounds], args.work, args.jobs, args.mu)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -3,17 +3,14 @@
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/sharing.py
 
 Rank 0 is the root and has no data, all others are workers. Work is a sleep: in every
-step a model draws how slow each worker is, and a block takes its worker the
-corresponding share of a step. All schemes get the same draws and take turns, some steps
-at a time. No barrier separates the steps of a turn; the time of a step is from sum to
-sum on the root. The benchmark compares it with the *ideal*: all work of that step,
-divided among the workers so that all finish together. It prints a table for each model
-and stores it.
+step a model draws how slow each worker is, and a worker takes the corresponding part of its step time for a block. All
+schemes get the same draws and take turns, some steps at a time. No barrier separates the steps of a turn; the time of a
+step is from sum to sum on the root. The benchmark compares it with the *ideal*: all work of that step, divided among
+the workers so that all finish together. It prints a table for each model and stores it.
 
 With ``--stopped`` the last worker is stopped in the middle of a step, as if its host
-hung, until the others have had time for eight more steps: how long do these take? With
-``--killed`` it is killed there, in a job with Open MPI's fault-tolerant MPI and a
-single scheme:
+hung, until the others have had time for eight more steps: how long do these steps take? With ``--killed`` the last
+worker is killed instead, in a job with Open MPI's fault tolerance and a single scheme:
 
     scripts/mpirun -n 13 --with-ft ulfm .venv/bin/python -m mpi4py benchmarks/sharing.py --killed
 
@@ -62,7 +59,7 @@ def models(steps):
         "exponential": stragglers.Exponential(work=0.5),
         "pareto": stragglers.Pareto(shape=1.5, scale=0.2),
         "fixed": stragglers.FixedSlow(factor=10),
-        # not two workers with equal data in fractional repetition
+        # two workers that do not have equal data in fractional repetition
         "two": stragglers.FixedSlow((-1, -3), factor=10),
         "bursty": stragglers.Bursty(begin=0.02, end=0.2, factor=5),
         "speeds": stragglers.Measured(np.linspace(1, 2.5, WORKERS)[None]),
@@ -70,7 +67,7 @@ def models(steps):
 
 
 def schemes(blocks, costs):
-    """Return the schemes by label; ``costs``: whether costs are unequal."""
+    """Return the schemes by label. ``costs``: whether examples have unequal costs."""
     shared = [
         Scheme(
             f"shared, data on {replicas} others{', in jit' if in_jit else ''}",
@@ -110,9 +107,8 @@ class Slept:
 
     Attributes:
         work: float64 ``(steps, examples)``, seconds of a worker of usual speed.
-        slowness: float64 ``(steps, workers)``, the factor of these.
-        strikes: the step in the middle of which this process has a fault, and the
-            fault.
+        slowness: float64 ``(steps, workers)``, the factor that multiplies these seconds.
+        strikes: the step in whose middle this process has a fault, and the fault.
     """
 
     features = FEATURES
@@ -138,7 +134,7 @@ class Slept:
             _, befalls = self.strikes
             self.strikes = None
             befalls()
-        # a worker with several pieces should not pay for the end of every sleep
+        # a sleep lasts too long by some time, which a worker must not lose with every piece
         until = time.perf_counter() + self._seconds[rows].sum() - self._overslept
         time.sleep(max(0.0, until - time.perf_counter()))
         self._overslept = time.perf_counter() - until
@@ -211,20 +207,20 @@ def meet():
 
 
 def turn(collective, problem, steps):
-    """Return the seconds of each of these steps but the first, from sum to sum."""
+    """Return the seconds of each of these steps except the first, from sum to sum."""
     meet()
     ends, totals, theta = [], [], np.zeros(FEATURES, np.float32)
     for step in steps:
         problem.begin(step)
         totals.append(collective(theta, Unpaced()))
         ends.append(time.perf_counter())
-    for total in totals:  # reading one takes part of a millisecond
+    for total in totals:  # reading a total takes part of a millisecond
         np.testing.assert_allclose(total, problem.exact, atol=1e-3)
     return np.diff(ends)
 
 
 def measured(problem, collectives, name):
-    """Return the seconds of every step but the first, by scheme."""
+    """Return the seconds of every step except the first, by scheme."""
     count = len(problem.work)
     seconds = {label: [] for label in collectives}
     for collective in collectives.values():
@@ -246,7 +242,7 @@ def die():
 def without_one(collectives, args):
     """Print a table of step times around a stop or the death of the last worker."""
     strikes_in, without = 8, 8
-    fair = WORKERS / (WORKERS - 1)  # the work of the others then
+    fair = WORKERS / (WORKERS - 1)  # the factor by which the others then have more work
     steps = strikes_in + without + 8
     what = "killed" if args.killed else "stopped"
     stop = functools.partial(stop_for, without * fair * args.work * 1e-3)
@@ -256,7 +252,7 @@ def without_one(collectives, args):
         print(f"{'':42}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
     for label, collective in collectives.items():
         if not collective.plan.strategy.by_blocks:
-            continue  # all others wait for it, or are not affected
+            continue  # all other ranks wait for it, or are not affected
         collective.prepare(problem)
         turn(collective, problem, [0])
         if comm.rank == comm.size - 1:
@@ -347,7 +343,7 @@ def main():
         for it in schemes(args.blocks, args.costs).values()
         if args.jit or not it.in_jit
     ]
-    if args.killed:  # a dead rank is dead in all groups
+    if args.killed:  # a dead rank is missing in all groups, so only one scheme can run
         if not engine.fault_tolerant():
             parser.error("--killed needs mpirun --with-ft ulfm, of Open MPI 5")
         chosen = chosen[-1:]

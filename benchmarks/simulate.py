@@ -2,16 +2,13 @@
 
     .venv/bin/python benchmarks/simulate.py
 
-The benchmark runs jobs on this machine, and simulates the same jobs with equal plans
-and equal delays: a straggler model draws the same numbers for both. The network is
-measured, and nothing is fitted to rounds. Its latency is that of messages there and
-back, and its bandwidth that of a copy in memory or of the cable. Its overhead is a
-processor's time for small messages while all ranks send some. Computation is a sleep.
-Some jobs run on one host, where computing dominates; some on several hosts (network
-namespaces), where cables dominate. It compares the median time of a round, from result
-to result on the root, without barriers, and checks the first and the last number of
-every sum. Then it times the simulator for a million ranks. It prints a table and stores
-it, with a picture.
+The benchmark runs jobs on this machine, and simulates the same jobs with equal plans and equal delays: a straggler
+model draws the same numbers for both. The network is measured, and nothing is fitted to rounds. Its latency comes from
+messages there and back, and its bandwidth from a copy in memory or from the link. Its overhead is a processor's time
+for small messages while all ranks send such messages. Computation is a sleep. Some jobs run on one host, where
+computation dominates; others run on several hosts (network namespaces), where links dominate. It compares the median
+time of a round, from result to result on the root, without barriers, and checks the first and the last number of every
+sum. Then it times the simulator for a million ranks. It prints a table and stores it, with a picture.
 
 mpirun also runs this file (``--job``). Several hosts need Linux and root; without these
 they are skipped, with the reason.
@@ -37,15 +34,13 @@ from jaxcoded.tools.simulator import Layout, Network, Ring, simulate, stragglers
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))
 TOLERANCE = 0.15
-# The payload of a cable of 200 Mbit/s, without the headers of TCP.
+# The rate of a link, and the bytes per second that it carries without the headers of TCP.
 RATE, GOODPUT = "200mbit", 200e6 / 8 * 1448 / 1514
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A job. ``fanout`` 0 is an uncoded all-reduce of MPI, as a ring; ``work_shared``
-    makes it shared work.
-    """
+    """A job. ``fanout`` 0: an uncoded all-reduce of MPI, simulated as a ring; ``work_shared``: whether work is shared."""
 
     fanout: int
     s: int
@@ -81,7 +76,7 @@ class Setting:
 
 
 def shared(replicas, blocks):
-    """Return a setting with shared work, none of it on the root."""
+    """Return a setting with shared work and a root that computes nothing."""
     return repr(Shared(replicas=replicas, blocks=blocks, root_computes=False))
 
 
@@ -158,7 +153,7 @@ def run_job(settings, rounds, out):
         if setting.fanout:
             group = jaxcoded.CodedGroup(comm, setting.plan(comm.size))
             part = group.batch(10_000)
-            # an example's gradient has its number in all places
+            # an example's gradient has the example's number in all places
             own = np.full(size, part.weights @ part.indices / 10_000, np.float32)
             load, expected = float(group.plan.load_of(comm.rank)), 9999 / 2
             total = jaxcoded.host.allreduce(own, group, part.weights)
@@ -193,7 +188,7 @@ def run_job(settings, rounds, out):
 
 
 class Shares:
-    """A rank's part in rounds whose work is shared."""
+    """A rank that takes part in rounds with shared work."""
 
     def __init__(self, group, size, batch_size=10_000):
         self.group, self.size, self.batch_size = group, size, batch_size
@@ -207,7 +202,7 @@ class Shares:
         with self.group.blocks(self.batch_size) as blocks:
             for block in blocks:
                 part = len(block.indices) / self.own
-                # a rank with several pieces should not pay for the end of every sleep
+                # a sleep lasts too long by some time, which a rank must not lose with every piece
                 until = time.perf_counter() + seconds * part - overslept
                 time.sleep(max(0.0, until - time.perf_counter()))
                 overslept = time.perf_counter() - until
@@ -234,8 +229,8 @@ def latency(comm, times=100):
 
 
 def overhead(comm, count=1000, times=5):
-    """Return the processor seconds to send or receive a small message, while all ranks
-    send small messages to the next one.
+    """Return the processor seconds to send or receive a small message, while every rank sends small messages to the
+    next rank.
     """
     from mpi4py import MPI
 
@@ -250,7 +245,7 @@ def overhead(comm, count=1000, times=5):
         requests = [comm.Irecv(there, before) for _ in range(count)]
         requests += [comm.Isend(note, after) for _ in range(count)]
         while not MPI.Request.Testall(requests):
-            time.sleep(1e-3)  # others need this core
+            time.sleep(1e-3)  # other ranks need this core
         taken.append((time.perf_counter() - start) / (2 * count))
     return float(np.median(taken))
 
@@ -297,13 +292,13 @@ def network_of(hosts, measured):
     """Return the measured links, for the simulator."""
     costs = {name: measured[name] for name in ("latency", "overhead")}
     if hosts > 1:
-        # a cable is throttled at its beginning; two cores carry arriving messages
+        # a link is throttled where it begins; two cores handle arriving messages
         return Network(
             **costs,
             bandwidth=copying() / hosts,
             send_bandwidth=GOODPUT,
         )
-    # ranks read each other's memory, on two cores
+    # ranks read each other's memory, and two cores share the copying
     return Network(**costs, bandwidth=copying() / 2, trips=1)
 
 
@@ -335,7 +330,7 @@ def compare(places, rounds, limit, progress):
 
 
 def no_hosts(count):
-    """Return why this machine cannot make hosts, or nothing."""
+    """Return why this machine cannot simulate hosts; empty if it can."""
     import on_hosts
 
     try:
@@ -346,7 +341,7 @@ def no_hosts(count):
 
 
 def million(size, rounds):
-    """Return the seconds, and the largest memory of this process in bytes."""
+    """Simulate a million ranks. Return the seconds, and the largest memory of this process in bytes."""
     start = time.perf_counter()
     layout = Layout.balanced(size, 100, 1)
     simulate(

@@ -2,10 +2,9 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/stragglers.py
 
-Straggler models: none; a leaf or an inner rank with a fixed sleep of 20 round times
-before every round; or such sleeps on random ranks. A delay is a sleep, so that waiting
-ranks take no core. Ranks that are not late time their rounds, without barriers; the two
-settings of a ratio take turns. The benchmark prints a table and stores it.
+Straggler models: none; a leaf or an inner rank that sleeps for 20 round times before every round; or random ranks that
+do so. A delay is a sleep, so that waiting ranks take no core. Ranks that are not late time their rounds, without
+barriers; the two settings of a ratio take turns. The benchmark prints a table and stores it.
 """
 
 import argparse
@@ -76,7 +75,7 @@ def lateness(group, size, late, repetitions, count):
 
 
 def catching_up(group, size, late, behind):
-    """Return the time of a round that a late rank catches up on, and of a normal one."""
+    """Return the time of a round that a late rank catches up on, and of a normal round."""
     rounds = Rounds(group, size)
     normal = median_of_others(timed(rounds, 50), ())
     comm.Barrier()
@@ -104,8 +103,8 @@ def resident():
 
 
 def memory(group, size, budget):
-    """Return the engine's largest memory beyond ``budget``, over the ranks, in
-    payloads; the bound is the number of children + 2.
+    """Return the largest memory of any rank's engine in addition to ``budget``, in payloads; the bound is the number of
+    children + 2.
     """
     rounds = Rounds(group, size)
     most = 0
@@ -133,8 +132,8 @@ def growth(group, size, count):
 
 
 def idle(group, seconds):
-    """Return the share of a core that all ranks together use while rank 0 is late and
-    all others wait, and while all sleep.
+    """Return the fraction of a core that all ranks together use while rank 0 is late and all others wait, and while all
+    ranks sleep.
     """
     rounds = Rounds(group, 1_000)
     rounds()

@@ -3,9 +3,9 @@
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/telemetry.py
 
 Two groups of the same ranks, one of them without telemetry, take turns with blocks of
-the shortest rounds: 4 KB on NumPy arrays, without JAX. A block's time is the root's;
-the ratio is of neighbouring blocks. The benchmark prints its median with a 95 %
-interval (by resampling), and the CPU time of all ranks.
+the shortest rounds: 4 KB on NumPy arrays, without JAX. A block's time is measured on the root; a ratio compares
+neighbouring blocks. The benchmark prints the median ratio with a 95 % interval (by resampling), and the CPU time of all
+ranks.
 """
 
 import argparse

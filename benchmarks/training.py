@@ -10,12 +10,11 @@ workers. Each scheme gets the same time under each straggler model of
 result, without a barrier.
 
 **Compute model.** Every rank computes the true gradient of its examples (numpy, one
-thread). Its time is modelled, since all ranks share a few cores: ``seconds of an
-example · examples · factor + seconds``, with ``factor`` and ``seconds`` from the
-straggler model. After the real computation the rank sleeps for the rest. So a code with
-twice as many examples per rank pays twice the time, and waiting ranks take no core from
-others. A late rank skips its gradient. SIGSTOP and SIGKILL are real, and so is the time
-of communication.
+thread). The time for it is modelled, since all ranks share a few cores, as
+``seconds of an example · examples · factor + seconds``. The straggler model gives ``factor`` and ``seconds``. After the
+real computation the rank sleeps for the rest. So a code with twice as many examples per rank pays twice the time, and
+waiting ranks take no core from others. A rank that is behind skips its gradient. SIGSTOP and SIGKILL are real, and so
+is the time of communication.
 
 The benchmark compares every round's sum with the gradient over all examples. It prints
 a table and a verdict, and stores them with pictures.
@@ -60,9 +59,9 @@ MODELS = {
     "killed": "killed(round=3)",
 }
 PARTS = ("models", "mixture", "killed", "tandon")
-RANK_BYTES = 150 << 20  # memory of a light rank
+RANK_BYTES = 150 << 20  # memory of a rank that computes no gradients
 NAIVE = 0.03  # seconds of a rank's work without a code
-# Delays that do not depend on the load; their scale is fitted to the published figure.
+# Delays that do not depend on the load; the scale of the delays is fitted to the published figure.
 TANDON = "exponential(work=0.0, seconds=0.075)"
 TANDON_NAIVE = 0.01
 
@@ -79,9 +78,7 @@ class Job:
     patience: float = PATIENCE
 
     def seconds(self):
-        """Return the time limit: ranks start, schemes compile, and last rounds are
-        long.
-        """
+        """Return the job's time limit, with time for starting ranks, compiling schemes, and long last rounds."""
         runs = sum(2 * case["seconds"] + 8 for case in self.cases)
         return 60 + self.ranks * 2 + runs
 
@@ -127,7 +124,7 @@ def on_this_host(job, folder):
 
 @contextlib.contextmanager
 def on_several_hosts(rate, job, folder):
-    """Return the same for one rank on each host of ``scripts/on_hosts.py``."""
+    """Return the same as `on_this_host`, for one rank on each host of ``scripts/on_hosts.py``."""
     with on_hosts.network(job.ranks, rate, both_ways=True) as names:
         settings = {"OPENBLAS_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
         environment = on_hosts.environment(job.seconds()) | settings
@@ -146,7 +143,7 @@ def goes_on_without_the_dead():
 
 
 def carried_out(job, place=on_this_host):
-    """Run a job; return its ranks' arrays by case and rank."""
+    """Run a job; return the arrays of its ranks by case and rank."""
     with tempfile.TemporaryDirectory() as directory:
         folder = pathlib.Path(directory)
         described = {}
@@ -182,8 +179,8 @@ def expected(job, folder):
 
 
 def run_until_written(command, environment, job, folder):
-    """Start the ranks and wait. With dead ranks MPI may never end, so the job is over
-    when the others have written their results.
+    """Start the ranks and wait. With dead ranks MPI may never end, so the job counts as over when the other ranks have
+    written their results.
     """
     process = subprocess.Popen(command, env=environment, cwd=ROOT)
     killed = any(case["model_name"] == "killed" for case in job.cases)
@@ -219,8 +216,8 @@ def read(folder, case, ranks):
 
 
 def schemes_for(fanout=None, stragglers=None, size=None):
-    """Return `SCHEMES` with trees of this fan-out, and star codes that lose the same
-    share of all workers as a parent loses of its children.
+    """Return `SCHEMES` with trees of this fan-out, and star codes that lose the same fraction of all workers as a
+    parent loses of its children.
     """
     if fanout is None:
         return SCHEMES
@@ -234,7 +231,7 @@ def schemes_for(fanout=None, stragglers=None, size=None):
             )
     workers = size - 1
     most = workers * stragglers // fanout
-    # S = αN, or the largest smaller one of fractional repetition
+    # S = αN, or the largest smaller S that fractional repetition has
     resilient = max(s for s in range(most + 1) if workers % (s + 1) == 0)
     out["frc"] = dataclasses.replace(
         SCHEMES["frc"],
@@ -318,7 +315,7 @@ def available():
 
 
 def many_ranks(args):
-    """Run the setting of CodedReduce on light ranks."""
+    """Run the setting of CodedReduce on ranks that compute no gradients."""
     needed, there = args.ranks * RANK_BYTES, available()
     if needed > there:
         raise SystemExit(
@@ -349,7 +346,7 @@ def many_ranks(args):
 
 
 def several_hosts(args):
-    """Run on several hosts, whose cables are the bottleneck."""
+    """Run on several hosts, whose links are the bottleneck."""
     sizes = [1_000, 20_000] if args.smoke else args.sizes
     seconds = args.seconds or (0.3 if args.smoke else 2.0)
     workers, examples = args.hosts - 1, 40 * (args.hosts - 1)
@@ -395,7 +392,11 @@ def main():
     names("--models", default=list(MODELS), help="straggler models, with commas")
     names("--schemes", default=list(SCHEMES), help="with commas")
     names("--only", default=list(PARTS), help="parts of the run on one host")
-    parser.add_argument("--ranks", type=int, help="so many light ranks on this host")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        help="number of ranks on this host, which compute no gradients",
+    )
     parser.add_argument("--fanout", type=int, default=4, help="with --ranks")
     parser.add_argument("--stragglers", type=int, default=1, help="with --ranks")
     parser.add_argument("--hosts", type=int, help="so many hosts with a rank each")

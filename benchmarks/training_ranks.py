@@ -1,10 +1,10 @@
-"""The program of the ranks of `benchmarks/training.py`: rounds of training for each
-scheme and straggler model of a file.
+"""The program of the ranks of `benchmarks/training.py`: they run rounds of training for each scheme and straggler model
+in a file.
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/training_ranks.py JOB.json
 
-Every rank writes its records to ``NAME-RANK.npz``. The rounds of a run have no barriers
-between them, and their sums are checked after it.
+Every rank writes its records to ``NAME-RANK.npz``. The rounds of a run have no barriers between them, and their sums
+are checked after the run.
 """
 
 import itertools
@@ -33,8 +33,7 @@ class Pace:
     """Make work take the time of a straggler model.
 
     Each example takes ``an_example`` seconds, times the model's factor. After the real
-    computation the rank sleeps for the rest. Then the process stops or dies if the
-    model says so.
+    computation the rank sleeps for the rest. Then the process is stopped or killed, if the model says so.
 
     Attributes:
         worked: whether this rank has worked since the last `begin`.
@@ -116,8 +115,7 @@ def run(case, collective, problem, last, folder):
     """Run the rounds of one scheme under one model.
 
     Args:
-        case: name, model, seconds and rounds at most, rounds at least, seconds of an
-            example.
+        case: the name, the model, the most seconds and rounds, the fewest rounds, and the seconds of an example.
         last: a number in memory shared by all ranks. The root writes the number of the
             last round there before it takes part in that round.
         folder: the folder for the files.

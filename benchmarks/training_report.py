@@ -21,18 +21,16 @@ FAMILIES = ("waits for all", "ignores stragglers", "coded, star", "coded, tree")
 
 @dataclasses.dataclass
 class Run:
-    """A run of one scheme under one model; without ``steps`` if it would not end.
+    """A run of one scheme under one model; without ``steps`` if the run would not end.
 
     Attributes:
         problem, scheme, label, model: their names.
-        load: the largest part of the examples at a rank.
+        load: the largest part of the examples that a rank has.
         steps: seconds of each iteration on the root.
         in_time: median of the median steps of ranks that worked in every round.
         error: largest relative error of a sum.
-        used: share of the rounds that used the slowest rank's message; NaN if no rank
-            is slower.
-        overrun: share of the time by which real computation exceeded the model, on the
-            worst rank.
+        used: fraction of the rounds that used the slowest rank's message; NaN if no rank is slower.
+        overrun: fraction of the time by which real computation exceeded the model, on the worst rank.
         times, losses, areas: the course of the training.
     """
 
@@ -96,7 +94,7 @@ def number(value):
 
 
 def runs(cases, results, problems, schemes, ranks):
-    """Return the runs as figures, from the ranks' files.
+    """Return the figures of all runs, from the ranks' files.
 
     Raises:
         SystemExit: a sum that should be exact is not.
@@ -144,9 +142,7 @@ def in_time(seen):
 
 
 def slowest_used(case, plan, problem, seen):
-    """Return the share of rounds in which the slowest rank's message entered its
-    parent's sum.
-    """
+    """Return the fraction of rounds in which the slowest rank's message entered its parent's sum."""
     loads = np.array([float(plan.load_of(rank)) for rank in range(plan.size)])
     work = loads * problem.examples * case["an_example"]
     delays = named(case["model"]).rounds(plan.size, seed=1)
@@ -171,7 +167,7 @@ def slowest_used(case, plan, problem, seen):
 
 
 def that_do_not_end(chosen, schemes):
-    """Return the runs that would wait for a dead rank for ever. They are not run."""
+    """Return the runs that would wait for a dead rank for ever, and that are therefore not done."""
     return [
         Run("real", name, schemes[name].label, "killed", np.nan, schemes[name].exact)
         for name in chosen
@@ -267,7 +263,7 @@ def verdict(runs, model):
 
 
 def who_wins(runs, models):
-    """Return the message of a picture of iterations."""
+    """Return the title of a picture of iterations: which scheme wins."""
     won = []
     for model in models:
         its = [run for run in runs if run.model == model and run.ends and run.exact]
@@ -338,7 +334,7 @@ def curves(runs, models, what, label, path):
                     markersize=4,
                 )[0]
             ends = [run.times[-1] for run in drawn if run.model == model]
-            if ends:  # all had the same time, up to a single long round
+            if ends:  # all runs had the same time, apart from a single long round
                 ax.set_xlim(0, 1.2 * np.median(ends))
             ax.set_title(model)
         for ax in axes.flat[len(models) :]:

@@ -3,11 +3,10 @@
     .venv/bin/python benchmarks/turns.py
     .venv/bin/python benchmarks/turns.py --ranks 15 129
 
-All ranks are nodes of the engine in this process (tests/nodes): no MPI, and every rank on a
-host of its own. Nobody is late. A *turn* is what the engine does under its lock: it takes all
-messages that wait, and then acts once. The benchmark prints the processor time of the root's
-longest turn and of all its turns in a round, and what it and all ranks send. Sums are checked.
-It needs the engine built in place, as by `make setup`.
+All ranks are nodes of the engine in this process (tests/nodes): there is no MPI, and every rank is on a host of its
+own. No rank is late. A *turn* is what the engine does under its lock: it takes all messages that wait, and then acts
+once. The benchmark prints the processor time of the root's longest turn and of all its turns in a round, and what the
+root and all ranks send. Sums are checked. It needs the engine built in place, as by `make setup`.
 """
 
 import argparse
@@ -24,11 +23,11 @@ import groups
 from jaxcoded import Coded, Shared, make_plan
 
 ROUNDS = 2
-SHORT, LONG = 1 << 10, 1 << 16  # numbers of a sum, float32
+SHORT, LONG = 1 << 10, 1 << 16  # how many float32 numbers a sum has
 
 
 def schemes(ranks):
-    """Return each scheme's name, strategy, numbers of a sum, and whether it forms sections."""
+    """Return each scheme's name, strategy, length of the sum, and whether it forms sections."""
     star = Coded(stragglers=1, fanout=ranks - 1, code="fractional_repetition")
     shared = Shared(replicas=1, blocks=4)
     return [

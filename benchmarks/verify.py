@@ -3,11 +3,10 @@
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/verify.py
 
 Three groups with the same plan run jitted all-reduces of a donated float32 vector,
-ordered by a token, and training steps of a small network: without a ``check``, with
-one, and with one that waits. All messages are right. Every repetition times all of them
-in turn. Times are of the slowest rank. The benchmark prints and stores medians, the
-medians of the ratios within a repetition, and the share of rounds in which the root
-compared messages.
+ordered by a token, and training steps of a small network: without a ``check``, with a ``check``, and with a ``check``
+that waits. All messages are right. Every repetition times all groups in turn. Times are those of the slowest rank. The
+benchmark prints and stores medians, the medians of the ratios within a repetition, and the fraction of rounds in which
+the root compared messages.
 """
 
 import argparse
@@ -74,9 +73,7 @@ def training_step(group, size):
 
 
 def measure(groups, kind, sizes, repetitions):
-    """Return rows of kind, bytes, name, seconds, ratio, and the share of compared
-    rounds.
-    """
+    """Return rows of kind, bytes, name, seconds, ratio, and the fraction of rounds with a comparison."""
     rows = []
     with tqdm(total=len(sizes) * repetitions, disable=comm.rank != 0) as progress:
         for size in sizes:

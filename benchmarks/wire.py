@@ -3,9 +3,8 @@
     scripts/mpirun -n 4 .venv/bin/python -m mpi4py benchmarks/wire.py
 
 One group runs jitted all-reduces of a donated float32 vector, ordered by a token, with
-and without ``wire_dtype``. Every repetition times all of them in turn. Times are of the
-slowest rank. The benchmark prints and stores medians, the medians of the ratios within
-a repetition, and the total traffic of all ranks.
+and without ``wire_dtype``. Every repetition times all settings in turn. Times are those of the slowest rank. The
+benchmark prints and stores medians, the medians of the ratios within a repetition, and the total traffic of all ranks.
 """
 
 import argparse

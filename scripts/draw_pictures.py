@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/draw_pictures.py [FOLDER]
 
-Each picture shows numbers of ``benchmarks/figures``, or an idea. Pictures have their
-own background, so that they are readable on light and dark pages.
+Each picture shows numbers from ``benchmarks/figures``, or explains an idea. Pictures have their own background, so that
+they are readable on light and dark pages.
 """
 
 import pathlib

@@ -25,7 +25,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parent.parent
 MPIRUN = ROOT / "scripts" / "mpirun"
 BESIDE = pathlib.Path(sys.executable).with_name("mpirun")
-NETWORK = "10.77.0.0/24"  # exists in the namespaces only
+NETWORK = "10.77.0.0/24"  # this network exists only in the namespaces
 
 
 class Unavailable(Exception):
@@ -37,8 +37,8 @@ def environment(limit: float) -> dict[str, str]:
     added = {
         "JAXCODED_MPIRUN_TIMEOUT": str(limit),
         "PRTE_MCA_prte_if_include": NETWORK,
-        # hosts share the cores, which MPI does not know: two ranks that poll for
-        # messages have occupied both for a minute
+        # MPI does not know that hosts share the cores: two ranks that poll for messages have occupied both cores for a
+        # minute
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
@@ -65,9 +65,8 @@ def addresses(count: int) -> list[str]:
 def network(
     count: int, rate: str = "", *, both_ways: bool = False
 ) -> Iterator[tuple[str, ...]]:
-    """Make ``count`` hosts that reach only each other at their `addresses`; yield their
-    names. Each sends at most at a ``rate`` such as ``100mbit``, and with ``both_ways``
-    also receives at it.
+    """Make ``count`` hosts that reach only each other, at their `addresses`; yield their names. Each host sends at most
+    at a ``rate`` such as ``100mbit``; with ``both_ways`` it also receives at most at this rate.
 
     Raises:
         Unavailable: this machine does not allow it.
@@ -83,9 +82,7 @@ def network(
             )
     version = run(MPIRUN, "--version", check=False, env=environment(60)).stdout
     if not re.search(r"Open MPI\S* [5-9]\.", version):
-        raise Unavailable(
-            f"the options are those of Open MPI 5, not of {version[:60]!r}"
-        )
+        raise Unavailable(f"the options belong to Open MPI 5, not to {version[:60]!r}")
     prefix = f"jaxcoded-{os.getpid()}"
     names = tuple(f"{prefix}-{number}" for number in range(1, count + 1))
     switch = f"{prefix}-switch"
@@ -108,7 +105,7 @@ def network(
                 run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
                 run("ip", "-n", name, "link", "set", "eth0", "up")
                 run("ip", "-n", name, "link", "set", "lo", "up")
-                ends = [(name, "eth0"), (switch, port)]  # ends of a cable; each sends
+                ends = [(name, "eth0"), (switch, port)]  # both ends of a cable send
                 for end, device in ends[: (1 + both_ways) * bool(rate)]:
                     run(
                         *("tc", "-n", end, "qdisc", "replace", "dev", device, "root"),
@@ -132,9 +129,7 @@ def take_down(name: str) -> None:
 
 
 def on_host(name: str, command: str) -> list[str]:
-    """Run a shell command on a host, under a separate host name: daemons would confuse
-    hosts with equal names.
-    """
+    """Run a shell command on a host, under a separate host name: MPI's daemons would confuse hosts with equal names."""
     script = f"hostname {name}; {command}"
     return ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", script]
 
@@ -146,7 +141,7 @@ def received(name: str) -> int:
 
 
 def cable(name: str, *, whole: bool) -> None:
-    """Cut the cable of a host, or mend it."""
+    """Cut a host's cable, or reconnect it."""
     prefix, _, number = name.rpartition("-")
     state = "up" if whole else "down"
     run("ip", "-n", f"{prefix}-switch", "link", "set", f"port{number}", state)
@@ -159,8 +154,8 @@ def job(
     *command: object,
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Return the mpirun command that starts ``command`` on ``ranks`` ranks, about
-    equally many on each host, with these options. It writes a file to the directory.
+    """Return the mpirun command that starts ``command`` with these options on ``ranks`` ranks, about equally many on
+    each host. Write a file for mpirun to the directory.
     """
     each = [len(range(number, ranks, len(hosts))) for number in range(len(hosts))]
     slots = ",".join(f"{it}:{n}" for it, n in zip(addresses(len(hosts)), each) if n)

@@ -1,8 +1,7 @@
 """A hook with which MkDocs makes a site of this repository (see ``mkdocs.yml``).
 
-Pages link to each other, and to sources, by their paths in the repository. Pages
-outside ``docs`` that are in the navigation become pages of the site. Other files that a
-page links to become pages that show the file.
+Pages link to each other, and to sources, by their paths in the repository. Pages outside ``docs`` become pages of the
+site if they are in the navigation. Any other file that a page links to becomes a page that shows the file.
 """
 
 import functools
@@ -15,7 +14,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = "docs/"
-# In addition to docs.
+# Pages in addition to those in docs.
 OUTSIDE = [
     "README.md",
     "CONTRIBUTING.md",
@@ -26,7 +25,7 @@ OUTSIDE = [
     ),
 ]
 LINK = re.compile(r"(\]\()([^()\s]+)(\))")
-# On the page of claims: documented names, and tests.
+# Names and tests on the page of claims.
 FUNCTION = re.compile(r"`(jaxcoded\.[\w.]+)`")
 TEST = re.compile(r"`([\w/]+\.py)(::\w+)`")
 CLAIMS = "docs/trust.md"
@@ -38,7 +37,7 @@ CODE = re.compile(r"<(pre|code)\b.*?</\1>", re.DOTALL)
 
 
 def place(name: str) -> str:
-    """Return the place of a file of the repository on the site, from ``docs``."""
+    """Return the path of a repository file on the site, relative to ``docs``."""
     if name == "README.md":
         return "index.md"
     if name.startswith(DOCS):
@@ -49,12 +48,12 @@ def place(name: str) -> str:
 
 
 def origin(page: str) -> str:
-    """Return the file of the repository from which a page is made."""
+    """Return the repository file from which a page is made."""
     return next((name for name in OUTSIDE if place(name) == page), DOCS + page)
 
 
 def linked(name: str, text: str) -> set[str]:
-    """Return the files of the repository that one of them links to."""
+    """Return the repository files that a repository file links to."""
     targets = {match[2].partition("#")[0] for match in LINK.finditer(text)}
     paths = {
         posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
@@ -171,7 +170,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 
 def _moved(name: str, here: str, match: re.Match[str]) -> str:
-    """Return a link of a file, as on its page in a folder of the site."""
+    """Return a file's link as it must be on the file's page, which is in a folder of the site."""
     target, hash, anchor = match[2].partition("#")
     there = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
     if not target or re.match(r"[a-z]+:", target) or not (ROOT / there).is_file():

@@ -1,6 +1,6 @@
 """Check that mpi4py, mpi4jax and the engine share the MPI of this set-up; exit with one line if not.
 
-Usage: smoke.py RANKS [FOLDER], where FOLDER is the one that the MPI library must lie in.
+Usage: smoke.py RANKS [FOLDER]. FOLDER must contain the MPI library.
 """
 
 import importlib

@@ -9,7 +9,7 @@ more = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def every(step, cases):
-    """Return the cases: each ``step``-th from the first on is usual, and the others are
-    exhaustive.
+    """Return the cases: every ``step``-th case, beginning with the first, always runs; the others run with
+    ``--exhaustive``.
     """
     return [case if i % step == 0 else more(*case) for i, case in enumerate(cases)]

@@ -1,8 +1,8 @@
 """Compile tests fast, and share compiled programs among the processes of a test
 session.
 
-Tests run most programs once, so XLA would spend longer on optimizing a program than the
-program then takes. `make test-all` compiles as users do.
+Tests run most programs once, so XLA would take longer to optimize a program than the program takes to run. `make
+test-all` compiles as users do.
 
 Processes share JAX's persistent compilation cache in a folder of the session. Ranks
 reach the same program at the same time and take turns: the first one compiles, and the
@@ -31,7 +31,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"  # JAX's last event
 NOT_OPTIMIZED = "--xla_backend_optimization_level=0"
 SIMPLER = f"{NOT_OPTIMIZED} --xla_cpu_use_fusion_emitters=false"
 HASTE = (
-    # LLVM gets a program as one module, and not as many
+    # LLVM gets each program as one module
     f"{SIMPLER} --xla_cpu_parallel_codegen_split_count=1",
     SIMPLER,
     NOT_OPTIMIZED,
@@ -85,10 +85,9 @@ def share():
 def _take_turns():
     """Replace JAX's file cache by `_InTurns`, if JAX still has it in the same place.
 
-    The tests use no other private part of JAX. Its public options name a folder, but
-    not the class that reads and writes there. JAX's class lets all ranks compile the
-    same program, and read a partial file. If the name has moved, each process compiles
-    alone, and tests/test_compiled.py fails.
+    The tests use no other private part of JAX. JAX's public options name a folder, but not the class that reads and
+    writes in it. JAX's class lets all ranks compile the same program, and read a partial file. If the name has moved,
+    each process compiles alone, and tests/test_compiled.py fails.
     """
     try:
         place = importlib.import_module("jax._src.compilation_cache")
@@ -113,8 +112,8 @@ def _pass_on():
 
 
 class _InTurns:
-    """A replacement for JAX's class. No process reads a partial file, and after `get`
-    has found nothing, the others wait until this thread has compiled.
+    """A replacement for JAX's file cache. No process reads a partial file. After `get` has found nothing, the other
+    processes wait until this thread has compiled.
     """
 
     def __init__(self, path, **_):

@@ -15,8 +15,8 @@ from outcomes import Reported
 gc.set_threshold(100_000, 20, 20)
 compiled.make_haste()
 compiled.share()
-# A loaded machine must not make a drawn example fail.
-# With "exhaustive" some draw more, see tests/engine/schedules.py.
+# A loaded machine must not make a drawn example fail. With "exhaustive" some tests draw more examples, see
+# tests/engine/schedules.py.
 for profile in "usual", "exhaustive":
     hypothesis.settings.register_profile(profile, deadline=None)
 hypothesis.settings.load_profile("usual")

@@ -1,4 +1,4 @@
-"""Test a little of every use of JAX, for versions of JAX without the full tests.
+"""Test each use of JAX briefly, for versions of JAX with which the full tests do not run.
 
 `scripts/with_jax` starts it on two ranks. It compiles, orders, differentiates and
 batches calls, with both transports if mpi4jax is installed. At the end it prints the
@@ -18,7 +18,8 @@ import jaxcoded
 from jaxcoded import coded_allreduce
 
 comm = MPI.COMM_WORLD
-EXAMPLES = np.arange(6.0, dtype=np.float32)  # one number of the sum for each example
+# one number of each example, which is summed
+EXAMPLES = np.arange(6.0, dtype=np.float32)
 TOTAL = EXAMPLES.sum()
 
 

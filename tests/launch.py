@@ -21,9 +21,8 @@ _slowest = float(os.environ.get(SLOWNESS, "1"))
 
 
 def slowness():
-    """Return the slowness of this machine relative to an idle one, at most `MOST`: now,
-    or at an earlier call in this process. Waits for other processes scale with it, and
-    no test requires less.
+    """Return the largest slowness of this machine, relative to an idle machine, that any call in this process has
+    measured; at most `MOST`. Waits for other processes scale with the slowness, and no test requires a small slowness.
     """
     global _slowest
     start = time.monotonic()

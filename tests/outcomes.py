@@ -1,6 +1,4 @@
-"""Write the outcome of each test of a job, a line of JSON each, to a file that survives
-the job.
-"""
+"""Write the outcome of each test of a job, one line of JSON each, to a file that survives the job."""
 
 import json
 import time
@@ -11,7 +9,7 @@ TEST = "test"  # property of the report of a test in a job: its name
 
 
 class Reported:
-    """A plugin of pytest that counts and names tests in jobs like all others."""
+    """A pytest plugin that counts and names tests in jobs like all other tests."""
 
     def pytest_sessionstart(self, session):
         self.session = session
@@ -35,9 +33,7 @@ def report(item, name, outcome, text, seconds):
 
 
 class Outcomes:
-    """A plugin of pytest. All ranks record failures; the first one also records tests
-    that begin, pass and are skipped.
-    """
+    """A pytest plugin. All ranks record failures; the first rank also records tests that begin, pass and are skipped."""
 
     def __init__(self, path, rank):
         self.path, self.rank = path, rank

@@ -45,9 +45,7 @@ def started(command, *, rows=24, columns=80, **options):
 
 
 class Screen:
-    """The screen of a terminal, for the allowed sequences; any other sequence is an
-    error.
-    """
+    """The screen of a terminal, which understands only the allowed sequences; any other sequence raises an error."""
 
     def __init__(self, rows=24, columns=80):
         self._columns = columns

@@ -1,6 +1,4 @@
-"""A launcher starts tasks together, but MPI makes a job of each: `CodedGroup` and
-`doctor` say so.
-"""
+"""If a launcher starts tasks together, but MPI makes a separate job of each, `CodedGroup` and `doctor` say so."""
 
 import os
 import subprocess
@@ -93,7 +91,7 @@ def test_a_group_warns(tmp_path):
         )
         assert job.returncode == 0, job.stderr
         words = "RuntimeWarning: MPI has 1 rank, but SLURM_STEP_NUM_TASKS=4: each task"
-        assert job.stderr.count(words) == 2 * count  # it has two lines
+        assert job.stderr.count(words) == 2 * count  # each warning has two lines
         assert job.stderr.count("RuntimeWarning") == 2 * count
 
 

@@ -23,7 +23,7 @@ def test_schedules_of_faults():
 
 
 def test_one_schedule_again():
-    """An old rank, the root, is killed while others join, which then do."""
+    """The old root is killed while new ranks join, which join at the next attempt."""
     needs_fault_tolerance()
     job = subprocess.run(
         [sys.executable, chaos.__file__, "--replay", "1961089", "--ranks", "9"],

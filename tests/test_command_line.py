@@ -128,7 +128,7 @@ def test_help_lists_models_and_codes():
         (["run", f"-n{2**32 + 1}", __file__], "from 1 to 2000000, got 4294967297"),
         (["run", "--ft"], "jaxcoded run: Missing "),
         (["bench", "-n", "1"], "an integer from 2 to 2000000, got 1"),
-        (["bench", "--hosts=a"], "how many? Give -n"),
+        (["bench", "--hosts=a"], "give their number with -n"),
         (["bench", "--save=/none/file"], "--save /none/file: there is no such folder"),
         (["report"], "jaxcoded report: Missing argument"),
     ],
@@ -193,7 +193,7 @@ output.code("x" * 130)
 
 @pytest.mark.parametrize("columns", [30, 20, 12])
 def test_on_a_terminal(columns):
-    """Columns that do not fit are left out; only lines to copy may be wider."""
+    """Columns that do not fit are left out; only lines that users copy may be wider."""
     text = shown(TABLE, columns)
     assert ESCAPE in text
     plain = re.sub(ESCAPE + r"\[[0-9;]*m", "", text)
@@ -280,8 +280,8 @@ def test_simulated_steps(capsys):
 
 
 def test_examples_of_unequal_cost(capsys, tmp_path):
-    """Seven examples of 3 to 9, of which each rank has one: the last to end has the one of 9, or of 0.7 · 9 / 42 s,
-    which is ideal, as no example is divided.
+    """Each rank has one of seven examples that cost 3 to 9. The last rank to end has the example of cost 9, which takes
+    0.7 · 9 / 42 s. This is ideal, as no example is divided.
     """
     path = tmp_path / "costs.csv"
     path.write_text(",".join(map(str, range(3, 10))))
@@ -302,8 +302,8 @@ def test_a_plan_for_unequal_costs(capsys, tmp_path):
     asked = ["plan", *JOB, f"--costs={path}", "--batch-size=500"]
     assert main(asked) == 0
     text = capsys.readouterr().out
-    assert "batches of 500 of 2000 examples, of which the most expensive costs" in text
-    assert "costs ignored: batches are divided by number" in text
+    assert "batches of 500 of 2000 examples, whose most expensive example costs" in text
+    assert "costs ignored: batches divided by the number of examples" in text
     ranking = json.loads((main([*asked, "--json"]), capsys.readouterr().out)[1])[
         "ranking"
     ]
@@ -419,13 +419,13 @@ def test_no_measurement(change, tmp_path, capsys):
         ([], "10 Gb/s, latency 50 us", "none, as no --model, --trace or --measured"),
         (
             ["--gigabits=2", "--send-gigabits=0.5", "--model=pareto"],
-            "2 Gb/s and to send 0.5 Gb/s, latency 50 us",
+            "2 Gb/s to receive and 0.5 Gb/s to send, latency 50 us",
             "pareto",
         ),
     ],
 )
 def test_the_output_repeats_the_request(options, links, late, capsys, monkeypatch):
-    """The output repeats the request: a payload in bytes that was meant in MB shows."""
+    """The output repeats the request, so that a user notices a payload in bytes that was meant in MB."""
     monkeypatch.setenv("COLUMNS", "200")
     asked = ["simulate", "-n3", "--payload=4", "--compute=0.7", "--rounds=1", *options]
     assert main(asked) == 0
@@ -441,20 +441,19 @@ def test_a_plan_for_a_measurement(tmp_path, capsys, monkeypatch):
     SEEN.save(path)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["simulate", "--payload=1kB", "--compute=3", f"--measured={path}"]) == 0
-    assert f"; stragglers: those of {path}\n" in capsys.readouterr().out
+    assert f"; stragglers: from {path}\n" in capsys.readouterr().out
     asked = ["--payload=1kB", "--compute=3", f"--measured={path}", "--json"]
     assert main(["simulate", *asked, "--rounds=3"]) == 0
     fields = json.loads(capsys.readouterr().out)
     assert fields["ranks"] == 3
-    # rank 2 takes four times as long for its third, up to about a millisecond for
-    # messages
+    # rank 2 takes four times as long for its third of the work, up to about a millisecond for messages
     assert fields["steps"]["uncoded tree"]["mean"] == pytest.approx(4.0, rel=0.01)
     assert main(["simulate", *asked, "--rounds=3", "--model=none", "-n5"]) == 0
     fields = json.loads(capsys.readouterr().out)
     assert fields["ranks"] == 5
     assert 0.6 < fields["steps"]["uncoded tree"]["mean"] < 0.61
     assert main(["plan", *asked, "-n", "5"]) == 2
-    assert "has 3 columns, and --ranks is 5" in capsys.readouterr().err
+    assert "has 3 columns, but --ranks is 5" in capsys.readouterr().err
 
 
 @pytest.mark.mpi
@@ -492,7 +491,7 @@ def test_bench_as_json(capsys):
 def test_bench_of_one_rank():
     done = python("from jaxcoded.tools.cli.main import main; main(['bench'])")
     assert done.returncode == 2
-    assert "links are between ranks, and here is one" in done.stderr
+    assert "a link needs two ranks, but this job has one" in done.stderr
 
 
 def shown_commands():

@@ -1,4 +1,4 @@
-"""The processes of the tests share compiled programs."""
+"""The processes of a test session share compiled programs."""
 
 import os
 import pathlib

@@ -35,13 +35,13 @@ RANK0 = display.Source(0, "stdout", True)
         ("old\r\x1b[Knew", [], ["new"]),
         ("old\x1b[2K\rnew", [], ["new"]),
         ("hidden\x1b[?25l cursor\x1b(B", [], ["hidden cursor"]),
-        # as tqdm draws two bars, one of which ends
+        # output of tqdm that draws two bars, one of which ends
         (
             "\ra 0%|\n|\rb 0%|\x1b[A|\ra 1%|\n|\rb 1%|\x1b[A|\n|\r    |\r|\x1b[A",
             [],
             ["a 1%"],
         ),
-        # as rich draws them
+        # output of rich that draws two bars
         ("\x1b[?25la 0%\nb 0%|\r\x1b[2K\x1b[1A\x1b[2Ka 1%\nb 1%", [], ["a 1%", "b 1%"]),
         ("\x1b[?25lx\ny\n\x1b[2Az\n\n", [], ["z", "y"]),
         ("\x1b[9Ax\ny\n", [], ["x", "y"]),
@@ -55,7 +55,7 @@ RANK0 = display.Source(0, "stdout", True)
     ],
 )
 def test_rows_of_a_page(written, ended, others):
-    """The rows of a page do not depend on the pieces in which output comes."""
+    """The rows of a page do not depend on how the output is cut into pieces."""
     assert drawn([word.encode() for word in written.split("|")]) == (ended, others)
     whole = written.replace("|", "").encode()
     for size in (1, 2, len(whole)):
@@ -102,7 +102,7 @@ MPIRUN = display.Source(-1, "", False)
             [(("12", "stdout", True), "a <b> & & é\n".encode() + b"\0\0")],
         ),
         (b'<stderr nspace="x" rank="0">\0</stderr>\n', [((0, "stderr", True), b"\0")]),
-        # from a rank that another one has started
+        # from a rank that another rank has started
         (b'<stdout rank="0">a</stdout>\n', [((0, "stdout", False), b"a")]),
         (b'<stddiag rank="0">lost&#010;</stddiag>\n', [(MPIRUN, b"lost\n")]),
         (b"<prterun>\n", []),
@@ -161,7 +161,7 @@ def test_rows_that_do_not_fit_are_cut(rows, columns):
                 f"[{number}]<stderr>: \u4e00 {number}% {'=' * 50}"
                 for number in range(9)
             ]
-        else:  # one column stays free, and the first character takes two
+        else:  # one column stays free, and the first character takes two columns
             bars = [f"[{number}]<stderr>: \u4e00 {number}%" for number in range(4)]
             bars.append("... and 5 lines mor")
         assert until(lambda value: value == bars)

@@ -49,10 +49,10 @@ def test_all_is_well_here(capfd, tmp_path, monkeypatch):
     found = {each["about"]: each for each in json.loads(capfd.readouterr().out)}
     assert found["ranks"]["found"].startswith("4 on ")
     assert found["sums"]["state"] == GOOD
-    assert "of XLA's" in found["threads"]["found"]
+    assert "threads for XLA" in found["threads"]["found"]
     assert found["MPI threads"]["found"] == "MPI_THREAD_MULTIPLE"
     assert found["MPI threads"]["state"] == GOOD
-    assert "exact on all ranks, by the engine" in found["sums"]["found"]
+    assert "exact on all ranks, over the engine" in found["sums"]["found"]
     assert BAD not in {each["state"] for each in found.values()}
 
 
@@ -89,17 +89,17 @@ def test_a_host_that_cannot_be_reached(ssh, capfd):
     found = json.loads(capfd.readouterr().out)[-1]
     assert found["about"] == "ranks" and found["state"] == BAD
     assert found["found"] == (
-        f"2 ranks were not started, as ssh does not get to x.invalid ({REFUSED})"
+        f"2 ranks were not started, as ssh does not reach x.invalid ({REFUSED})"
     )
-    assert found["remedy"].startswith("`ssh x.invalid true` must end")
+    assert found["remedy"].startswith("`ssh x.invalid true` must succeed")
     assert main(["bench", "-n", "2", "--hosts", "x.invalid:2"]) == 1
-    assert "→ `ssh x.invalid true` must end" in capfd.readouterr().err
+    assert "→ `ssh x.invalid true` must succeed" in capfd.readouterr().err
     assert main(["run", "-n", "2", "--hosts", "x.invalid:2", __file__])
     (text,) = (
         line for line in capfd.readouterr().err.splitlines() if "the job failed" in line
     )
     assert (
-        f"ssh does not get to x.invalid ({REFUSED}); `ssh x.invalid true` must" in text
+        f"ssh does not reach x.invalid ({REFUSED}); `ssh x.invalid true` must" in text
     )
 
 
@@ -136,7 +136,7 @@ def test_findings_of_ranks():
     usual = [RANK | {"rank": rank} for rank in range(3)]
     assert set(states(doctor._of_ranks(3, usual)).values()) == {GOOD}
     alone = list(doctor._of_ranks(3, usual[:1]))
-    assert alone[0].found == "3 were started, and MPI sees 1"
+    assert alone[0].found == "3 were started, but MPI sees 1"
     assert states(alone) == {"ranks": BAD}
     for key, value, about, state in (
         ("wrong", 1, "sums", BAD),
@@ -182,7 +182,7 @@ def test_whether_deaths_are_reported(says, state, tmp_path, monkeypatch):
     found = {each.about: each for each in machine.examined(1, mpirun)}["deaths"]
     assert found.state == state
     unknown = says in ("echo nothing", None)
-    assert ("not known" in found.found) == unknown
+    assert ("is unknown" in found.found) == unknown
 
 
 def test_threads_of_a_rank(monkeypatch):
@@ -190,7 +190,9 @@ def test_threads_of_a_rank(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(machine, "cores", lambda: 9.0)
     found = {each.about: each.found for each in machine.examined(3, "no mpirun")}
-    assert found["threads"].startswith("each rank has 3 of XLA's, and 3 of OpenMP's")
+    assert found["threads"].startswith(
+        "jaxcoded run gives each rank 3 threads for XLA, and 3 for OpenMP"
+    )
 
 
 def test_an_mpi4py_without_its_mpi(monkeypatch):

@@ -1,5 +1,5 @@
-"""Run the programs of tests/faults under mpirun: the effects between stopped, late,
-failing or leaving ranks and the others.
+"""Run the programs of tests/faults under mpirun, in which ranks are stopped, are late, fail or leave: the other ranks
+continue as documented.
 
 Each job has a time limit. A job that hangs is ended, and shows where its ranks were.
 """
@@ -106,7 +106,7 @@ def run(
 
 
 def whereabouts(directory, stderr):
-    """Return a text about where the ranks of a job were at its end."""
+    """Return a text that tells where the ranks of a job were at its end."""
     board = directory / "board"
     rounds = np.fromfile(board, np.int64).tolist() if board.exists() else "none"
     stacks = "\n".join(
@@ -163,7 +163,7 @@ def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, lat
 
 @pytest.mark.exhaustive
 def test_a_rank_that_is_too_late_finds_a_snapshot_above_its_parent(tmp_path):
-    # its parent is stopped for longer
+    # its parent is stopped for longer than the rank
     job = run(tmp_path, 7, "training.py", "no", "4,1")
     succeed(job, 7)
     assert job.reports[4]["resynced"]
@@ -413,9 +413,7 @@ def test_too_little_memory_for_one_more_started_round(tmp_path, little_memory):
 
 
 def test_too_little_memory_for_a_sum_that_all_have(tmp_path, little_memory):
-    """The rank that lacks the third sum tells all in the next step, so that no sum is of
-    different states.
-    """
+    """The rank that lacks the third sum tells all ranks in the next step, so that no sum mixes different states."""
     job = run(tmp_path, 3, "little_memory_done.py", "1", LD_PRELOAD=little_memory)
     assert job.status == 0, job.stderr[-8000:]
     for rank, report in job.reports.items():
@@ -519,9 +517,7 @@ def test_others_compute_the_blocks_of_killed_ranks(tmp_path, arguments, fault_to
 
 @pytest.mark.parametrize("way", ["jit", more("host")])
 def test_others_continue_with_the_blocks_that_they_hold(tmp_path, way):
-    """More ranks are stopped than hold a block. The blocks that only stopped ranks hold
-    are missing meanwhile.
-    """
+    """All holders of some blocks are stopped. Meanwhile sums lack the blocks that only stopped ranks hold."""
     job = run(tmp_path, 4, "partial.py", way, "1", "2")
     succeed(job, 4)
     assert job.of_all("steps") == 32
@@ -695,7 +691,8 @@ def test_a_killed_rank_where_mpi_is_fault_tolerant(tmp_path, victim, fault_toler
     job.of_all("digest")
     (warning,) = job.reports[0]["close_warnings"]
     assert f"without ranks [{victim}]" in warning
-    if victim != 1:  # no rank below it needs anything, so the job does not wait for it
+    # no rank below the victim needs anything, so the job does not wait for the victim
+    if victim != 1:
         assert "a rank below has given them up" in warning
     assert "Exception" not in job.stderr
 
@@ -720,7 +717,7 @@ def as_readme_does(ranks, limit):
 
 
 def played(tmp_path, program, ranks=4, arguments=()):
-    """Run a program of README's kind on ``ranks`` ranks."""
+    """Run a program like README's on ``ranks`` ranks."""
     (tmp_path / "program.py").write_text(program)
     return subprocess.run(
         [*as_readme_does(ranks, SMALL_LIMIT), tmp_path / "program.py", *arguments],
@@ -813,8 +810,8 @@ def test_more_dead_than_a_parent_tolerates(tmp_path, fault_tolerant):
     assert "go on with group.recovered()" in text
 
 
-# In floats, around the longest message within an announcement, from the same host or
-# another, around a piece, and around the shortest sum in sections.
+# Lengths in floats: around the longest message within an announcement (from the same host, or from another host),
+# around a piece, and around the shortest sum in sections.
 AT_MOST = [str(most // 4) for most in (1 << 10, 32 << 10, 256 << 10, (1 << 20) - 4)]
 BEYOND = [str(int(most) + 1) for most in AT_MOST]
 
@@ -943,12 +940,12 @@ def test_a_rank_leaves_in_order_on_a_signal(tmp_path, way, victims, sizes):
     assert set(map(int, took)) == words_of(victims)
     assert max(took.values()) < notice
     # the other ranks, too, have status 0, or they would be listed
-    assert not re.search(r"ranks? \d.*: (status|killed by|no word)", job.stderr)
+    assert not re.search(r"ranks? \d.*: (status|killed by|no report)", job.stderr)
     assert job.stderr.count("leaves its groups, as it received SIGTERM") == len(
         words_of(victims)
     )
     assert "Traceback" not in job.stderr
-    if way != "root":  # no rank was missing: parents report at most that it left
+    if way != "root":  # no rank was missing: parents report at most that the rank left
         heard = [line for report in job.reports.values() for line in report["heard"]]
         assert all("has closed the group" in line for line in heard)
 
@@ -996,7 +993,7 @@ def test_the_root_dies_while_it_names_the_survivors(tmp_path, fault_tolerant, in
 def test_the_root_dies_while_it_reports_that_all_are_alive(
     tmp_path, fault_tolerant, informed
 ):
-    """Ranks with and without the message meet nevertheless."""
+    """Ranks that got the root's message, and ranks that did not, meet nevertheless."""
     job = run(
         tmp_path, 5, "roll.py", "stay", informed, options=fault_tolerant, limit=LIMIT
     )
@@ -1048,8 +1045,8 @@ def test_a_new_root_dies_before_it_hands_its_state_on(tmp_path, way):
 
 @pytest.mark.exhaustive
 def test_a_group_that_rounds_have_overtaken_is_not_taken(tmp_path):
-    """The other ranks have given up the new group, and done more rounds in the old
-    group. Ranks of the new group would have other sums.
+    """The other ranks have given up the new group, and done more rounds in the old group. In the new group, ranks would
+    lack these rounds' sums.
     """
     start = as_readme_does(6, LIMIT)
     job = run(tmp_path, 6, "meeting.py", "overtaken", limit=LIMIT, start=start)
@@ -1077,7 +1074,7 @@ def test_a_program_that_catches_its_error_is_not_killed(tmp_path):
 
 
 def assert_exact(job):
-    """Each rank reports the errors of its checkpoint and of its end."""
+    """Check that each rank's checkpoint and final parameters are exact."""
     errors = {rank: report["errors"] for rank, report in job.reports.items()}
     assert np.max(list(errors.values())) < 1e-12, (errors, job.stderr[-8000:])
 
@@ -1115,7 +1112,7 @@ def extend(tmp_path, ranks, size, option, *events, status=0):
     assert job.of_all("size") == size
     job.of_all("digest")
     assert max(each["error"] for each in job.reports.values()) < 1e-12
-    for report in job.reports.values():  # a report for each group
+    for report in job.reports.values():  # one report for each group
         assert report["compiled"] == report["sizes"]
     return job
 
@@ -1150,9 +1147,7 @@ def test_all_ranks_are_replaced_one_after_the_other(tmp_path, option):
 
 
 def failed(job):
-    """Return the report of the old ranks on the first attempt, which is the same on
-    all.
-    """
+    """Return the old ranks' report on the first attempt, which is the same on all old ranks."""
     texts = {
         report["said"][0] for report in job.reports.values() if not report["joined"]
     }
@@ -1307,7 +1302,7 @@ def as_known(result, text, known):
     assert result == [0, 3]
 
 
-# If one of these works, ranks can join that no other rank has started.
+# If one of these tests passes, ranks can join that no other rank has started.
 not_in_open_mpi_5 = pytest.mark.xfail(
     strict=True, raises=AssertionError, reason="Open MPI 5.0, see docs/open-mpi.md"
 )
@@ -1378,8 +1373,8 @@ def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_toleran
 
 
 def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tolerant):
-    """No rank is dead, but `recovered` does not return the old group, in which those
-    ranks could do no more rounds.
+    """No rank is dead, but `recovered` does not return the old group: ranks that missed its round could do no more
+    rounds there.
     """
     job = recover(tmp_path, fault_tolerant, "wakes", "0:wakes")
     trained(job, set(), 7)
@@ -1434,15 +1429,15 @@ group.close(2.0)
             "ranks [2] are alive, but have not called recovered: ranks [2] have closed the group",
         ),
         ("group.close(); left.touch(); signal.pause()", 0, True, "3"),
-        # Python does not report it
+        # Python does not report this error
         more("left.touch(); sys.exit(1)", 0, True, "3"),
     ],
 )
 def test_a_rank_that_has_left_does_not_keep_the_others(
     tmp_path, fault, status, put_out, text
 ):
-    """If an error has ended the rank's program, the other ranks leave the rank behind.
-    The error counts.
+    """If an error has ended the rank's program, the other ranks leave the rank behind. An error that Python reports
+    gives the job its status.
     """
     seconds = 5.0 * slowness()
     job = played(tmp_path, LEFT.format(fault=fault, seconds=seconds, put_out=put_out))
@@ -1517,7 +1512,7 @@ group.close()
 
 
 def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
-    """No rank takes a call of the other ranks for its own."""
+    """No rank mistakes a call of the other ranks for its own call."""
     job = played(tmp_path, MIXED.format(ranks=3, seconds=60 * slowness()), ranks=3)
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
@@ -1591,8 +1586,8 @@ group.close()
 def test_a_rank_that_calls_recovered_alone_kills_no_other(
     tmp_path, stops, started, pause
 ):
-    """The other ranks work, and continue without the rank. The test covers a rank whose
-    parent, which would inform it, is stopped, and a rank that has started rounds.
+    """The other ranks work, and continue without the rank. The test covers a rank whose parent is stopped and cannot
+    inform it, and a rank that has started rounds.
     """
     given = {"stops": stops, "started": started, "pause": pause}
     program = ALONE.format(seconds=2.0 * slowness(), **given)
@@ -1674,8 +1669,8 @@ def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):
 
 
 def test_a_rank_that_the_root_has_left_behind(tmp_path):
-    """The rank learns that the root has left it behind, and the job ends. They once
-    waited for each other for ever.
+    """The rank learns that the root has left it behind, and the job ends. Once the rank and the root waited for each
+    other for ever.
     """
     job = run(tmp_path, 5, "left_behind.py", limit=60)
     assert job.status == 0, job.stderr[-8000:]
@@ -1851,7 +1846,7 @@ def test_the_first_run_finds_a_mistake(tmp_path):
 
 @pytest.mark.exhaustive
 def test_readme_starts_with_a_slow_rank(tmp_path):
-    # it continues once another one has reached the end
+    # the rank continues once another rank has reached the end
     fault = (
         f"""while not pathlib.Path({str(tmp_path)!r}, "0").exists(): time.sleep(0.01)"""
     )

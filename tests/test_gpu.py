@@ -52,7 +52,7 @@ def test_kernels_on_a_gpu(n, s, m, dtype):
     )
 
 
-# One rank in this process: data to the host and back does not change.
+# One rank in this process: data that is copied to the host and back does not change.
 
 
 @needs_engine
@@ -84,7 +84,7 @@ def test_there_and_back(dtype, size, form):
 @needs_engine
 @pytest.mark.parametrize("tokened", [False, True])
 def test_slices_of_arrays(tokened):
-    """XLA fuses aligned slices with the call that takes them, if it may."""
+    """XLA fuses aligned slices with the call that takes them, unless a barrier prevents it."""
     with (
         jax.default_device(gpus()[0]),
         jaxcoded.CodedGroup(
@@ -125,7 +125,7 @@ def test_lag_and_erasures():
 
 @needs_engine
 def test_copies_of_a_call():
-    """Copies without a round use pinned memory again."""
+    """Copies without a round reuse pinned memory."""
     driver = ctypes.CDLL("libcuda.so.1")
     own = jnp.arange(5 << 20, dtype=jnp.float32).block_until_ready()
     out = jnp.zeros_like(own).block_until_ready()

@@ -1,4 +1,4 @@
-"""Nothing of a job is left after its launcher has ended in a way that it cannot handle."""
+"""Nothing of a job is left after its launcher has ended in a way that the launcher cannot handle."""
 
 import contextlib
 import fcntl
@@ -127,7 +127,7 @@ def no_core():
         (os.kill, signal.SIGKILL),
         more(os.kill, signal.SIGSEGV),
         more(os.kill, signal.SIGQUIT),
-        (os.killpg, signal.SIGKILL),  # as `timeout -s KILL` does
+        (os.killpg, signal.SIGKILL),  # like `timeout -s KILL`
     ],
     ids=["kill", "crash", "quit", "group"],
 )
@@ -182,7 +182,7 @@ def test_a_guardian_that_is_killed(job):
 
 
 def left(place, name, age=1000.0):
-    """Make a folder like one of a job that began ``age`` seconds ago."""
+    """Make a folder like that of a job that began ``age`` seconds ago."""
     folder = place / f"jaxcoded.{name}"
     folder.mkdir()
     (folder / "file").touch()
@@ -271,7 +271,7 @@ def test_a_launcher_that_ends_before_it_has_started_anything(tmp_path, marked):
 
 
 def test_an_mpirun_that_does_not_end_the_job(tmp_path, marked):
-    """The same holds for an mpirun that a rank has started."""
+    """Nothing of the job is left, even if a rank has started another mpirun."""
     pids = tmp_path / "pids"
     start = "job.play(['sh', '-c', {!r}], os.environ)\n"
     deaf = "trap '' TERM; "

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(LIMIT + 60)]
 
 @pytest.fixture
 def hosts():
-    """Return the names of hosts that reach each other and no others."""
+    """Return the names of hosts that reach each other and no other hosts."""
     try:
         with on_hosts.network(HOSTS) as names:
             yield names
@@ -115,7 +115,7 @@ def test_random_sleeps(hosts, tmp_path):
     assert max(report["lag"] for report in reports) > 0
     for report in reports:
         assert report["late"]["files"] == report["early"]["files"]
-        # one that was there may end: 19 after 20 was seen once
+        # an existing thread may end: 19 after 20 occurred once
         assert report["late"]["threads"] <= report["early"]["threads"]
 
 
@@ -163,9 +163,7 @@ while True:
 
 
 def test_ranks_on_other_hosts_end_with_a_launcher_that_is_killed(tmp_path):
-    """These processes have no mark, as `ssh` passes on no variables; one of them is
-    stopped.
-    """
+    """Processes on other hosts have no mark, as `ssh` passes on no variables; one of them is stopped."""
     program = tmp_path / "lasting.py"
     program.write_text(LASTING)
 
@@ -260,9 +258,7 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
 
 
 def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
-    """One rank of each host adds up its host's messages, and forms the sum with those
-    of other hosts.
-    """
+    """One rank of each host adds up its host's messages, and forms the sum together with such ranks of other hosts."""
     rounds, widths = 20, "300,30000,100000"
     for name in ("stopped", "sleeping"):
         (tmp_path / name).mkdir()
@@ -338,7 +334,7 @@ def test_run_reports_how_ranks_of_all_hosts_ended(hosts, tmp_path):
 @pytest.mark.parametrize(
     ("option", "events", "joined"),
     [
-        # the host with the fewest ranks gets them, although the root is on another
+        # the host with the fewest ranks gets the new ranks, although the root is on another host
         more("code", ["kill 3", "join 1", "kill 0", "join 1"], [1, 0]),
         more("shared", ["kill 0", "join 1", "kill 0", "join 1"], [0, 0]),
         # a whole host is lost

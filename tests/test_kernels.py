@@ -105,7 +105,7 @@ def test_missing_messages_may_hold_anything(missing):
     total = decode(broken, A[missing])
     np.testing.assert_allclose(total["w"], gradients["w"].sum(0), rtol=1e-12)
     np.testing.assert_allclose(total["b"], gradients["b"].sum(), rtol=1e-6)
-    # neither does a partition that a child does not hold
+    # a partition that a child does not hold has no effect either
     partials = gradients["w"].copy()
     partials[B[missing] == 0] = np.inf
     np.testing.assert_array_equal(encode(partials, B[missing]), messages["w"][missing])
@@ -149,7 +149,7 @@ def test_a_nan_that_counts_is_seen():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_narrow_dtypes_accumulate_in_float32(dtype):
-    # neither has room for 2048 + 1, and 70000 overflows float16
+    # neither type can represent 2048 + 1, and 70000 overflows float16
     terms = jnp.array([[2048]] + [[1]] * 16, dtype)
     assert encode(terms, np.ones(17)) == 2064
     assert decode(terms, np.ones(17)) == 2064

@@ -1,6 +1,4 @@
-"""Variables of other MPIs and other jobs: `run` and `doctor` name those that keep MPI
-from starting.
-"""
+"""`run` and `doctor` name the variables of other MPIs and other jobs that keep MPI from starting."""
 
 import json
 import subprocess
@@ -24,9 +22,7 @@ def nothing_set(monkeypatch):
 
 @pytest.fixture
 def starts(nothing_set, monkeypatch):
-    """MPI starts unless all variables of one of these sets are present; return the
-    number of attempts.
-    """
+    """Let MPI start unless all variables of one of these sets are present; return the list of attempts."""
     wrong, tried = [], []
 
     def start(_, without):
@@ -81,12 +77,12 @@ def test_a_launcher_that_fails_once_is_tried_again(nothing_set, monkeypatch):
         (
             [{"PBS_JOBID", "PBS_NODEFILE"}],
             "PBS_JOBID=3, PBS_NODEFILE=/none",
-            "${!PBS_*}, if this is no part of that job",
+            "${!PBS_*}, if this is not part of the scheduler's job",
         ),
         (
-            [{"OMPI_MCA_pml", "UCX_TLS"}],  # only together
+            [{"OMPI_MCA_pml", "UCX_TLS"}],  # wrong only together
             "OMPI_MCA_pml=ucx, OPAL_PREFIX=/o, PBS_JOBID=3, PBS_NODEFILE=/none, UCX_TLS=rc",
-            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this is no part of that job",
+            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this is not part of the scheduler's job",
         ),
     ],
 )
@@ -96,7 +92,7 @@ def test_wrong_variables_are_named(wrong, found, unset, starts, monkeypatch):
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     starts[0].extend(wrong)
-    text = f"MPI does not start with {found} in the environment, and does without"
+    text = f"MPI does not start with {found} in the environment, but starts without"
     assert misfits.blame(MPIRUN) == (text, f"unset {unset}")
 
 
@@ -134,11 +130,11 @@ def test_run_names_a_setting_of_another_build(setting, open_mpi, tmp_path):
     path.write_text("from mpi4py import MPI\n")
     name, _, value = setting.partition("=")
     wrong = {f"OMPI_MCA_{name}": value, "OMPI_MCA_btl_openib_allow_ib": "1"}
-    # mpirun does not always end after a rank that has failed in MPI's start. What is
-    # said after the limit is the same, so a slow machine need not wait longer.
+    # mpirun does not always end after a rank that has failed in MPI's start. The output after the time limit is the
+    # same, so a slow machine need not wait longer.
     job = run(path, 10, **wrong)
     assert job.returncode
-    words = f"MPI does not start with OMPI_MCA_{setting} in the environment, and does"
+    words = f"MPI does not start with OMPI_MCA_{setting} in the environment, but starts"
     assert f"{words} without: unset OMPI_MCA_{name}\n" in job.stderr
 
 

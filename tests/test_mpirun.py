@@ -8,7 +8,7 @@ from outcomes import read, report
 
 LIMIT = 3600  # seconds for a job, which no load of the machine reaches
 TEST_LIMIT = 300  # seconds for a test in it; a test that hangs shows where
-FAILURES = 5  # after this number of jobs the rest is skipped
+FAILURES = 5  # after this number of failed jobs the other tests are skipped
 
 
 @pytest.mark.mpi
@@ -49,7 +49,7 @@ def test_under_mpirun(ranks, devices, request, tmp_path):
             **environment,
         )
         if job.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
-            break  # the test that failed was the last one
+            break  # the failed test was the last test
         found = read(outcomes)
         if job.returncode and "failed" not in (what for what, *_ in found.values()):
             # the job hangs or has crashed in the test that began last

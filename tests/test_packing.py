@@ -65,7 +65,7 @@ def test_there_and_back(spec):
 @given(trees, st.integers(2, 6))
 @example([("float32", ()), ("float32", (3, 4)), ("float32", ())], 3)
 def test_numbers_have_slices_to_themselves(spec, multiple):
-    """The first slice of their vector holds numbers, and the others zeros."""
+    """The first slice of the vector holds numbers, and the other slices hold zeros."""
     tree = filled(spec)
     vectors, packing = pack(tree, multiple=multiple)
     assert packing == Packing.of(tree, multiple=multiple) != Packing.of(tree)
@@ -215,7 +215,7 @@ def test_many_small_leaves():
 
 
 def test_many_small_leaves_without_the_engine():
-    """XLA's slices give the same."""
+    """XLA's slices give the same leaves."""
     vector = jnp.arange(100.0)
     starts, sizes = [0, 7, 60], [7, 1, 40]
     expected = [vector[a : a + n] for a, n in zip(starts, sizes)]

@@ -1,6 +1,4 @@
-"""The documentation's pictures are what their script draws from the numbers of its
-tables.
-"""
+"""The documentation's pictures are what their script draws from the stored tables."""
 
 import dataclasses
 import importlib.util
@@ -51,7 +49,7 @@ def test_faults_are_those_of_the_tables():
 
 
 def test_steps_agree_with_the_table_of_faults():
-    """jaxcoded's continue; the others' become rare, stop for the longest step, or end."""
+    """jaxcoded's steps continue; the steps of others become rare, stop for the longest step, or end."""
     rows = figures("steps")
     assert len({(row["library"], row["fault"]) for row in rows}) == len(rows) == 24
     for row in rows:

@@ -36,9 +36,7 @@ def missing(plan):
 
 
 def test_prices():
-    """The prices are those of the plans, and the measured steps are those of the
-    benchmark.
-    """
+    """The prices match the plans, and the measured steps match the benchmark."""
     rows = re.findall(
         r"^\| `(\w+\(.*?\))`.* \| (\d/\d) of the batch.* \| (\S+) × \| (.*) \| (\S+) \| (\S+) \|$",
         README,

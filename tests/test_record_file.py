@@ -29,7 +29,7 @@ def test_a_written_record_is_read_back(tmp_path):
 
 
 def test_a_job_that_was_killed(tmp_path):
-    """A job killed in the middle of a line: that line is ignored."""
+    """If a job is killed in the middle of a line, this line is ignored."""
     path = written(tmp_path / "record")
     path.write_bytes(path.read_bytes()[:-3])
     assert read(path, PLAN) == ROUNDS[:-1]

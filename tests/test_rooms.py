@@ -9,8 +9,7 @@ import sys
 import pytest
 
 PACKAGE = pathlib.Path(__file__).parent.parent / "jaxcoded"
-# Each room may import the rooms before it. All may import modules outside of rooms,
-# which import no room.
+# Each room may import the rooms before it. All rooms may import modules outside of rooms, which import no room.
 CORE = ["codes", "plan", "transport", "group", "collectives"]
 ROOMS = CORE + [
     f"tools/{name}"

@@ -192,7 +192,7 @@ def test_a_killed_rank_ends_the_job(program):
 
 
 def test_ranks_that_end_in_different_ways(program):
-    """Signals reach the program, once."""
+    """Each signal reaches the program once."""
     path = program(
         "import signal\n"
         "came = []\n"
@@ -318,7 +318,7 @@ def test_memory_is_shared_in_a_directory_that_the_host_has(
 def test_the_status_tells_of_the_signal_whatever_the_launcher_makes_of_it(
     name, launchers, status
 ):
-    # until it is passed on: nothing shows when that is possible
+    # repeat the signal until it is passed on, as nothing shows when this is possible
     launcher = (
         f"trap 'exit {launchers}' {name}; "
         f"while :; do kill -{name} $PPID; sleep 0.05; done"
@@ -419,8 +419,8 @@ def test_a_rank_may_end_as_if_by_a_time_limit(program):
         (("-n", 2, "--mpirun", "/none", __file__), "/none does not run"),
         (("-n", 2, "--mpirun", "/bin/false", __file__), "does not run: status 1"),
         (("-x", "=3", "-n", 2, __file__), "-x =3: must be NAME or NAME=VALUE"),
-        (("-x", "NO.SUCH", "-n", 2, __file__), "no such variable: say NO.SUCH=VALUE"),
-        ((__file__,), "how many ranks? Say -n 4"),
+        (("-x", "NO.SUCH", "-n", 2, __file__), "no such variable: give NO.SUCH=VALUE"),
+        ((__file__,), "how many ranks? Give -n 4"),
     ],
 )
 def test_what_cannot_be_started(arguments, words, monkeypatch):
@@ -526,9 +526,7 @@ time.sleep(1000)
 def test_each_rank_has_its_share_of_the_threads(
     fake, monkeypatch, tmp_path, cores, ranks, hosts, threads
 ):
-    """Each rank has at least two threads, one of which may wait for a round; on one
-    core a single one computes.
-    """
+    """Each rank has at least two threads, one of which may wait for a round; on one core a single thread computes."""
     yields = "OMPI_MCA_mpi_yield_when_idle"
     for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", yields):
         monkeypatch.delenv(name, raising=False)
@@ -713,19 +711,19 @@ def test_invalid_hosts(program, wrong, capsys):
     for hosts in (f"{wrong}", f"a:2,{wrong},b"):
         assert main(["run", "-n", "2", f"--hosts={hosts}", str(program(""))]) == 2
         err = capsys.readouterr().err
-        assert f"--hosts {hosts}: {wrong!r} is not a host" in err
+        assert f"--hosts {hosts}: {wrong!r} must be a host" in err
         assert err.count("\n") == 1
 
 
 def test_hosts_with_too_few_places(program):
     done = run("-n", 4, "--hosts", "a:2,b:1", program(""))
     assert done.returncode == 2
-    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give it more" in done.stderr
+    assert "--hosts a:2,b:1 has room for 3 of 4 ranks: give more hosts" in done.stderr
 
 
 # How a rank ended, without an MPI.
 
-NOT_HEARD = "no word of the end: mpirun ended the job first"
+NOT_HEARD = "no report of the end: mpirun ended the job first"
 
 
 def ended(heard, number, program, **variables):
@@ -802,19 +800,17 @@ def test_ends_of_ranks_that_have_joined():
     assert words == [
         "ranks 0-2: status 0, the first of them after",
         "rank 3: status 3, after",
-        f"rank 4: {NOT_HEARD.replace('mpirun', 'those that had started them ended them, or mpirun')}",
+        f"rank 4: {NOT_HEARD.replace('mpirun', 'the ranks that had started them ended them, or mpirun')}",
     ]
     lasting.communicate(timeout=60 * slowness())
 
 
 def test_a_job_in_which_no_rank_ended_properly_has_failed():
-    """The job has failed whatever the launcher reports, such as one that has lost its
-    daemons.
-    """
+    """The job has failed whatever the launcher reports, for example after it has lost its daemons."""
     with ends.listening(0, sure=True) as heard:
         assert heard.failure == 1  # none has begun
     with ends.listening(0) as heard:
-        assert heard.failure == 0  # no rank can report
+        assert heard.failure == 0  # unknown, as no rank can report
         process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")
         while not heard.begun:
             time.sleep(0.01)
@@ -873,7 +869,8 @@ def test_others_are_not_believed():
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
         assert process.returncode == 0  # the job continues nevertheless
-        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"  # no process listens there
+        # no process listens on this port
+        heard.variables["JAXCODED_ENDS"] = "127.0.0.1:1:0"
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
         assert process.returncode == 0
@@ -881,8 +878,8 @@ def test_others_are_not_believed():
 
 
 def test_a_rank_dies_with_its_starter(tmp_path):
-    """SIGKILL, which launchers use at the end, of the wrapper ends the rank. SIGTERM,
-    which reaches the whole group, ends neither.
+    """If the wrapper gets SIGKILL, which launchers use at the end, its rank ends. SIGTERM to the whole process group
+    ends neither of them.
     """
     file = tmp_path / "said"
     program = (

@@ -1,4 +1,4 @@
-"""The demo, the jobs of the examples and the benchmarks run, and do what they say."""
+"""The demo, the examples' jobs and the benchmarks run, and do what they claim."""
 
 import csv
 import itertools
@@ -47,8 +47,8 @@ def test_demo(ranks, tmp_path):
         assert run["final_loss"] < 2.0  # an untrained network has log 10 = 2.3
         assert f"{run['final_loss']:.5f}" in job.stdout
     assert 0 < summary["between_runs"] < 1e-4
-    # without a code every step waits for all gradients; with one the slow worker skips
-    # its own, or others compute it
+    # without a code every step waits for all gradients; with a code the slow worker skips its gradient, or others
+    # compute it
     uncoded, coded, shared = (run["slow_worker_examples"] for run in runs[::2])
     assert uncoded == STEPS * summary["examples_uncoded"]
     assert coded < STEPS * summary["examples_coded"]
@@ -129,8 +129,8 @@ def test_evaluation_without_a_killed_rank():
 
 
 def test_training_that_continues_without_the_dead():
-    """A worker, the root, and the new root right after its start die: the losses are
-    those of a run without faults.
+    """A worker dies, then the root, and then the new root right after its start: the losses equal the losses of a run
+    without faults.
     """
     losses = [
         re.findall(
@@ -148,7 +148,7 @@ def test_training_that_continues_without_the_dead():
 
 @pytest.mark.exhaustive  # tests/test_faults.py lets ranks join, too
 def test_training_in_which_others_take_the_place_of_the_dead():
-    """The losses are those of a run without faults, always with all ranks."""
+    """The losses equal the losses of a run without faults in which all ranks take part."""
     kill = "--kill", "40:2", "--kill", "90:0", "--replace"
     quiet, others = [
         re.findall(
@@ -239,7 +239,7 @@ def test_verify_benchmark(tmp_path):
         rows = list(csv.DictReader(file))
     # a row of each kind and size
     assert len(rows) == 3 * 2 * 2
-    # groups that wait for all compare every round, and groups without verification none
+    # groups that wait for all ranks compare every round, and groups without verification compare no round
     compared = {row["options"]: set() for row in rows}
     for row in rows:
         compared[row["options"]].add(float(row["compared"]))
@@ -378,7 +378,7 @@ def test_overlap_benchmark(options, kind, tmp_path):
 
 @pytest.mark.timeout(400)
 def test_simulate_benchmark(tmp_path):
-    """Real rounds of some settings, and simulated ones."""
+    """The benchmark runs some settings, and simulates them."""
     command = [sys.executable, "benchmarks/simulate.py", "--smoke", "--out", tmp_path]
     subprocess.run(
         command, check=True, cwd=ROOT, timeout=390 * slowness(), capture_output=True
@@ -510,7 +510,7 @@ def test_sequential_benchmark(tmp_path):
 
 
 def test_coded_reduce_benchmark(tmp_path):
-    """The loads are those of the paper's table, and of plain gradient coding."""
+    """The loads match the paper's table, and plain gradient coding."""
     script = "benchmarks/coded_reduce.py"
     command = [sys.executable, script, "--smoke", "--out", tmp_path]
     subprocess.run(

@@ -32,7 +32,7 @@ else:
 
 @pytest.fixture
 def one():
-    """Return a token of this test alone, as others may run at the same time."""
+    """Return a token that only this test has, as other tests may run at the same time."""
     return uuid.uuid4().hex
 
 

@@ -51,7 +51,7 @@ def test_lateness():
     np.testing.assert_allclose(late[:, 0], [0.0, -0.4, -0.4, -0.6])
     np.testing.assert_allclose(late[:3, 2], [-0.3, -0.3, 0.4])
     assert late[3, 2] == np.inf
-    # no sum, no lateness
+    # without a sum there is no lateness
     assert np.isnan(seen(decided=[NAN] * 4).lateness).all()
 
 
@@ -60,7 +60,8 @@ def test_speeds():
     without data does not count.
     """
     speeds = seen().speeds
-    np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 0.25])  # alive 0.7 s before
+    # rank 3 was alive 0.7 s before
+    np.testing.assert_allclose(speeds, [1.0, 1.0, 1.0, 0.25])
     long = seen(silent=[0.0, 0.0, 0.0, 1.6]).speeds
     np.testing.assert_allclose(long, [1.0, 1.0, 1.0, 1 / 16])
     alone = seen(step_times=[0.05, 0.1, 0.1, NAN]).speeds  # no other data
@@ -158,8 +159,8 @@ def test_a_silent_rank_is_not_slow():
 
 
 def shared(**changes):
-    """Return the same with shared work: rank 3 computes a quarter of its own blocks,
-    and one round does not use them.
+    """Return the telemetry of `seen` with shared work: rank 3 computes a quarter of its own blocks, and one round does
+    not use them.
     """
     plan = jaxcoded.make_plan(4, jaxcoded.Shared(replicas=3)).to_json()
     each = [[12, 3, 0], [12, 3, 0], [12, 3, 0], [3, 0, 0]]

@@ -1,6 +1,4 @@
-"""``python -OO`` keeps no docstrings and runs no asserts: help, programs and jobs still
-work.
-"""
+"""Help, programs and jobs also work with ``python -OO``, which keeps no docstrings and runs no asserts."""
 
 import re
 import subprocess

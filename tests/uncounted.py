@@ -1,6 +1,4 @@
-"""Coded sums without counted examples: of values that a test weights itself, or that
-belong to no batch.
-"""
+"""Coded sums without counted examples, for values that a test weights itself, or that belong to no batch."""
 
 from jaxcoded.collectives import allreduce as _allreduce
 from jaxcoded.collectives import host, nonblocking

@@ -14,8 +14,7 @@ SHAPES = {
     "bar": "M0 -9V9",
 }
 
-# Okabe & Ito 2008, as in all pictures; dark text is readable on these colours in both
-# schemes.
+# Okabe & Ito 2008, as in all pictures; dark text is readable on these colours on light and dark pages.
 COLOURS = ("#56B4E9", "#E69F00", "#2BB58D", "#CC79A7")
 STYLE = """
 text { font: 14px system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink); }
@@ -117,7 +116,7 @@ class Picture:
         )
 
     def mark(self, x: float, y: float, shape: str, colour: str) -> None:
-        """Draw a point of a chart, identified by its shape as well as its colour."""
+        """Draw a point of a chart. Its shape and its colour each identify its series."""
         fill = "none" if shape == "ring" else "currentColor"
         self.parts.append(
             f'<path class="mark {colour}" style="fill: {fill}" '

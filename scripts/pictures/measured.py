@@ -23,11 +23,12 @@ FAULTS = {
     "killed": "dead (SIGKILL)",
 }
 SECONDS = {0: "fault", 1: "1 s", 2: "2 s", 3: "3 s", 4: "4 s", 5: "5 s"}
-PAUSE = 0.5  # seconds without a step that are marked; slow steps are shorter
+# a time without a step is marked from this many seconds on; slow steps are shorter
+PAUSE = 0.5
 
 
 def pauses(steps: list[float], end: float) -> list[tuple[float, float]]:
-    """Return the begin and end of each long time without a step."""
+    """Return the beginning and end of each long time without a step."""
     gaps = itertools.pairwise([*steps, end])
     return [(begin, end) for begin, end in gaps if end - begin > PAUSE]
 
@@ -48,7 +49,7 @@ def faults(file: pathlib.Path) -> None:
     it.words(67, 56.5, "completed steps", "small")
     it.box(185, 45, 26, 14, "bad", 0)
     it.words(219, 56.5, "no step", "small")
-    pitch, half = 18, 6.5  # of lanes, and half a tick
+    pitch, half = 18, 6.5  # distance of lanes, and half the height of a tick
     for number, (kind, title) in enumerate(FAULTS.items()):
         top = 96 + 138 * number
         x = Linear(-0.5, 5, 138, 694)
@@ -69,7 +70,8 @@ def faults(file: pathlib.Path) -> None:
             (known,) = figures("faults", library=library, fault=kind)
             for begin, end in pauses(steps, x.high):
                 seconds = end - begin
-                if end == x.high and known["longest_ms"]:  # it ends beyond the picture
+                # the pause ends beyond the picture
+                if end == x.high and known["longest_ms"]:
                     seconds = float(known["longest_ms"]) / 1000
                 says = known["outcome"] or f"no step for {seconds:.1f} s"
                 it.box(x(begin), at - 8, round(x(end) - x(begin), 1), 16, "bad", 0)
@@ -88,7 +90,7 @@ OTHERS = {
 
 
 def gains_on_one_host(ranks: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the others' time relative to the engine's, by size."""
+    """Return the times of other collectives relative to the engine's time, by size."""
 
     def times(collective: str) -> dict[float, float]:
         wanted = {"ranks": str(ranks), "fanout": "3", "collective": collective}
@@ -103,7 +105,7 @@ def gains_on_one_host(ranks: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def gains_on_hosts() -> dict[str, list[tuple[float, float]]]:
-    """Return the same for 13 hosts, where each is measured relative to the ring."""
+    """Return the same as `gains_on_one_host` for 13 hosts, where each collective is measured relative to the ring."""
 
     def times(collective: str) -> dict[float, float]:
         rows = figures("sections", collective=collective)

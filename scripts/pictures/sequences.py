@@ -7,7 +7,7 @@ import pathlib
 from .canvas import COLOURS, WIDTH, Picture
 
 TOP = 92  # where lines of ranks begin
-FALL = 9  # descent of an arrow, as messages take time
+FALL = 9  # how far an arrow descends, as messages take time
 
 
 class Sequence:
@@ -82,7 +82,7 @@ class Sequence:
         self.picture.words(self.x[rank], (begin + end) / 2 + 4.5, says, "on", "middle")
 
     def notes(self, rank: int, y: float, *lines: str) -> None:
-        """Write what a rank does on the left of its line."""
+        """Write on the left of a rank's line what the rank does."""
         for number, line in enumerate(lines):
             at = y + 16 * number
             self.picture.words(self.x[rank] - 14, at, line, "small over", "end")

@@ -113,7 +113,7 @@ def damaged(draw, valid):
 
 
 def in_json(valid):
-    """Return texts and bytes of JSON that is nearly that of a valid document."""
+    """Draw texts and bytes of JSON that is nearly a valid document."""
     texts = changed(valid).map(json.dumps)
     plain = json.dumps(valid)
     field = next(iter(valid))

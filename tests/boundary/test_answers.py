@@ -1,4 +1,4 @@
-"""Fuzz the JSON that ranks send each other, and what started ranks tell a command."""
+"""Fuzz the JSON that ranks send each other, and the answers of ranks that a command has started."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ sizes = st.none() | st.integers(-2, 20) | st.sampled_from([2**24 + 1, 2**62, -(2
 
 
 class Ranks:
-    """A communicator whose other ranks send given bytes, and their number."""
+    """A communicator whose other ranks send given bytes, and the length of these."""
 
     rank = 0
 
@@ -65,7 +65,7 @@ answers = st.lists(
 @fuzzed
 @given(st.lists(answers, min_size=2, max_size=4))
 def test_differences(answers):
-    """Each difference is a part of some rank's answer."""
+    """Each reported difference is a part of some rank's answer."""
     for answer, words in zip(answers, agreement.differences(answers), strict=True):
         assert words == "nothing" or words in answer
 
@@ -142,7 +142,7 @@ TOKEN = "0123456789abcdef"
 
 
 class Line:
-    """A socket that accepts callers with given messages, and then none."""
+    """A socket that accepts callers with given messages, and then no more callers."""
 
     def __init__(self, text):
         self._said = list(text)

@@ -25,7 +25,7 @@ counts = numbers.map(str) | st.sampled_from(
     ["1", "2", "4", "٣", "1_0", "9" * 5000, "²"]
 )
 names = st.sampled_from(["a", "b", "u@n-1.b_c", "10.0.0.7", "a..b", "a" * 70]) | texts
-some = st.integers(1, 9).map(str)  # as many as there may be
+some = st.integers(1, 9).map(str)  # numbers of ranks that any job may have
 hosts = st.lists(
     st.builds("{}{}{}".format, names, st.sampled_from([":", "", "::"]), counts)
     | names
@@ -71,7 +71,7 @@ def lines(draw, name, first):
 
 
 class Connecting:
-    """A socket that looks up a host like a real one, and finds none."""
+    """A socket that looks up a host like a real socket, and finds no host."""
 
     def __init__(self, *_):
         pass

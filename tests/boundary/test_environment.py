@@ -113,7 +113,7 @@ tasks = st.lists(
 @example(f"2(x{'9' * 5000})", b"a\nb\n")
 @example("1", b"\xff\n")
 def test_a_job_of_slurm(tasks, names):
-    """The result is hosts with their numbers of tasks, hosts alone, or nothing."""
+    """The result has hosts with their numbers of tasks, or only hosts, or it is empty."""
 
     def scontrol(command, text=False, errors="strict", **_):
         words = names.decode(errors=errors) if text else names

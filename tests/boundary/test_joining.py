@@ -1,4 +1,4 @@
-"""Fuzz the JSON that ranks exchange when processes join a group, and their variable."""
+"""Fuzz the JSON that ranks exchange when processes join a group, and the joining processes' variable."""
 
 import contextlib
 import dataclasses
@@ -60,7 +60,7 @@ def a_channel(data, kind):
         yield Channel(comm, TAG, (kind,), who=lambda rank: f"number {rank}")
     finally:
         status = MPI.Status()
-        if comm.Iprobe(0, TAG, status):  # nobody has read it
+        if comm.Iprobe(0, TAG, status):  # no rank has read the message
             comm.Recv(np.zeros(status.Get_count(), np.uint8), 0, TAG)
         request.Wait()
         comm.Free()
@@ -166,7 +166,7 @@ def test_other_ranks_than_invited():
 
 
 class Starting:
-    """A group of this rank and others, each of which answers a question once."""
+    """A group of this rank and other ranks, each of which answers a question once."""
 
     rank = 0
 
@@ -212,9 +212,7 @@ answers = (
 @fuzzed
 @given(st.lists(answers, min_size=1, max_size=3))
 def test_answers_to_the_starter(answers):
-    """Processes start only if all ranks ask for the same; otherwise each rank that
-    answered is told the reason.
-    """
+    """Processes start only if all ranks make equal requests. Otherwise each rank that answered gets the reason."""
     verdict, sent = asked(answers)
     if not verdict.why_not:
         assert {json.loads(answer)[1]["words"] for answer in answers} == {"ranks=2"}

@@ -136,7 +136,7 @@ def lines(draw):
 @fuzzed
 @given(lines())
 def test_a_command_line(given_):
-    """The results of plan and simulate are in their ranges."""
+    """The numbers that plan and simulate print are in their ranges."""
     found = outcome(cluster._cluster, **given_, errors=(ValueError, OSError))
     if found is not None:
         assert 0 < found.payload < math.inf and 0 < found.work < math.inf

@@ -50,9 +50,7 @@ def placement(replicas):
 
 
 def shared_end(replicas, speeds):
-    """Return when `jaxcoded.tools.simulator` has the sum, in ms; speed 0 is a frozen
-    rank.
-    """
+    """Return when the simulated root has the sum, in ms; a rank with speed 0 is frozen."""
     job = Sharing(Layout.of(placement(replicas)), INSTANT, RANKS * PART / 1000)
     frozen = np.array([False, *(np.array(speeds) == 0)])
     factors = [1.0, *(1 / speed if speed else 1.0 for speed in speeds)]
@@ -193,7 +191,8 @@ def test_clicks_before_the_round(page, scheme, s, states):
     for rank, state in zip((4, 1), states.split()):
         click(page, rank, state)
         schedule.append({"time": 0, "rank": rank, "state": state})
-    if scheme == "shared" and "dead" in states:  # a death is noticed sooner
+    # a death is noticed sooner than the simulator assumes
+    if scheme == "shared" and "dead" in states:
         expected = value(page, "step")
         outcome = simulate(page, scheme, s, schedule)
         assert check_division(outcome, s, schedule) == (s == 2)
@@ -221,9 +220,7 @@ def test_clicks_before_the_round(page, scheme, s, states):
 
 @pytest.mark.parametrize("scheme, s", SCHEMES)
 def test_clicks_while_it_runs(page, scheme, s):
-    """A rank becomes slow, one freezes and continues, one dies: every sum is of the
-    whole batch.
-    """
+    """A rank becomes slow, one freezes and continues, one dies: every sum contains the whole batch."""
     choose(page, scheme, s)
     schedule = []
     for time, rank, state in [
@@ -249,8 +246,8 @@ def test_clicks_while_it_runs(page, scheme, s):
 
 
 def test_every_division_is_a_sum_of_the_whole_batch(page):
-    """With any faults at any time there is no sum, or each block is in it once. It is
-    from a live rank that holds it and had the time.
+    """With any faults at any time, there is no sum, or the sum has each block once. The block comes from a live rank
+    that holds it and had time to compute it.
     """
     rng = np.random.default_rng(7)
     sums = 0

@@ -1,4 +1,4 @@
-"""The built site: every page loads completely, from its server alone."""
+"""Every page of the built site loads completely, and only from the site's server."""
 
 import functools
 import http.server

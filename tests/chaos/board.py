@@ -15,9 +15,9 @@ ROW = np.dtype(
         (
             "progress",
             np.float64,
-        ),  # time of its last progress, by `time.monotonic`
-        ("wake", np.float64),  # when the conductor must continue it
-        ("kill", np.float64),  # when the conductor must kill it, if it hangs
+        ),  # time of the process's last progress, by `time.monotonic`
+        ("wake", np.float64),  # when the conductor must continue the process
+        ("kill", np.float64),  # when the conductor must kill the process, if it hangs
         ("host", np.int64),  # number of its host, if there are several
         ("cut", np.float64),  # until when the cable of its host must be cut
         ("failed", np.int64),  # whether it has found a fault

@@ -9,10 +9,9 @@
 One of ten jobs runs on three hosts if this machine can make them; `--hosts` sets
 another number.
 
-A job plays one schedule after the other on the ranks that are left. This program is its
-conductor. It continues ranks that stop themselves, kills ranks that hang by their
-schedule, and detects other hangs. At the end it compares the ranks' results and looks
-for processes and files that are left.
+A job plays one schedule after the other on the ranks that are left. This program is the job's conductor. It continues
+ranks that stop themselves, kills ranks that hang by their schedule, and detects other hangs. At the end it compares the
+ranks' results and looks for processes and files that are left.
 """
 
 import argparse
@@ -46,8 +45,8 @@ from jaxcoded.tools.launch.rank import TAKES_IN
 OF_A_JOB = 16  # schedules of a job
 HOSTS, OF_JOBS = 3, 10  # one of 10 jobs runs on 3 hosts
 LOOK = 0.02  # seconds between two looks at the board
-# Seconds on an idle machine:
-# without progress; `extended` may wait for 30 s (`joining.opening_seconds`) until it gives up
+# Seconds on an idle machine without progress, after which ranks hang; `extended` may wait for 30 s
+# (`joining.opening_seconds`) until it gives up
 HANGS = 45.0
 STARTS = 60.0  # until a job starts
 ENDS = 20.0  # until processes end after the last schedule
@@ -76,7 +75,7 @@ class Finding(Exception):
         if self.schedule is not None:
             drawn = self.schedule
             again = f"--replay {drawn.seed} --ranks {drawn.ranks}"
-        elif seeds:  # no single schedule causes it
+        elif seeds:  # no single schedule causes the fault
             again = f"--first {seeds[0]} --seeds {len(seeds)} --ranks {ranks}"
         else:
             return f"{self.what}\n{self.said}"
@@ -122,13 +121,15 @@ class Job:
         (self._directory / "schedules").write_bytes(pickle.dumps(schedules))
         self._said = self._directory / "said"
         self._looked_at: set[int] = set()  # processes
-        self._shared: set[str] = set()  # files of /dev/shm that they have mapped
-        self.ended_late = False  # whether the launcher did
+        # files of /dev/shm that the processes have mapped
+        self._shared: set[str] = set()
+        self.ended_late = False  # whether the launcher ended too late
 
     def play(self) -> None:
         """Run the job, and raise `Finding` for a fault."""
         environment = launch.limited(0)
-        del environment["JAXCODED_MPIRUN_TIMEOUT"]  # else scripts/mpirun would clean up
+        # otherwise scripts/mpirun would clean up
+        del environment["JAXCODED_MPIRUN_TIMEOUT"]
         key, _, value = self._name.partition("=")
         environment |= {
             key: value,
@@ -255,7 +256,7 @@ class Job:
     # Afterwards.
 
     def _compare(self) -> None:
-        """All ranks that live have the same bits."""
+        """Check that all live ranks have the same bits."""
         left: dict[int, list[dict]] = {}
         for path in self._directory.glob("rank-*.jsonl"):
             for line in path.read_text().splitlines():
@@ -273,7 +274,7 @@ class Job:
                 raise Finding(f"ranks differ: {rows}", drawn)
 
     def _look_around(self) -> None:
-        """Nothing is left of the job."""
+        """Check that nothing is left of the job."""
         until = time.monotonic() + ASKED * self._slowness
         while (left := self._processes()) and time.monotonic() < until:
             time.sleep(LOOK)

@@ -6,8 +6,8 @@ previous one has left. `chaos.py` starts this program, continues stopped ranks, 
 ranks that hang, and compares the results in the directory. This program checks every
 step.
 
-``play.py DIRECTORY SCHEDULE PHASE``: the same in a process that joins at the end of a
-phase. Schedules and phases count from 0.
+``play.py DIRECTORY SCHEDULE PHASE``: play the schedules in a process that joins at the end of a phase. Schedules and
+phases count from 0.
 """
 
 import ctypes
@@ -42,14 +42,15 @@ from jaxcoded.group.membership.new_rank import NewRank
 
 jax.config.update("jax_enable_x64", True)
 
-EXAMPLES, ROWS = 24, 48  # of a step, and in all
+EXAMPLES, ROWS = 24, 48  # examples of a step, and rows in all
 RATE = 0.02
 CLOSE = 1e-9  # relative to the largest number
 EXACT = 1e-9  # for a residual
 TRIES = 20
 SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
 PATIENCE = 60 * SLOWNESS  # seconds in which all live ranks must come
-COMES = 10 * SLOWNESS  # the same if the group puts out the others
+# seconds in which ranks must come if the group puts out the others
+COMES = 10 * SLOWNESS
 ANNOUNCES = SLOWNESS  # seconds in which a rank announces its message
 
 directory = pathlib.Path(sys.argv[1])
@@ -219,7 +220,7 @@ class Steps:
 
 
 def flipped(x, flip):
-    """Return ``x``, with one exponent bit of its largest number flipped if ``flip``."""
+    """Return ``x``; if ``flip``, with one exponent bit of its largest number flipped."""
     bits = jax.lax.bitcast_convert_type(jnp.asarray(x), jnp.uint64)
     largest = jnp.argmax(jnp.abs(x))
     bits = bits.at[largest].set(bits[largest] ^ (jnp.uint64(flip) << 61))
@@ -263,9 +264,7 @@ class Player:
         )
 
     def join(self, phase: Phase) -> bool:
-        """Join the ranks at the end of a phase; return whether that succeeded: not if
-        one dies meanwhile.
-        """
+        """Join the ranks at the end of a phase; return whether this succeeded. It fails if a rank dies meanwhile."""
         self._befall(phase, phase.extending)
         if self._dying:  # at the latest before the others count it as a member
             NewRank.ready = lambda *_: self._be_killed()
@@ -316,7 +315,7 @@ class Player:
         keeps = phase.fails or phase.root_dies
         steps = Steps(self._of, self._training, self._group, keeps)
         first, self._met = self._number, set()
-        past = phase.steps + (2 if phase.fails else 0)  # the step fails by then
+        past = phase.steps + (2 if phase.fails else 0)  # the step has failed by then
         while self._number < first + past:
             step = self._number - first + 1
             self._flips = False
@@ -356,7 +355,7 @@ class Player:
                     self._note()
                     continue
                 self._judge(phase, error)
-                if not phase.root_dies:  # if the root dies some ranks may have the sum
+                if not phase.root_dies:  # if the root dies, some ranks may have the sum
                     self._failed[number] = self._number + 1
                 steps.drop_the_error()
                 return True
@@ -562,8 +561,8 @@ class Player:
 
     def _go_on(self, left: int, put_out: bool = False, follows=()):
         """Continue with ``left`` ranks, or with the survivors of the phase that
-        follows. The second happens if the root died in that phase before this late rank
-        knew that no rank was dead.
+        follows. The survivors continue if the root died in the following phase, before this late rank knew that no rank
+        was dead.
         """
         for _ in range(TRIES):
             mine["progress"] = time.monotonic()

@@ -28,12 +28,12 @@ DONATING = "ahead"
 # for all of them.
 PASSING = ("sleep", "stop", "kill", "offer", "leave", "skip")
 LAST_ERROR = 3  # steps after an error
-# How often ranks join, and how often if few are left. JAX takes seconds to start.
+# How often ranks join, and how often if few ranks are left. JAX takes seconds to start.
 JOIN, JOIN_FEW, FEW = 0.06, 0.3, 7
 MOST_JOIN = 4
 IN_VAIN = 0.35  # how often the first attempt to join fails
-# Seconds in which joining processes certainly start. An old rank dies within this time:
-# if it died in MPI's later `Shrink`, Open MPI could crash live ranks.
+# Seconds in which joining processes certainly start. A dying old rank dies within this time: if it died later, in MPI's
+# `Shrink`, Open MPI could crash live ranks.
 STARTING = 0.5
 WIDTHS = (50, 50, 3000, 3000, 40_000)
 # Sizes around the longest message sent with its offer, on one host and between hosts,
@@ -48,15 +48,13 @@ class Fault:
 
     Attributes:
         kind: what happens to the rank. "sleep": it sleeps. "stop": it gets SIGSTOP, and
-            SIGCONT later. "kill": it gets SIGKILL. "offer": the same after it has
-            announced a message that its sleeping parent has not fetched. "loop": its
-            program loops for ever. "lock": the same with Python's lock. "exit": it
-            leaves the program, and is killed while it waits for the others. "leave": it
-            leaves in order after SIGTERM. "cut": the cable of its host is cut for a
-            while. "skip": it has nothing to contribute. "error": its program catches
-            the error of wrong arguments. "flip": a bit of its contribution is flipped,
-            which the others detect.
-        rank: the rank, first of those at the beginning, then of those that join.
+            SIGCONT later. "kill": it gets SIGKILL. "offer": it gets SIGKILL after it has announced a message that its
+            sleeping parent has not fetched. "loop": its program loops for ever. "lock": its program loops for ever with
+            Python's lock. "exit": it leaves the program, and is killed while it waits for the others. "leave": it
+            leaves in order after SIGTERM. "cut": the cable of its host is cut for a while. "skip": it has nothing to
+            contribute. "error": its program catches the error of wrong arguments. "flip": a bit of its contribution is
+            flipped, which the others detect.
+        rank: the rank's number in the schedule, which counts the ranks at the beginning, and then ranks that join.
         step: the step in which it happens, from 1 in each phase. The step after the
             last is `recovered`, and the next one `extended` or `joining`.
         delay: seconds after the beginning of the step.
@@ -83,8 +81,7 @@ FATAL = ("kill", "offer", "loop", "lock", "exit", "leave")
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Some steps, after which the live ranks continue in a new group, and ranks may
-    join.
+    """A number of steps, after which the live ranks continue in a new group, and ranks may join.
 
     Attributes:
         steps: number of steps.
@@ -199,7 +196,7 @@ class Schedule:
 
     @property
     def exact(self) -> bool:
-        """Return whether all sums are of the whole batch."""
+        """Return whether all sums contain the whole batch."""
         return self.options.get("on_deadline") != "approximate"
 
     @property
@@ -237,7 +234,7 @@ class Schedule:
 
 
 def tolerates(plan: jaxcoded.Plan, missing: list[int]) -> bool:
-    """Return whether sums are exact without these ranks of the plan."""
+    """Return whether the plan's sums are exact without these ranks."""
     if plan.root in missing:
         return False
     if plan.strategy.by_blocks:
@@ -278,8 +275,8 @@ def schedule(seed: int, ranks: int, *, hosts: bool = False) -> Schedule:
 
 
 def _with_joins(rng: random.Random, of: Schedule) -> Schedule:
-    """Return the schedule, perhaps extended by ranks that join at the end, and by steps
-    with them. The first attempt to join may fail.
+    """Return the schedule, perhaps with ranks that join at the end, and with more steps of all ranks. The first attempt
+    to join may fail.
     """
     phases, living = list(of.phases), of.phases[-1].after
     most = min(MOST - len(living), MOST_JOIN)
@@ -505,7 +502,7 @@ def _phase(
             faults.append(Fault(kind, living[rank], step, delay))
         else:
             seconds = rng.uniform(0.1, 1.0)
-            # Blocks on the host may need late ranks; and only ranks of the same host can put it out.
+            # Blocks on the host may need late ranks; and only ranks of the same host can put out a hanging rank.
             neighbours = not hosts or of.ranks - len(living) + len(dead) == 1
             lasts = of.way != "blocks" and neighbours and seconds < 0.5
             if kind != "exit" and not fails and lasts:
@@ -551,7 +548,7 @@ def _skips(
     doomed: dict[int, int],
     steps: int,
 ) -> list[Fault]:
-    """Draw ranks that skip: as many as the plan tolerates in addition to the dead ones."""
+    """Draw ranks that skip: as many as the plan tolerates in addition to the dead ranks."""
     out = []
     for step in rng.sample(range(1, steps + 1), rng.randint(1, 4)):
         missing = list(dead)

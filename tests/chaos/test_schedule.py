@@ -105,7 +105,7 @@ def test_which_ranks_join(schedules):
             there = {*phase.living, *phase.joining} - set(phase.dead)
             assert {fault.rank for fault in meanwhile} <= there
             assert len(phase.lost) <= 1 and phase.living[0] not in phase.lost
-            if phase.lost:  # they join after more steps
+            if phase.lost:  # these ranks join after more steps
                 assert drawn.phases[i + 1].joining == phase.joining
                 assert not drawn.phases[i + 1].lost
     after = [
@@ -119,7 +119,7 @@ def test_which_ranks_join(schedules):
 
 
 def test_a_rank_is_put_out_by_one_of_its_host():
-    """All other ranks live, and so one of its host."""
+    """All other ranks live, so a rank of the same host lives."""
     seen = 0
     for seed in SEEDS:
         drawn = schedule(seed, 9, hosts=True)

@@ -41,7 +41,7 @@ def library(directory, name):
 
 
 class Xla:
-    """A caller of the engine's handlers for a GPU, in the place of XLA.
+    """A caller of the engine's handlers for a GPU, which replaces XLA.
 
     Args:
         directory: the directory of `compile_all`.
@@ -97,8 +97,7 @@ class Gpu:
     """The GPU of this process.
 
     Args:
-        directory: the directory of `compile_all`. From now on the engine uses the
-            driver in it.
+        directory: the directory of `compile_all`. From now on the engine uses the driver in this directory.
     """
 
     def __init__(self, directory):
@@ -175,7 +174,7 @@ class Array:
         return DTYPES[self.dtype.name], self.address, length
 
     def read(self):
-        """Return the values once the stream has computed them; None if it cannot."""
+        """Return the values once the stream has computed them; None if the stream cannot."""
         out = np.empty(self.shape, self.dtype)
         code = self._lib.fake_read(
             self._stream,

@@ -5,10 +5,9 @@
     python tests/engine/fuzz.py --only test_late --replay 123 --most 4      one schedule again
     python tests/engine/fuzz.py --only schedules        those on ranks that are simulated in C++
 
-Every other time it plays `schedules`, many at a time, on ranks that are simulated in C++
-(`groups`, tests/nodes). Else it runs this folder's seeded tests with new seeds. Messages
-arrive in any order that links allow. Ranks call, stop, stay away, skip, leave and fail at
-any moment. If a schedule fails, crashes or does not end, the fuzzer searches for the
+Half of the runs play `schedules`, many at a time, on ranks that are simulated in C++ (`groups`, tests/nodes). The other
+runs are this folder's seeded tests with new seeds. Messages arrive in any order that links allow. Ranks call, stop,
+stay away, skip, leave and fail at any moment. If a schedule fails, crashes or does not end, the fuzzer searches for the
 failure on smaller trees, and prints the command that replays it.
 """
 
@@ -27,9 +26,9 @@ import traceback
 from multiprocessing.connection import wait
 
 HERE = pathlib.Path(__file__).resolve().parent
-LIMIT = 120  # processor seconds for one schedule
+LIMIT = 120  # most processor seconds for one schedule
 SMALLER = (2, 3, 4, 6, 9)  # ranks of the plans on which a failure is searched for
-SMALLER_SECONDS = 20  # for each
+SMALLER_SECONDS = 20  # seconds for each of these numbers
 OUTCOMES = ("", "calls done", "calls failed", "calls of ranks out of the history")
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
@@ -116,7 +115,7 @@ def tests(most, seen):
     def random_plan(rng, least=1, most=14, **more):
         return draw(rng, least, max(least, min(most, largest)), **more)
 
-    # before the test modules import them
+    # replaced before the test modules import them
     simulation.World, simulation.random_plan = Watched, random_plan
     out = {"schedules": lambda number: play(groups, number, largest, seen, names)}
     for path in sorted(HERE.glob("test_node_*.py")):
@@ -138,8 +137,8 @@ def play(groups, number, most, seen, names):
 
 
 def asked_for(known, only):
-    """Return the names of all tests, of those of a file, or of one. Half are "schedules"
-    of all.
+    """Return the names of all tests, of a file's tests, or of one test. Half of all tests'
+    names are "schedules".
     """
     if only:
         return [name for name, test in known.items() if only in (name, test.__module__)]

@@ -12,7 +12,7 @@ from jaxcoded.plan import dealing
 from jaxcoded.transport import engine, pieces
 
 SCHEDULES = 100  # on each group
-WAYS = 3  # to leave out ranks
+WAYS = 3  # sets of ranks to leave out
 
 
 def shares(plan):
@@ -34,8 +34,8 @@ def shares(plan):
 
 
 def group(plan, hosts, rng=None):
-    """Return a `_nodes.Group` of a plan's ranks on these hosts. ``rng`` draws ranks that some
-    sums leave out; default none.
+    """Return a `_nodes.Group` of a plan's ranks on these hosts. ``rng`` draws ranks that some sums leave out; without
+    it, sums leave out no rank.
     """
     cut = pieces.delegating(plan, hosts)
     ranks = range(plan.size)
@@ -84,7 +84,8 @@ def drawn(number, most=14, **faults):
     Args:
         number: the seed.
         most: the most ranks.
-        faults: what MPI does wrong, see ``Settings`` in world.h. The schedule is calm then.
+        faults: what MPI does wrong, see ``Settings`` in world.h. Then the schedule is calm
+            (``Theme`` in schedule.h).
     """
     rng = random.Random(number)
     if rng.random() < 0.4:
@@ -110,7 +111,7 @@ def play(number, most=14, seen=None):
     traced=True)`` prints each message of one of them.
 
     Raises:
-        AssertionError: one of them shows a fault: which, and what happened.
+        AssertionError: a schedule shows a fault. The text tells which schedule, and what happened.
     """
     ranks, schedule = drawn(number, most)
     seed, events = _nodes.play_many(ranks, schedule, SCHEDULES)

@@ -1,4 +1,4 @@
-"""How many schedules a test draws. Each run draws the same ones; `fuzz.py` draws others."""
+"""How many schedules a test draws. Each run draws the same schedules; `fuzz.py` draws new ones."""
 
 from hypothesis import settings
 from hypothesis import strategies as st

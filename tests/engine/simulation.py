@@ -32,7 +32,7 @@ HEADER = struct.Struct("<BBxxIIxxxxQQQQQ")
 DTYPES = {"uint8": 0, "float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 SIZES = [1, 2, 2, 4, 8]
 RESTS = 20  # times `orphan_seconds`: a second of an idle group
-MOST_WOKEN = 128  # most wake-ups by timers in it
+MOST_WOKEN = 128  # most wake-ups by timers in this time
 POLICIES = ["warn", "drop", "raise"]
 EXAMPLES = 9  # in the batch from which the ranks' contributions are made
 
@@ -50,11 +50,11 @@ def extent(plan):
 
 
 def rounding(plan, dtype):
-    """Return a bound on the error of a sum, as a share of the sum of absolute values.
+    """Return a bound on the error of a sum, as a fraction of the sum of absolute values.
 
-    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded
-    once when it is made and once in every layer. In wider ones every addition counts,
-    in float64 also those of `Call.own` and `Call.sums`.
+    Every rounding, half an eps, is amplified by κ at most. A message in a narrow type is rounded once when it is made
+    and once in every layer. In wider types every addition counts, in float64 also the additions of `Call.own` and
+    `Call.sums`.
     """
     depth, fanout = extent(plan)
     bits = jnp.finfo(dtype).bits
@@ -201,7 +201,7 @@ class Running:
     out: list[np.ndarray]
     known: int  # number of its vectors that the node has
     scale: float = 1.0  # see `World.steps`
-    left: bool = False  # the program brings no more of it, and reads no result
+    left: bool = False  # the program passes no more parts, and reads no result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,13 +280,13 @@ class World:
 
     Attributes:
         script: the call of each round; the first round is at 0.
-        in_place: share of results that replace the rank's own vectors.
-        twice: share of messages that are delivered twice.
-        again: share of announcements that are delivered again later.
-        unreadable: share of pieces on the same host that cannot be read and must be
+        in_place: fraction of results that replace the rank's own vectors.
+        twice: fraction of messages that are delivered twice.
+        again: fraction of announcements that are delivered again later.
+        unreadable: fraction of pieces on the same host that cannot be read and must be
             sent.
         rests: how often time passes without messages and calls.
-        staged: share of calls with several parts that begin before all parts are ready.
+        staged: fraction of calls with several parts that begin before all parts are ready.
         chained: whether contributions depend on `steps`, as gradients depend on
             parameters: a rank that lacks the sum of a round must not contribute to the
             next one.
@@ -352,11 +352,11 @@ class World:
         self.started = set()
         self.leaving = set()
         self.dead = set()  # processes that have ended
-        self.reported = set()  # those of them that MPI has reported dead
+        self.reported = set()  # the ended processes that MPI has reported dead
         self.queues = {}
         self.most_waiting = collections.Counter()
         self.requests = []  # (asker, source, what, round, piece, version)
-        self.answers = []  # the same, and the data
+        self.answers = []  # requests with the data that answers them
         self.running = [None] * plan.size
         self.given_back = [()] * plan.size  # the memory of each rank's latest call
         self.left_behind = [None] * plan.size  # the calls of processes that have died
@@ -451,7 +451,7 @@ class World:
         return data
 
     def may_change(self, source, what, version):
-        """Return whether what others may read may change at any moment."""
+        """Return whether the memory that other ranks may read may change at any moment."""
         return False
 
     def _ask(self, request):
@@ -468,7 +468,7 @@ class World:
         self.answers.append((*request, data or b""))
 
     def check_piece(self, source, what, round, piece, version, data):
-        """Check that every piece sent is right, even if it is not used."""
+        """Check that every sent piece is right, even if no rank uses it."""
         if what in (RESULT, SECTION):
             # each parent counts the versions of its own family
             above = self.plan.tree.parents[source] if what == SECTION else None
@@ -654,8 +654,8 @@ class World:
         assert self.results.setdefault(running.round, data) == data, where
 
     def _check_lost(self, rank, round):
-        """Check that a rank that cannot get a result any more was far enough behind, or
-        had asked such a rank or one that is dead.
+        """Check why a rank cannot get a result any more: it was far behind, or it had asked a rank that is far behind
+        or dead.
         """
         behind = self.nodes[self.plan.root].frontier() - round
         assert behind >= self.limits.history_rounds or any(
@@ -666,8 +666,8 @@ class World:
         ), (rank, round, behind)
 
     def deliver(self, link):
-        """Deliver a message. A node that had too little memory for it gets it again,
-        and must then drop it, as others wait behind it.
+        """Deliver a message. A node that had too little memory for a message gets the message again, and must then drop
+        it, as other messages wait behind it.
         """
         source, to = link
         message = self.queues[link].popleft()
@@ -694,9 +694,7 @@ class World:
         self.check_end(asker)
 
     def advance(self, rank):
-        """Give a rank a turn; return whether it asks for another one at once. Otherwise
-        it sleeps.
-        """
+        """Give a rank a turn; return whether it asks for another turn at once. Otherwise it sleeps."""
         node = self.nodes[rank]
         more = self._turn(rank, node.advance)
         if more is False and node.wakes_at() <= self.clock:
@@ -789,7 +787,7 @@ class World:
         for link, queue in self.queues.items():
             if link[1] == rank:
                 queue.clear()
-            elif link[0] == rank:  # the last messages on their way are lost
+            elif link[0] == rank:  # its last messages on their way are lost
                 for _ in range(self.rng.randint(0, len(queue))):
                     queue.pop()
         if not known:
@@ -821,7 +819,7 @@ class World:
     # The scheduler.
 
     def step(self, pace=None):
-        """Let one random thing happen.
+        """Let one random event happen.
 
         Args:
             pace: how readily each rank calls; default: all equally.
@@ -926,7 +924,7 @@ class World:
         return NEWS if kinds - {WANT, NOTE} else int(bool(kinds))
 
     def sweep_all(self):
-        """Settle as `settle` does, but let no time pass."""
+        """Let nothing happen any more, as `settle` does, but let no time pass."""
         while self.sweep():
             pass
 
@@ -1053,7 +1051,7 @@ def random_plan(
 
 
 def tolerated(plan, rng):
-    """Draw children of every parent, at most as many as it tolerates missing."""
+    """Draw children of every parent, at most as many as the parent tolerates missing."""
     out = set()
     for rank in range(plan.size):
         children = plan.coded_children(rank)
@@ -1062,16 +1060,14 @@ def tolerated(plan, rng):
 
 
 def too_many(plan, rng, *, for_good=False):
-    """Draw children of the root without which it waits; with one more child it would
-    not.
-
-    If they are missing for good, the root does not wait for children that it can lack
-    by luck.
+    """Draw children of the root without which it waits; with the last of them it would not wait. ``for_good``: they stay
+    away for good, so that the root takes any set of messages that suffices, even by luck.
     """
     code = plan.codings[plan.root].code
     children, missing = plan.coded_children(plan.root), []
     enough = min(code.n - code.stragglers, len(set(code.classes)))
-    enough = 1 if code.parts > 1 else enough  # then it asks the code about every set
+    # codes with parts are asked about every set
+    enough = 1 if code.parts > 1 else enough
 
     def suffices():
         answered = [child not in missing for child in children]
@@ -1102,9 +1098,7 @@ def beside(rng):
 
 
 def comparing(plan, rng):
-    """Draw a world's options for the comparison of messages: whether, and what to do
-    about a mismatch.
-    """
+    """Draw a world's options for the comparison of messages: whether to compare, and what to do about a mismatch."""
     action = beside(rng).choice([None, None, *POLICIES])
     return {"compares": Check(action)} if action and plan.checked else {}
 
@@ -1141,8 +1135,8 @@ def comparable(call, plan):
 
 
 def random_world(plan, rounds, rng, *, script=None, limits=None, compares=None, **more):
-    """Draw a world with random links and sizes. ``compares``: the check of its messages,
-    which get so long that honest ones pass.
+    """Draw a world with random links and sizes. ``compares``: the check of its messages, which get so long that honest
+    messages pass.
     """
     script = script or random_script(plan, rng, rounds)
     if compares:

@@ -19,8 +19,8 @@ CALL = Call((("float32", 40),), 7)
 
 
 def compare(number):
-    """Play rounds whose messages are compared, and let the root's allocation with this
-    number fail in the first round. Return whether there was one.
+    """Play rounds whose messages are compared, and let the root's allocation with this number fail in the first round.
+    Return whether there was such an allocation.
     """
     plan = make_plan(
         5, Coded(stragglers=1, code="cyclic_repetition", root_computes=False)
@@ -54,8 +54,8 @@ def compare(number):
 
 
 def share(number):
-    """Let a member return a block that another one must get, and let the allocation
-    with this number fail as its message arrives. Return whether there was one.
+    """Let a member return a block that another one must get, and let the allocation with this number fail as its
+    message arrives. Return whether there was such an allocation.
     """
     ledger = _nodes.Ledger([[1, 0], [1, 0], [1, 0], [1, 0], [0, 1]], 2, 0.05)
     members = _nodes.Share(True, [4]), _nodes.Share(True, [0, 1, 2, 3])
@@ -85,9 +85,9 @@ def share(number):
 
 
 def offer(number):
-    """Let a rank offer a part of its message and then all of it, and let the allocation
-    with this number fail as the root, which has not called, hears of the second. It calls
-    before the message is delivered again. Return whether there was one.
+    """Let a rank offer a part of its message and then all of it, and let the allocation with this number fail as the
+    root, which has not called, receives the second offer. The root calls before the message is delivered again. Return
+    whether there was such an allocation.
     """
     plan = make_plan(4, Coded(code="progressive"))
     world = World(plan, [CALL] * 2, random.Random(0), inline=(1 << 20,))

@@ -79,8 +79,8 @@ decoder_of = engine._decoder_of
 
 @functools.cache
 def growth(code):
-    """Return the error bound of coefficients, in units of the largest one. If messages
-    are nearly dependent, both decoders lose digits.
+    """Return the error bound of coefficients, in units of the largest coefficient. If messages are nearly dependent,
+    both decoders lose digits.
     """
     return 1e-10 + 1e-16 * code.amplification
 
@@ -147,8 +147,8 @@ def target(code):
 @given(st.integers(0, 2**32))
 @bounded
 def test_the_first_messages_that_suffice(seed):
-    """Messages suffice in their order of arrival, but without parts not before any n−s
-    have come.
+    """The decoder uses the first messages, in order of arrival, that suffice. For codes without parts these are at
+    least n−s.
     """
     rng = np.random.default_rng(seed)
     for code, decoder in known():
@@ -157,7 +157,8 @@ def test_the_first_messages_that_suffice(seed):
         actual = decoder.decode(order.tolist(), mask.tolist())
         if not code.sufficient(mask.reshape(code.n, code.parts)):
             assert actual == [], code
-            assert decoder.decode(order.tolist(), mask.tolist()) == []  # of its cache
+            # the decoder's cache has the answer
+            assert decoder.decode(order.tolist(), mask.tolist()) == []
             continue
         # bisect for the shortest sufficient beginning: more messages also suffice
         few, suffice = 0, len(order)
@@ -216,7 +217,7 @@ def test_both_decoders_agree_on_every_set_of_first_parts(code):
 
 
 def test_a_set_that_would_lose_all_digits_waits_for_the_next_message():
-    """These sets would amplify 22,000 and 8 times as much as the code."""
+    """These sets would amplify rounding 22,000 times and 8 times as much as the code does."""
     code = codes.adaptive(4, 2, seed=2)
     for counts in ([0, 6, 1, 5], [5, 5, 1, 1]):
         mask = np.arange(6) < np.array(counts)[:, None]
@@ -246,8 +247,7 @@ def test_sets_that_numpy_decodes_suffice(text):
 
 def test_few_questions_to_the_code():
     """The decoder asks once about the arrived messages, and rarely about where they
-    began to suffice. It asks no question twice, and none before enough messages hold
-    each part of the sum.
+    began to suffice. It asks no question twice, and asks no question before enough messages hold each part of the sum.
     """
     code = codes.adaptive(16, 3)
     decoder = decoder_of(code)

@@ -32,5 +32,5 @@ def test_a_sum_before_the_broadcast_is_an_error(arguments, without, seed):
                     "hand it on first, as params = jaxcoded.tree_bcast"
                     in ends[number].error
                 )
-            else:  # it was decided without those; the world has checked it
+            else:  # the round was decided without these ranks; the world has checked it
                 assert 0 not in without

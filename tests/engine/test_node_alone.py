@@ -1,6 +1,5 @@
-"""Rounds fail on some ranks alone, as the root does not answer, although it may have
-decided them. Later contributions of such a rank belong to another state, and enter no
-sum.
+"""Rounds fail on some ranks alone, because the root does not answer, although it may have decided these rounds. Later
+contributions of a rank that failed alone belong to another state, and enter no sum.
 """
 
 import random
@@ -188,12 +187,12 @@ def test_a_rank_that_fails_alone_never_spoils_a_sum(seed):
                 end.error.startswith("DeadlineExceeded: ")
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == ROUNDS + 1, world.describe(rank)
-        # or it has continued behind it
+        # or the rank has continued after this round
         assert outcomes(world, rank).get(ROUNDS, DONE) == DONE
 
 
 def gone_back(world, failed):
-    """Let others than the root fail this many rounds alone, and go back to round 2 with a snapshot."""
+    """Let all ranks except the root fail this many rounds alone, and go back to round 2 with a snapshot."""
     others = set(range(1, world.plan.size))
     for rank, node in enumerate(world.nodes):
         world.snapshots[rank] = 1

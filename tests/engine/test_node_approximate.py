@@ -62,9 +62,9 @@ class Approximate(Call):
 @many
 # a set with stopped children was chosen again and again
 @example(2804007454)
-# a child that had been stopped was never asked again
+# the parent never again asked a child that had been stopped
 @example(275)
-# a stopped child was waited for although another one had come
+# the parent waited for a stopped child although another child had come
 @example(4111256856)
 @given(seeds)
 def test_one_set_of_children_for_all_of_a_sum(seed):

@@ -85,7 +85,7 @@ def test_messages_to_a_stopped_rank(tree, links):
     world.settle()
     world.assert_done(set(range(plan.size)) - frozen - idle)
     assert max(world.most_waiting.values()) <= 24, world.most_waiting.most_common(3)
-    # neither do requests for their pieces
+    # requests for their pieces do not accumulate either
     assert len(world.requests) <= 24 * len(frozen)
     world.frozen.clear()
     world.idle.clear()
@@ -144,7 +144,7 @@ def test_history_without_stragglers(far):
     plan = make_plan(13, Coded(fanout=3))
     hosts = list(range(13)) if far else None
     world = World(plan, script(60), random.Random(0), hosts=hosts)
-    for _ in range(3_000):  # in no order
+    for _ in range(3_000):  # in random order
         world.step()
         assert all(node.history_bytes() <= 8 * ENTRY for node in world.nodes)
     world = World(plan, script(60), random.Random(0), hosts=hosts)
@@ -195,9 +195,7 @@ def test_history_for_a_late_rank(kind, late, budget, rounds, most, kept):
 
 
 def test_history_of_a_parent_that_has_not_got_all_of_its_message():
-    """The parent relays meanwhile. At the end no other rank keeps the result of the
-    parent's own call either.
-    """
+    """The parent relays results meanwhile. At the end no rank keeps the result of the parent's own call."""
     rounds = 60
     plan = make_plan(
         9, Coded(parents=(-1, 0, 0, 0, 0, 1, 2, 3, 4), code={0: "progressive"})
@@ -237,7 +235,7 @@ def test_memory_for_long_vectors():
         used.append([node.memory_bytes() for node in world.nodes])
     world.assert_done()
     assert max(map(max, used[4:])) <= max(map(max, used[:4]))
-    # a sum, a result, three children's messages, and the same amount kept for later
+    # a sum, a result and three children's messages, and as much memory kept for later rounds
     assert max(used[-1]) <= 6 * size
 
 
@@ -286,7 +284,7 @@ def test_a_turn_fetches_a_bounded_part_of_a_snapshot():
 
 
 def test_questions_for_a_state_to_stopped_ranks():
-    """A rank out of the history asks stopped ranks for a state, for days."""
+    """A rank that is later than the history reaches asks stopped ranks for a state, for days."""
     plan = make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1)))
     world = World(plan, [Call((("float64", 6),), 1)], random.Random(0))
     world.settle()

@@ -82,8 +82,8 @@ class Probed(Call):
 
     def check_deep(self, plan, vectors):
         """Check numbers that an inner parent announced before its deadline, also in the
-        probe. They may hold more children than it had at the end. Then these children
-        sufficed for an exact sum of their messages.
+        probe. The numbers may include more children than the parent had at the end. Then these children sufficed for an
+        exact sum of their messages.
         """
         families = map(plan.coded_children, plan.coded_children(plan.root))
         assert any(families), "numbers match neither the probe nor the exact sum"
@@ -224,8 +224,8 @@ def test_the_sum_uses_the_arrived_messages_and_the_residual_describes_it(seed):
 
 @pytest.mark.parametrize("seed", [2372552955, 3938892192])
 def test_an_inner_parent_announced_more_children_than_it_has_at_the_end(seed):
-    """Numbers that the parent announced earlier are better than the residual says. In
-    one case they are a part of the residual.
+    """Numbers that the parent announced earlier are nearer to the exact sum than the residual says. In one
+    of the two cases the probe, which gives the residual, has such numbers.
     """
     what_has_come(seed, 9)
 
@@ -300,8 +300,8 @@ def test_the_error_names_ranks_further_down():
 @many
 @given(seeds)
 def test_a_root_that_does_not_call(seed):
-    """The root's engine answers, but no round can be decided. The others get an error,
-    and so does the root when it calls at last.
+    """The root's engine answers, but no round can be decided. The other ranks get an error, and so does the root when
+    it calls at last.
     """
     rng = random.Random(seed)
     plan = random_plan(rng, least=2, most=9)
@@ -428,9 +428,7 @@ def test_ranks_wait_for_a_root_that_does_not_call(action):
 
 
 def star(script):
-    """Return a root with three children, of which it needs two, and a deadline of 3
-    times the median.
-    """
+    """Return a root that needs two of its three children, with a deadline of 3 times the median."""
     plan = make_plan(4, Coded(stragglers=1))
     assert plan.coded_children(0) == (1, 2, 3)
     world = random_world(
@@ -496,8 +494,8 @@ COMPARING = {
 
 
 def stopped_before_they_are_fetched(code, action, check=None):
-    """A world of four ranks, whose root has chosen the messages of ranks 1 and 2. These have stopped
-    after their offers, before it has fetched anything."""
+    """Return a world of four ranks, whose root has chosen the messages of ranks 1 and 2. Both stopped after their
+    offers, before the root fetched anything."""
     plan = make_plan(4, Coded(stragglers=1, code=code))
     script = probed_script(plan, random.Random(0))[:1]
     world = World(
@@ -550,8 +548,8 @@ def test_who_is_waited_for_while_messages_are_fetched(compares):
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_an_approximation_while_messages_are_fetched(dies):
-    """The approximate sum is of the messages that have come, even if MPI says that a
-    chosen message will not come.
+    """The approximate sum consists of the messages that have come, even if MPI reports that a chosen message will not
+    come.
     """
     world = stopped_before_they_are_fetched("ignore_stragglers", "approximate")
     if dies:

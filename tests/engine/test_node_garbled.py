@@ -161,7 +161,7 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
         if seen or (on, head.kind, head.round) != (link, kind, 3):
             return message
         if damage is other_vector and not inline and head.ready < 3:
-            return message  # the first messages are right
+            return message  # the first messages stay right
         if inline:
             assert head.flags & INLINED
         seen.append(message)
@@ -394,7 +394,7 @@ def test_of_sections(kind, damage, inlined):
         if kind == DELEGATE and not sections(message)[-1]:
             return message  # this rank forms nothing
         if damage is longer_table and head.flags & INLINED:
-            return message  # this rank has none
+            return message  # this rank has no section
         seen.append(message)
         return damage(message)
 
@@ -436,8 +436,8 @@ def star_of_hosts(sections_from):
 
 @pytest.mark.parametrize("forger", [1, 0])
 def test_only_the_maker_of_a_section_announces_it(forger):
-    """A claim of another rank is an error. The root's claim counts, as the root may
-    relay the maker's claim.
+    """If another rank claims that it has formed the section, all ranks get an error. The root's claim counts, as the
+    root may relay the maker's claim.
     """
     world = star_of_hosts(1)
     seen = []
@@ -505,7 +505,7 @@ def test_messages_that_are_cut_anywhere(seed):
 
     def garble(_, message):
         head = Header(message)
-        # a text that is cut is a text
+        # a text that is cut is still a valid text
         if rng.random() > share or head.kind in (ALERT, BYE, SIGNATURE):
             return message
         if head.kind == RESULTS and head.flags & FAILURE:

@@ -145,7 +145,7 @@ def test_a_root_that_ends_in_a_round():
     world.settle()
     world.leave(0)
     world.settle()
-    assert not world.ends[0] and not world.ends[1]  # rank 2 may still come
+    assert not world.ends[0] and not world.ends[1]  # rank 2 may still call
     world.nodes[0].give_up()
     world.nodes[0].end()
     world.check_end(0)
@@ -197,9 +197,7 @@ def test_early_leavers_are_stragglers(seed):
 @many
 @given(seeds)
 def test_too_many_leave(seed):
-    """If too many ranks leave, the calls of the other ranks fail and name the ranks
-    that have left.
-    """
+    """If too many ranks leave, the other ranks' calls fail with errors that name the ranks that have left."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 6, rng)
@@ -259,7 +257,7 @@ def test_the_root_leaves_first(far, down):
 
 
 class Short(simulation.Wire):
-    """Too little memory for some messages after their node leaves."""
+    """A node that has too little memory for some messages after it has left."""
 
     short = 0
 
@@ -374,9 +372,7 @@ def test_no_rank_waits_for_ever(seed):
 
 @pytest.mark.parametrize("compared", [False, True])
 def test_a_rank_leaves_between_the_parts_of_its_message(compared):
-    """The rank's first parts make the first pieces of its parent's sum, and no later
-    pieces.
-    """
+    """The rank's first parts contribute to the first pieces of its parent's sum, and to no later pieces."""
     plan = make_plan(7, Coded(fanout=2, code="progressive"))
     leaf = plan.tree.children[1][0]
     assert plan.parts_above[leaf] == 4 and plan.parts_above[1] == 2

@@ -52,8 +52,8 @@ FIVE = make_plan(5, Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetit
 
 
 def assert_nobody_is_harmed(world, fails):
-    """Check that rank 1 fails alone and enters no sum until it has the others' state,
-    also if rank 2 is late. Without that state it fails the next round.
+    """Check that rank 1 fails alone and enters no sum until it has the others' state, even if rank 2 is late. Without
+    the others' state it fails the next round.
     """
     end = world.ends[1][2]
     assert end.outcome == DESYNCHRONIZED
@@ -86,7 +86,7 @@ def test_a_late_rank_without_memory_for_its_message():
 
 
 def submit_unmade(world, rank):
-    """Submit a call for which memory was too small."""
+    """Submit a call for which there was too little memory."""
     node, call = world.nodes[rank], world.script[world.nodes[rank].next_round() - 1]
     running = world.running[rank] = Running(node.next_round(), call, [], [], 0)
     running.message = []
@@ -264,7 +264,8 @@ def test_a_root_that_loses_the_others_result_fails_the_next_round():
 
 @many
 @example(887926241)
-@example(1879141004)  # the rank that gets nothing hears of it before the root does
+# the rank that gets nothing learns this before the root does
+@example(1879141004)
 @given(seeds)
 def test_ranks_short_of_memory_spoil_no_sum(seed):
     """Any ranks lack memory now and then; some are late or stopped."""
@@ -302,7 +303,7 @@ def test_ranks_short_of_memory_spoil_no_sum(seed):
 
 
 class Tired(simulation.Wire):
-    """Too little memory for the node's first action after its call has ended."""
+    """A node that has too little memory for its first action after its call has ended."""
 
     tired = False
 
@@ -332,7 +333,7 @@ def test_too_little_memory_at_the_end_of_a_call(rank, monkeypatch):
 
 
 class Short(simulation.Wire):
-    """Too little memory for the next message."""
+    """A node that has too little memory for the next message."""
 
     short = False
 
@@ -353,7 +354,7 @@ def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):
     world = SharingWorld(plan, script, random.Random(0), shared={1, 2})
     world.open = 1
     world.submit(1)
-    assert world.may_extend(1)  # it takes a block
+    assert world.may_extend(1)  # the rank takes a block
     world.frozen.add(1)
     world.settle()
     world.assert_done([0, 2])
@@ -427,7 +428,7 @@ def test_too_little_memory_for_a_snapshot():
         pytest.skip("the allocator of a sanitizer ends the process")
     # a unique size, which memory freed by other tests does not fit
     state = bytes(range(251)) * (1 << 18)
-    kept = []  # the first attempt may get what other tests have left unused
+    kept = []  # the first attempt may get memory that other tests have left unused
     for _ in range(2):
         world = World(make_plan(3, Coded(stragglers=0)), [], random.Random(0))
         kept.append(world)
@@ -477,7 +478,7 @@ def test_a_rank_without_memory_between_two_blocks():
 
 
 class Silent(simulation.Wire):
-    """Too little memory for this many reports of errors."""
+    """A node that has too little memory for this many reports of errors."""
 
     refuses = 0
 
@@ -490,9 +491,7 @@ class Silent(simulation.Wire):
 
 @pytest.mark.parametrize("refuses", [1, 4, 9])
 def test_too_little_memory_to_report_too_little_memory(refuses, monkeypatch):
-    """The rank reports the lack of memory once it can. No report says that the rank
-    skipped.
-    """
+    """The rank reports the lack of memory once it can. No report claims that the rank skipped."""
     monkeypatch.setattr(simulation, "Wire", Silent)
     plan = make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1)))
     world = world_of(plan)

@@ -132,7 +132,7 @@ def test_heap(missing, kind, rounds):
     for _ in range(2):
         world.play(rounds // 4)
         heap.append(heap_bytes())
-    # what grows with rounds grows in both; the rest of the process may take a little in one
+    # memory that grows with rounds grows in both halves; the rest of the process may take a little in one half
     grown = min(np.diff(heap))
     called = {node.next_round() for node in world.nodes}
     assert max(called) == world.open + 1

@@ -62,8 +62,8 @@ def test_errors_show_the_ends_of_long_calls():
 
 def assert_told(world, odd, round):
     """Check that all ranks failed in one round, with an error about the odd call, and
-    that later rounds are right. If the odd call's round was decided before, the odd
-    rank failed in it, or, if the odd rank is the root, all others did.
+    that later rounds are right. If the odd call's round was decided before, the odd rank failed in it; if the odd rank
+    is the root, all other ranks failed in it.
 
     Returns:
         The round in which all failed.
@@ -115,7 +115,7 @@ def test_in_time(seed):
 @given(seeds)
 @example(507095104)  # others read pieces of a result that becomes an error
 def test_at_any_time(seed):
-    """All others continue at any pace."""
+    """All other ranks continue at any pace."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     rounds = 30

@@ -140,7 +140,7 @@ def test_nonsense_about_shared_work(seed):
 
 
 def test_invalid_text():
-    """The text arrives nevertheless, as far as Python and XLA can convert it."""
+    """A text that is not valid UTF-8 arrives as far as Python and XLA can convert it."""
     script = [simulation.Call((("float32", 4),), 0)]
     world = simulation.World(
         make_plan(2, Coded(stragglers=0)), script, random.Random(0)

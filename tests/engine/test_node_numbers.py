@@ -71,7 +71,7 @@ def added(*vectors, skipped=False, piece_bytes=1 << 18, plan=None):
 
 
 def assert_same(actual, expected):
-    """Check that two vectors have the same bits, except those of NaN."""
+    """Check that two vectors have the same bits, except for NaN."""
     assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(expected))
     unsigned = np.dtype(f"u{actual.dtype.itemsize}")

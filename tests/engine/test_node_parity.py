@@ -81,7 +81,7 @@ def test_sums_that_fit_are_the_same(seed):
 @many
 @given(seeds)
 def test_no_rank_is_left_behind(seed):
-    """Sums need all ranks, even if the code tolerates missing ones."""
+    """Sums wait for all ranks, even if the code tolerates missing ranks."""
     rng = random.Random(seed)
     plan = random_plan(rng, 2)
     world = random_world(plan, 0, rng, script=sound_script(plan, rng, 1), check=DEBUG)
@@ -211,9 +211,7 @@ def test_small_numbers_are_compared(code, children, stragglers, found, kind):
 
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
 def test_rounding_alone_is_no_mistake(code):
-    """Rounding is no mistake, compared with all numbers of the message, or of an
-    earlier round.
-    """
+    """Rounding passes the check, whether it is compared with all numbers of the message or of an earlier round."""
     plan = make_plan(
         6, Coded(fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
     )
@@ -250,9 +248,7 @@ def test_rounding_alone_is_no_mistake(code):
 
 @dataclasses.dataclass(frozen=True)
 class Vanishing(Wrong):
-    """Gradients that cancel over the whole batch, and the numbers whose differences
-    they are.
-    """
+    """Gradients that cancel over the whole batch: differences of given numbers."""
 
     @functools.cached_property
     def gradients(self):
@@ -265,7 +261,7 @@ class Vanishing(Wrong):
 @pytest.mark.parametrize("culprits, outcome", [((), 1), ((3,), FAILED)])
 def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
     """Each child of the root has the whole batch, and its children have parts of it.
-    After they cancel, only the rounding of the parts is left.
+    After the parts have cancelled, only their rounding is left.
     """
     plan = make_plan(5, Coded(fanout=2, stragglers=1, code="fractional_repetition"))
     for seed in range(5):
@@ -363,7 +359,7 @@ def test_without_comparison_a_wrong_message_is_not_detected():
 
 
 def test_no_parent_waits_for_a_closed_child():
-    """The calls of such a child will not come, and the other ranks get an error."""
+    """A child that has closed the group will not call again, and the other ranks get an error."""
     plan = make_plan(5, Coded(fanout=4, stragglers=1))
     segments = (("float32", 9),)
     world = random_world(

@@ -76,7 +76,7 @@ def test_pieces_that_come_together(length):
 @many
 @given(seeds)
 def test_stragglers_delay_no_rank(seed):
-    """From some moment on, as many ranks as every parent tolerates do nothing."""
+    """From some moment on, as many children of every parent as it tolerates do nothing."""
     rng = random.Random(seed)
     plan, rounds = random_plan(rng, 3), rng.randint(1, 6)
     world = random_world(plan, rounds, rng, **comparing(plan, rng))
@@ -100,9 +100,7 @@ def test_stragglers_delay_no_rank(seed):
 @pytest.mark.parametrize("hosts", ["one", "many"])
 @pytest.mark.parametrize("slices", [more(1), 2])
 def test_a_stop_at_any_moment(hosts, slices):
-    """An inner rank and a leaf stop after any number of events, in the middle of their
-    pieces.
-    """
+    """An inner rank and a leaf are stopped after any number of events, in the middle of their pieces."""
     plan = make_plan(21, Coded(fanout=4, slices=slices, root_computes=True))
     cut = set()
     for moment in range(0, 1200, 60):
@@ -124,7 +122,8 @@ def test_a_stop_at_any_moment(hosts, slices):
         world.frozen.clear()
         world.settle()
         world.assert_done()
-    assert len(cut) > 2  # some were stopped between their first piece and their last
+    # some ranks were stopped between their first piece and their last
+    assert len(cut) > 2
 
 
 @pytest.mark.slow
@@ -168,7 +167,7 @@ def test_a_late_rank_is_needed_until_a_sum_is_whole():
         world.idle.clear()
         world.settle()
         world.assert_done()
-    assert seen > 20  # steps in which it knew that the sum had begun
+    assert seen > 20  # steps in which the rank knew that the sum had begun
 
 
 @pytest.mark.slow
@@ -254,9 +253,7 @@ def test_beyond_the_stragglers_of_the_code(seed):
 
 
 def test_words_of_messages_that_do_not_suffice():
-    """The error names the awaited ranks, those without a contribution, and those left
-    out.
-    """
+    """The error names the awaited ranks, the ranks without a contribution, and the ranks that are left out."""
     plan = make_plan(6, Coded(fanout=5, stragglers=2, code="cyclic_repetition"))
     segments = (("float32", 9),)
     world = random_world(plan, 0, random.Random(1), script=[Call(segments, 1)])
@@ -414,7 +411,7 @@ def test_calls_of_all_kinds(seed):
         r for r, _ in world.skips
     }
     if any(call.erased for call in script) or world.skips:
-        late = set()  # together they may exceed the tolerance
+        late = set()  # late and erased ranks together may exceed the tolerance
     world.idle |= late
     for _ in range(rng.choice([0, 200, 1000])):
         world.step()
@@ -462,7 +459,7 @@ def test_a_piece_is_sent_up_while_the_next_arrives():
 
 @pytest.mark.parametrize("calls", [True, False])
 def test_a_slow_parent_is_not_passed_over(calls):
-    """The root, and maybe the parent, call late; the leaf does not fetch from the root."""
+    """The root, and maybe the parent, calls late; the leaf does not fetch from the root."""
     plan = make_plan(3, Coded(parents=[-1, 0, 1], stragglers=0))
     call = Call((("float32", 64),), 0)
     limits = {"piece_bytes": 32}

@@ -82,7 +82,7 @@ def short_pieces(sections_from):
 
 
 def star(seed, sections_from, dtype="float64"):
-    """Play rounds of a root and six ranks, of which two each send the same message."""
+    """Play rounds of a root and six ranks; each message is sent by two of these ranks."""
     plan = make_plan(7, Coded(fanout=6, stragglers=1, code="fractional_repetition"))
     return World(
         plan,
@@ -103,7 +103,7 @@ def by_root(dtype):
 
 
 def makers(world):
-    """Return the ranks that, to the root's knowledge, still form sections."""
+    """Return the ranks that still form sections, as far as the root knows."""
     words = r"rank (\d+) forms pieces \d+ to (\d+), formed before (\d+)"
     found = re.findall(words, world.nodes[world.plan.root].status())
     return {int(rank) for rank, last, formed in found if formed != last}
@@ -149,7 +149,7 @@ def coded(seed, sections_from, hosts, **code):
 @pytest.mark.parametrize("seed", range(3))
 def test_messages_shorter_than_the_sum(seed, slices, hosts):
     """A maker fetches each piece of the messages once, and forms a piece of each slice
-    from it. The bits are those of a sum that the root forms.
+    from it. The sum has the same bits as if the root forms it.
     """
     world = coded(seed, 1, hosts, slices=slices)
     assert {r for _, _, what, r, _ in world.fetched if what == SECTION} == {1, 2, 3}
@@ -160,7 +160,7 @@ def test_messages_shorter_than_the_sum(seed, slices, hosts):
         if what == MESSAGE and source
     )
     message = sum(-(-bytes_ // slices // PIECE) for bytes_ in (4 * 120, 8 * 36))
-    # a maker already has its own message
+    # a maker does not fetch its own message
     assert 3 * 4 * message <= len(pieces) == sum(pieces.values()) <= 3 * 5 * message
 
 
@@ -236,7 +236,7 @@ def test_inner_parents_move_each_piece_once():
             if asker == parent and source in leaves
         ]
         assert collections.Counter(what for what, _ in own_family) == {SECTION: PIECES}
-        # the result, of which a leaf forms a quarter
+        # the result; each leaf forms a quarter of it
         assert sum(to[RESULT, leaf] for leaf in leaves) == PIECES
         assert sum(sent[SECTION, leaf] for leaf in leaves) == (1 + 3) * PIECES
     assert not to[RESULT, 0]
@@ -245,9 +245,7 @@ def test_inner_parents_move_each_piece_once():
 @pytest.mark.parametrize("options", [{}, {"in_place": 1.0}, {"unreadable": 0.2}])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_bits_of_a_tree(seed, options):
-    """The bits are those without sections, whichever rank comes first or is stopped,
-    even a parent.
-    """
+    """The sum has the same bits as without sections, whichever rank comes first or is stopped, even a parent."""
     without = tree(0, 0)
     without.settle()
     world = tree(seed, 1, **options)
@@ -270,7 +268,7 @@ def test_the_bits_of_a_tree(seed, options):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_leaf_that_is_stopped_while_it_forms(seed):
-    """Its siblings form its part of their parent's message, and fetch its part of the result from there."""
+    """The leaf's siblings form its part of their parent's message, and fetch its part of the result from the parent."""
     world = tree(seed, 1)
     rng = random.Random(seed)
     stopped = set()
@@ -337,7 +335,7 @@ def test_long_rounds_do_not_extend_the_wait_for_a_stopped_maker():
         hosts=list(range(plan.size)),
         limits=short_pieces(1),
     )
-    for number in range(1, rounds):  # each takes 20 s, until the root calls
+    for number in range(1, rounds):  # each round takes 20 s, until the root calls
         world.open, world.idle = number, {0}
         world.sweep_all()
         world.clock += 20
@@ -397,9 +395,7 @@ def test_no_rank_waits_for_a_sibling_that_forms_nothing(seed, inline):
     ids=["star", "tree"],
 )
 def test_no_queue_grows_before_a_rank_that_every_sum_needs(plan, stopped):
-    """The rank is stopped once others must also form its part. They do not restart that
-    part without end.
-    """
+    """The rank is stopped once the others must form its part, too. They do not restart that part again and again."""
     world = World(
         plan,
         [Call((("float32", 4000),), 0)],
@@ -453,8 +449,8 @@ def test_no_rank_waits_for_the_section_of_a_rank_that_left(seed):
 
 
 def test_a_message_within_an_offer_whose_first_part_was_elsewhere():
-    """A section is formed from a part of a message, which lies with its rank. The rank then offers
-    a short message, with all parts within. The section takes long, and another rank gets it.
+    """A section is formed from a part of a message, which lies with its rank. The rank then offers a short message,
+    which carries all its parts. The section takes long, and another rank gets it.
     """
     plan = make_plan(4, Coded(code="progressive"))
     world = World(
@@ -489,8 +485,8 @@ def test_a_message_within_an_offer_whose_first_part_was_elsewhere():
 
 
 def decided_by_the_root(world, lost):
-    """Let ranks go on until the root and rank 1 have ended round 1. The message of the root to rank
-    1 that ``lost`` tells is lost, and rank 1's alert comes too late.
+    """Let ranks continue until the root and rank 1 have ended round 1. The root's message to rank 1 for which ``lost``
+    is true gets lost, and rank 1's alert comes too late.
     """
     while not all(world.nodes[rank].next_round() > 1 for rank in (0, 1)):
         for rank in (0, 2, 1):
@@ -544,5 +540,5 @@ def test_the_message_that_gives_sections_up_is_lost(seed):
     )
     world.frozen.clear()
     world.open = 2
-    world.settle()  # it compares the bytes
+    world.settle()  # the world compares the bytes
     assert all(2 in ends for ends in world.ends)

@@ -54,7 +54,7 @@ class Sum(Call):
 
 @dataclasses.dataclass(frozen=True)
 class Partial(Call):
-    """A sum that may be of a part of the batch; `World` checks which part."""
+    """A sum that may lack a part of the batch; `World` checks which part."""
 
     def check(self, plan, rank, vectors):
         pass
@@ -117,7 +117,7 @@ class World(simulation.World):
         self.dealt = []
         self.said = set()  # ranks that have reported that they are present
         self.out = set()  # ranks that no longer take part in a round
-        self.versions = {}  # of each rank's vectors, as it has reported them
+        self.versions = {}  # versions of each rank's vectors, as it has reported them
         self.starts = plan.placement.examples(EXAMPLES)
         for node in self.nodes:
             node.share_blocks(plan.placement.holders)
@@ -222,7 +222,7 @@ class World(simulation.World):
         if running.work is None:
             running.work = self.nodes[rank].take_block()
             if running.work is not None:
-                for vector in running.own:  # the vector is not lent any more
+                for vector in running.own:  # its vectors are not lent any more
                     vector[:] = np.nan
         return running.work is not None or self.nodes[rank].no_more_blocks()
 
@@ -287,7 +287,7 @@ class World(simulation.World):
         assert len(blocks) == len(set(blocks)), division
         own, others = division[:1], [*filter(None, division[1:])]
         choices = [others]
-        if isinstance(running.call, PartialSum):  # of the ranks that have come
+        if isinstance(running.call, PartialSum):  # the sum of the ranks that have come
             choices = [
                 some
                 for n in range(len(others) + 1)
@@ -448,10 +448,9 @@ def test_nothing_happens_while_programs_stay_away(seed):
 
 
 def assert_done_if_anybody_could(run, left=()):
-    """Check that all rounds are done, or failed with good reason; return whether all
-    are done. With blocks on the host a rank given up as late cannot begin again, and is
-    missing. The vector of a program that left its loop, in each ``(rank, round)`` of
-    ``left``, is lost even if the root counted on it.
+    """Check that each round is done, or failed for a good reason; return whether all rounds are done. With blocks on
+    the host a rank given up as late cannot begin again, and is missing. ``left`` has each ``(rank, round)`` in which a
+    program left its loop: its vector is lost even if the root needed it.
     """
     failed = {
         round: end.error
@@ -594,9 +593,7 @@ def test_any_rank_raises_between_two_blocks(seed):
 @settings(deadline=None, max_examples=50)
 @given(seed=st.integers(0, 2**32))
 def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
-    """Programs own the vectors: the sum excludes those of ranks that are given up, and
-    does not wait for them.
-    """
+    """Programs own the vectors. The sum excludes the vectors of ranks that are given up, and does not wait for them."""
     rng = random.Random(seed)
     run = world(rng, size=rng.randint(3, 6), rounds=2, handed_over=True)
     workers = set(range(run.plan.size)) - {run.plan.root}
@@ -610,8 +607,7 @@ def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
     chosen = run.frozen & run.said
     run.settle()
     there = set(range(run.plan.size)) - run.frozen
-    # A rank given up as late cannot begin again, and is missing. The root does not say
-    # so.
+    # A rank given up as late cannot begin again, and is missing. The root's error does not say this.
     gone = run.frozen | run.out | {run.plan.root}
     if any(set(holders) <= gone for holders in run.plan.placement.holders):
         return
@@ -722,7 +718,7 @@ def test_what_follows_blocks_is_their_sum():
 
 
 def test_no_rank_is_late():
-    """Every rank computes its own blocks, and no others."""
+    """Every rank computes its own blocks, and no other blocks."""
     plan = make_plan(4, Shared(replicas=2, blocks=3))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     run = World(plan, script, random.Random(0), shared={1, 2, 3})
@@ -897,9 +893,7 @@ def test_blocks_that_no_live_rank_holds(killed, kind, remedy):
 
 
 def test_deadline():
-    """The error says how much each rank has to compute. A rank that no other can
-    replace is late.
-    """
+    """A rank that no other rank can replace is late. The error says how much each rank still has to compute."""
     plan = make_plan(3, Shared(replicas=0, blocks=2))
     action = simulation._engine.OnDeadline
     limits = {"on_deadline": getattr(action, "raise"), "deadline_seconds": 1.0}
@@ -1102,7 +1096,7 @@ def test_shared_work_with_messages_that_are_cut_anywhere(seed):
 @pytest.mark.parametrize("root_computes", [False, True])
 @pytest.mark.parametrize("sections", [1, 10**6])
 def test_all_workers_stop_before_their_first_block(sections, root_computes):
-    """At the deadline the approximate sum is of nothing that they have."""
+    """At the deadline the approximate sum contains nothing from these ranks."""
     strategy = Shared(replicas=0, blocks=1, root_computes=root_computes)
     limits = {
         "piece_bytes": 16,
@@ -1134,8 +1128,8 @@ def test_all_workers_stop_before_their_first_block(sections, root_computes):
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_rank_that_says_nothing_for_a_moment_in_sections(dies):
-    """The round is overdue: a rank is dead, or the deadline passes in that moment. The
-    rank's vector is used once it answers.
+    """A rank is silent for a moment while the round is overdue: another rank is dead, or the deadline passes. The
+    silent rank's vector is used once it answers.
     """
     plan = make_plan(4, Shared(replicas=0, blocks=1))
     limits = {

@@ -1,5 +1,5 @@
-"""Rounds with shared work fail on some ranks alone, or ranks do not come. The sum holds
-what the root has dealt, and waiting ranks learn for which ranks they wait.
+"""Rounds with shared work fail on some ranks alone, or ranks do not come. The sum holds the blocks that the root has
+granted, and waiting ranks learn which ranks they wait for.
 """
 
 import random
@@ -250,6 +250,6 @@ def test_a_rank_that_fails_alone_never_spoils_shared_work(seed):
                 or "after group.blocks failed" in end.error
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == rounds + 1, world.describe(rank)
-        # or it has continued behind it
+        # or the rank has continued after this round
         end = world.ends[rank].get(rounds)
         assert end is None or end.outcome == DONE, world.describe(rank)

@@ -1,5 +1,5 @@
-"""Ranks below and above are frozen or dead: no rank waits for them twice, or for ever
-without a report.
+"""Children, the root or ranks in between are frozen or dead: no rank waits for them twice, or for ever without a
+report.
 """
 
 import random
@@ -113,7 +113,7 @@ def test_no_rank_waits_again_for_silent_children(approximate):
         world.open = number
         took = pass_time(world, decided(world, number))
         assert took == 0 if number > 2 else SECONDS <= took <= SECONDS + 2 * TICK, took
-        # half of the batch has come, and all of that was used
+        # half of the batch has come, and all of it was used
         assert abs(residual(world, number) - np.sqrt(0.5)) < 1e-6
     # until they send messages again
     world.frozen.clear()
@@ -253,7 +253,7 @@ def test_a_living_rank_above_has_what_a_late_rank_lacks(seed):
 
 @many
 @given(seeds)
-@example(4)  # two on one link
+@example(4)  # two lost messages on one link
 def test_messages_that_mpi_loses(seed):
     """MPI tells the sender or the receiver of each lost message. No rank waits for
     ever, and no sum is wrong.
@@ -339,7 +339,7 @@ def test_a_rank_below_ranks_that_make_no_call(left, dead):
 
 
 def test_nobody_is_patient_with_a_parent_reported_dead():
-    """Ranks ask elsewhere for the result at once, also after long rounds."""
+    """Ranks ask another rank for the result at once, even after long rounds."""
     world = world_of(SEVEN, "wait", inline=(1 << 20,))
     world.idle.update({0, 3})
     for number in (2, 3, 4):  # each takes a second
@@ -360,7 +360,7 @@ def test_nobody_is_patient_with_a_parent_reported_dead():
 
 def stopped_after(first):
     """Return a world of 13 ranks, and the children of a rank that is stopped in the second
-    round. The first round took ``first`` seconds, as the root came late.
+    round. The first round took ``first`` seconds, because the root came late.
     """
     plan = make_plan(13, Coded(fanout=3))
     script = [Call((("float64", 12),), seed) for seed in range(2)]
@@ -434,7 +434,7 @@ def test_the_offer_of_an_ended_process_is_lost():
     world.open = 2
     world.idle.add(0)
     world.sweep_all()
-    world.frozen.add(1)  # it has made its offer
+    world.frozen.add(1)  # rank 1 has made its offer
     world.idle.clear()
     world.sweep_all()
     assert any(request[1] == 1 for request in world.requests)

@@ -53,7 +53,7 @@ def test_a_snapshot_brings_a_late_rank_back(late, far, size):
     node = world.nodes[late]
     assert world.ends[late][6].outcome == DESYNCHRONIZED
     assert node.desynchronized()
-    # so do its calls until it has a snapshot
+    # so do all its calls until it has a snapshot
     world.submit(late)
     assert world.ends[late][6].outcome == DESYNCHRONIZED
     world.settle()
@@ -227,7 +227,7 @@ def test_a_long_stop_does_not_make_a_rank_wait_for_a_snapshot():
 
 @pytest.mark.parametrize("far", [False, True])
 def test_two_snapshots_of_one_round(far):
-    """The second replaces the first while the first is fetched."""
+    """The second snapshot replaces the first one while the first one is fetched."""
     world = chain(2, far)
     old, new = (random.Random(seed).randbytes(200) for seed in range(2))
     source, reader = world.nodes
@@ -340,7 +340,7 @@ def test_a_rank_that_offers_a_round_again_gets_an_answer():
         world.advance(rank)
         deliver(rank, rank - 1)
         world.advance(rank - 1)
-    world.open = 4  # it fails
+    world.open = 4  # round 4 fails
     world.submit(0)
     world.advance(0)
     assert world.nodes[0].next_round() == 5

@@ -63,7 +63,7 @@ class Flipped(Call):
         return vectors
 
     def effect(self, plan, rank):
-        """Return the effect of the flips on a rank's vectors, in the last wrong number."""
+        """Return by how much the flips change the last wrong number of a rank's vectors."""
         for right, wrong in zip(super().own(plan, rank), self.own(plan, rank)):
             with np.errstate(invalid="ignore"):
                 changed = wrong.astype(np.float64) - right.astype(np.float64)
@@ -87,9 +87,8 @@ def below(plan, rank):
 
 
 def shows(plan, call, liar):
-    """Return whether a parent with the messages of all children must detect a wrong
-    one. This follows from the bound of docs/theory.md, with the largest gradient among
-    them.
+    """Return whether a parent with the messages of all children must detect a wrong message. This follows from the
+    bound of docs/theory.md, with the largest gradient among them.
     """
     parent = plan.parents[liar]
     if parent not in plan.checked:
@@ -208,9 +207,7 @@ def test_no_result_is_taken_for_a_message(below, policy):
     some = collections.Counter()
 
     def turn(may_have):
-        """Let all but the parent run; the children fetch no more pieces than
-        ``may_have``.
-        """
+        """Let all ranks except the parent run; the children fetch no more pieces than ``may_have``."""
         for rank in set(range(plan.size)) - {parent}:
             for link in [link for link in world.queues if link[1] == rank]:
                 while world.queues[link]:
@@ -397,7 +394,7 @@ def judge(world, policy, round, liar, *, found, one):
     if ends[0].outcome == FAILED:
         text = ends[0].error
         assert text.startswith(f"InconsistentMessages: round {round}, "), text
-        # an error too small for its parent may show further up
+        # an error that is too small for the rank's parent to detect may show further up
         suspects = {liar} if found else {liar, *world.ancestors[liar]}
         assert suspects & named(text), text
         assert len(named(text)) == 1 or not one, text
@@ -435,7 +432,7 @@ def test_a_flipped_bit_is_found(code, children, stragglers, slices, one, policy,
                 assert world.ends[0][round].outcome == DONE
         else:
             assert all(ends[round].outcome == DONE for ends in world.ends)
-    assert seen >= len(script) // 8  # flips that mostly make a number larger
+    assert seen >= len(script) // 8  # most of these flips make a number larger
 
 
 @dataclasses.dataclass(frozen=True)
@@ -498,9 +495,7 @@ def test_a_liar_anywhere_is_found(seed):
 
 @pytest.mark.parametrize("then", ["it comes", "the deadline", "it is dead"])
 def test_a_parent_waits_for_a_slow_message(then):
-    """The parent waits for the message while its rank lives and there is time, even if
-    other messages suffice.
-    """
+    """The parent waits for the message until the deadline if the message's rank lives, even if other messages suffice."""
     plan = make_plan(3, Coded(stragglers=1))
     flips = ((1, 0, 3, 3),)
     lie = Lie((("float32", 8),), 1, flips=flips, policy="raise")

@@ -19,7 +19,7 @@ def test_schedules(number):
 
 @pytest.mark.parametrize("fault", ["damaged", "vanishing"])
 def test_faults_of_mpi_are_found(fault):
-    """MPI changes pieces, or loses messages and tells nobody. This shows that the checks can fail."""
+    """MPI changes pieces, or loses messages without reporting it. This shows that the checks can fail."""
     found = 0
     for number in range(40):
         ranks, schedule = groups.drawn(number, **{fault: 0.05})
@@ -42,7 +42,7 @@ THOUSAND = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", THOUSAND)
 def test_a_thousand_ranks(name):
-    """Their sums are right, and ranks send few messages."""
+    """The sums of a thousand ranks are right, and the ranks send few messages."""
     strategy, sections = THOUSAND[name]
     plan = make_plan(1001, strategy)
     ranks = groups.group(plan, list(range(1001)))

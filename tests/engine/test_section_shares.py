@@ -30,8 +30,8 @@ def traffic(makers, choices, ports, given):
 
 
 def repeated(workers, copies, late=()):
-    """Return makers and choices of fractional repetition below a root without data, the
-    last port; late ranks are absent.
+    """Return makers and choices of fractional repetition below a root without data, which has the last port. Late ranks
+    are absent.
     """
     makers = [port for port in range(workers + 1) if port not in late]
     choices = []
@@ -84,8 +84,8 @@ def test_the_division_is_near_the_best(family, pieces):
     "workers, copies", [(12, 1), (12, 2), (12, 3), (30, 2), (84, 2)]
 )
 def test_all_ports_are_as_busy_where_all_are_there(workers, copies):
-    """For ``t`` messages and ``n`` ranks each port moves ``(t + n − 1) / n`` lengths of
-    the sum. A rank with a section already has a part of that.
+    """For ``t`` messages and ``n`` ranks each port moves ``(t + n − 1) / n`` lengths of the sum, less what a rank
+    already has.
     """
     makers, choices = repeated(workers, copies)
     even = (workers // copies + workers) / (workers + 1)

@@ -3,8 +3,8 @@
 Without a group all others wait for ever, without an error or a warning, as the stuck
 rank is not dead.
 ``alive_but_stuck.py DIRECTORY WHY``: the last rank is stuck, and the group puts it out.
-Otherwise WHY says why the group cannot: its process is of "another namespace", "another
-user" or "another host". Then it continues later.
+WHY may also name the reason why the group cannot put the rank out: its process belongs to "another namespace", "another
+user" or "another host". Then the rank continues later.
 """
 
 import errno
@@ -30,7 +30,7 @@ if why == "another namespace" and stalls:
     own = Process.own()._replace(numbers="of a container")
     Process.own = lambda: own
 if why == "another namespace":
-    roll.REPORTED = 0.1  # so that no rank takes the waiting caller for stuck
+    roll.REPORTED = 0.1  # so that no rank takes the waiting caller for a stuck rank
 if why == "another user":
     Process.kill = lambda _: errno.EPERM
 group = jaxcoded.CodedGroup(

@@ -1,11 +1,11 @@
 """A rank whose message is needed is killed, where MPI reports deaths.
 
-``announced.py DIRECTORY WHEN FLOATS...``: there is a group of `PLACES` ranks for each
-number of FLOATS. The second rank of each is killed:
+``announced.py DIRECTORY WHEN FLOATS...``: each number of FLOATS has a group of `PLACES` ranks. The second rank of each
+group is killed:
 
 - "before": before it calls a round;
 - "at once": after it has announced its message, before its parent fetches the message;
-- "known": the same, and its parent fetches the message once the death is known.
+- "known": like "at once", but its parent fetches the message only when it knows of the death.
 
 The survivors report the result of their round, and how often their process then woke
 up.

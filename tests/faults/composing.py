@@ -65,7 +65,7 @@ exact = jax.jit(jax.grad(lambda w: outer(values(w, x).sum(0))))
 
 def continue_it():
     """Continue the stopped rank from the root, once the others have done steps without
-    it. They may have before it is stopped, so this happens again and again.
+    it. The others may have done these steps before the rank is stopped, so the root sends the signal again and again.
     """
     board.wait(range(victim), FAULT + 4)
     with contextlib.suppress(ProcessLookupError):

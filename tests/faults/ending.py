@@ -54,7 +54,7 @@ def end(error, *, thread=False, early=False):
             target=lambda: uncounted.allreduce(vector, group), daemon=True
         )
         call.start()
-        time.sleep(0.5)  # in which it calls
+        time.sleep(0.5)  # time in which the other thread calls
     else:
         kept.append(jax.block_until_ready(start(vector)))
     board.say("ends")

@@ -1,6 +1,5 @@
-"""One rank raises an exception. ``errors.py DIRECTORY WAY RANKS``: each of the RANKS in
-turn raises and catches one ("caught"). Or one ends the program ("uncaught"), also with
-a call in flight ("in-flight").
+"""One rank raises an exception. ``errors.py DIRECTORY WAY RANKS``: each of the RANKS in turn raises and catches an
+exception ("caught"). Or an exception ends the program of a rank ("uncaught"), also with a call in flight ("in-flight").
 """
 
 import sys
@@ -32,7 +31,7 @@ for i, victim in enumerate(victims):
     else:
         faults.fail_at(victim, FAULT + 10 * i)
 if way == "uncaught":
-    # the others run for longer than that
+    # the other ranks run for longer than the engine of this rank
     for number in range(FAULT + 1, ROUNDS + 1):
         faults.sleep_at(0, number, (AT_EXIT + 1) / (ROUNDS - FAULT))
 

@@ -126,7 +126,8 @@ def fall(how):
     """Die, or leave in order."""
     board.say(f"{how}s")
     jax.effects_barrier()
-    time.sleep(1.0)  # until all have the last sum; then the first one becomes the root
+    # until all ranks have the last sum; then the first rank becomes the root
+    time.sleep(1.0)
     if how == "leave":
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(PATIENCE)

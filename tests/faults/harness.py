@@ -78,10 +78,11 @@ class Board:
             time.sleep(2e-3)
 
     def say(self, words):
-        """Tell the test, on stderr, where this rank is."""
+        """Write to stderr where this rank is, for the test."""
         passed = time.monotonic() - self._started
         line = f"[{passed:6.2f} s] rank {self.rank}: {words}\n"
-        sys.stderr.write(line)  # a single write: lines of ranks do not mix
+        # a single write, so that lines of several ranks do not mix
+        sys.stderr.write(line)
         sys.stderr.flush()
 
     def report(self, **values):
@@ -229,9 +230,7 @@ class Faults:
 
 
 def pickle_nothing():
-    """Make it an error in this process to send or receive an object that MPI would
-    pickle.
-    """
+    """Let this process raise an error if it sends or receives an object that MPI would pickle."""
 
     def fail(*_):
         raise AssertionError("something was pickled")
@@ -257,8 +256,8 @@ def hang(how):
 
 
 def tree(words):
-    """Return a group's strategy and options for some words. "3" is the fanout, "3 in
-    sections" also forms sums in sections, "hosts" is a tree that follows them.
+    """Return a group's strategy and options for some words. "3" is the fan-out, "3 in sections" also forms sums in
+    sections, and "hosts" is a tree that follows the hosts.
     """
     if words == "hosts":
         return {"strategy": jaxcoded.Coded(by_host=True)}

@@ -1,10 +1,10 @@
 """How MPI handles ranks that join, with mpi4py alone. ``joining.py DIRECTORY WAY``:
 
-- "spawned": the ranks start another one (`MPI_Comm_spawn`), and all of them sum;
+- "spawned": the ranks start another rank (`MPI_Comm_spawn`), and all ranks sum;
 - "after a death": one rank has died, and MPI has excluded it (`Shrink`);
 - "old dies": an old rank dies afterwards, and the others exclude it;
 - "new dies": the new rank dies, and the others exclude it;
-- "at once": as "old dies", but others may still be making the communicator;
+- "at once": as "old dies", but other ranks may still be making the communicator;
 - "again": old and new ranks die in turn, and each is replaced;
 - "connects": another mpirun starts the rank (`MPI_Comm_connect` and `accept`).
 """

@@ -15,7 +15,7 @@ from jaxcoded.transport import ending
 
 FAULT, ROUNDS = 20, 60
 VICTIM, WAKER = 4, 3
-AT_ITS_END = 1000  # rounds that the root then notes
+AT_ITS_END = 1000  # number of rounds that the root notes at its end
 ending.SILENT_SECONDS = 20 * SLOWNESS
 
 board = Board(sys.argv[1])

@@ -18,7 +18,7 @@ from harness import Board, close
 import jaxcoded
 
 ROUNDS, CLEAN = 40, 6
-EVERY_VECTOR, EVERY_OTHER = 3, 997  # one of so many requests for memory fails
+EVERY_VECTOR, EVERY_OTHER = 3, 997  # one of this many requests for memory fails
 GROWTH = 1.16  # of the vectors' lengths, so that freed memory rarely fits
 
 directory, way, victim = sys.argv[1:]

@@ -1,7 +1,7 @@
 """A rank has too little memory to take a sum that is decided, see `memory.cpp`.
 
-``little_memory_done.py DIRECTORY VICTIM``: it is of the third step. Each rank adds what
-it gets to its state, and reports the errors of its steps.
+``little_memory_done.py DIRECTORY VICTIM``: this is the sum of the third step. Each rank adds its results to its state,
+and reports the errors of its steps.
 """
 
 import ctypes
@@ -35,7 +35,8 @@ for step in range(1, STEPS + 1):
     own.append(jnp.full(4, mine, jnp.bfloat16))
     try:
         handle = jax.block_until_ready(uncounted.coded_allreduce_start(own, group))
-        while _engine.decided(group._session.index) < step:  # it is there
+        # until the round is decided
+        while _engine.decided(group._session.index) < step:
             time.sleep(0.01)
         if board.rank == victim and step == LACKS:
             memory.refuse_bytes(VECTORS)

@@ -1,8 +1,7 @@
 """MPI loses one message of the engine and reports an error, see `refusing.c`.
 
-``losing.py DIRECTORY WHICH RANK NUMBER``: the message with this number that a rank has
-sent or received, or that asks for a piece or brings one, is lost. Rounds that fail end
-on all ranks, and sums are right.
+``losing.py DIRECTORY WHICH RANK NUMBER``: of the messages that a rank sends or receives, or that ask for a piece or
+bring a piece, the one with this NUMBER is lost. Rounds that fail end on all ranks, and sums are right.
 """
 
 import ctypes

@@ -1,18 +1,17 @@
-"""Ranks that meet in `recovered` only after some of them have given up there.
+"""Ranks meet in `recovered` only after some of them have given up there.
 
 ``meeting.py DIRECTORY WAY``, where WAY is one of:
 
 - "late": the root comes late, and no rank is dead;
-- "late without one": the same after the last rank has died;
+- "late without one": as "late", but the last rank has died before;
 - "stops": the last rank is dead; the root is stopped just before MPI's part begins, and
   continues after the others have given it up;
 - "fails": the root's program ends with an error;
 - "exits": the last rank's program ends in a way that MPI does not report;
 - "caught": rank 1 leaves the group in a ``with`` block whose error its program catches;
 - "in vain": the last two ranks are late, and the others may not put them out;
-- "successor": the root dies, and its successor dies before it hands its state on; rank
-  2 then lacks one sum;
-- "asked for": the same after the others have asked for that state without success;
+- "successor": the root dies, and its successor dies before it passes its state on; rank 2 then lacks one sum;
+- "asked for": as "successor", but the others have asked for that state before, without success;
 - "overtaken": rank 1 is stopped just before all agree on the new group. It continues
   after the others were interrupted and have done more rounds in the old group.
 

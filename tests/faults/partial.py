@@ -21,7 +21,7 @@ from harness import SLOWNESS, Board, close
 import jaxcoded
 
 FAULT, STEPS = 3, 32
-WITHOUT = 16  # more would take too long, as each waits until the deadline
+WITHOUT = 16  # more steps would take too long, as each step waits until the deadline
 BLOCKS, EXAMPLES, WIDTH = 4, 3, 50
 NAP = 2e-3  # seconds, in every block
 DEADLINE = 3.0 * SLOWNESS  # seconds

@@ -13,8 +13,8 @@ WAY is one of:
 
 - "trains", "shared": the training uses a code, or shared work;
 - "continues": no recovery, as the plan tolerates all these deaths;
-- "root", "root-shared": the root dies, the step fails, and the state is handed on;
-- "root-holds": the same with a root that holds data;
+- "root", "root-shared": the root dies, the step fails, and the new root passes its state on;
+- "root-holds": as "root", with a root that holds data;
 - "root-donated": the step consumes the state; it is read from the root's checkpoint;
 - "behind": rank 2 was stopped meanwhile, and lacks results;
 - "wakes": the root was stopped, and continues after the others have missed the round in
@@ -22,13 +22,13 @@ WAY is one of:
 
 Other WAYs add a fault after the first deaths:
 
-- "beyond": more ranks die than a parent tolerates, which is an error;
+- "beyond": more ranks die than a parent tolerates, so that the step raises an error;
 - "explicit": the strategy names the tree;
 - "few": no plan fits the ranks that are left;
 - "stopped": a live rank does not come for a while;
 - "apart": a rank calls something else;
 - "again": the last rank dies while the ranks make the new group;
-- "waits", "stops": there the last rank is late, or stopped.
+- "waits", "stops": while the ranks make the new group, the last rank is late, or stopped.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ from jaxcoded.group.membership import change
 from jaxcoded.transport import engine
 
 EVERY = 20  # steps between two checks for dead ranks
-MET = 1000  # above all steps: the board's number for ranks that are about to recover
+# the number on the board for ranks that are about to recover, larger than any step
+MET = 1000
 # WAYs in which a step fails
 FAILS = (
     "beyond",
@@ -255,8 +256,7 @@ def recover(round_):
         group = group.recovered()
         return
     jax.block_until_ready(w)
-    # not of steps: some ranks may have one more result, which a stopped root could not
-    # send to all
+    # meetings are counted, not steps: some ranks may have one more result, which a stopped root could not send to all
     meetings += 1
     board.note(MET + meetings)
     fallen = {rank for ranks in victims[: round_ + 1] for rank in ranks}
@@ -343,7 +343,7 @@ for round_ in range(len(victims)):
         said.append(fails(timeout=3.0 * SLOWNESS, put_out=True))
         change.OPENS, engine.missing = 120.0, missing
         old = group
-        while group is old:  # its death may be reported late
+        while group is old:  # the rank's death may be reported late
             with contextlib.suppress(jaxcoded.CodedError):
                 group = group.recovered(timeout=PATIENCE)
     elif way == "apart":
@@ -373,12 +373,12 @@ if way == "continues":
     until = time.monotonic() + PATIENCE
     while str(heard).count("is dead, as MPI") < len(fallen):
         assert time.monotonic() < until, heard
-        time.sleep(0.01)  # MPI may report it after the last step
+        time.sleep(0.01)  # MPI may report the death after the last step
 w = np.asarray(w)
 error = abs(w - alone(steps)).max() / abs(w).max()
 until = time.monotonic() + PATIENCE
 while rounds[-1:] != [group.rounds] and time.monotonic() < until:
-    time.sleep(0.01)  # another thread reports them
+    time.sleep(0.01)  # another thread reports the deaths
 board.report(
     digest=hashlib.sha256(w).hexdigest(),
     error=error,

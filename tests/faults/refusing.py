@@ -1,4 +1,4 @@
-"""MPI refuses every third message and every third receive of a piece, see `refusing.c`.
+"""MPI refuses to send every third message and to receive every third piece, see `refusing.c`.
 
 ``refusing.py DIRECTORY``: each round sums different numbers, so that a wrong sum shows
 a rank in a different round.

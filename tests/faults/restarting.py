@@ -1,6 +1,5 @@
-"""Train from the latest checkpoint on. ``restarting.py DIRECTORY VICTIM [whole]``: rank
-VICTIM is killed after `KILLED` steps; -1: no rank is. With "whole" the others end with
-an error at the next checkpoint.
+"""Train from the latest checkpoint on. ``restarting.py DIRECTORY VICTIM [whole]``: rank VICTIM is killed after `KILLED`
+steps; with -1 no rank is killed. With "whole" the others end with an error at the next checkpoint.
 """
 
 import os
@@ -25,7 +24,8 @@ if kept.exists():
     checkpoint = np.load(kept)
     step, w = int(checkpoint["step"]), checkpoint["w"]
 began, loaded = step, w
-# after that: the others do not wait for a late rank, which would find what they write
+# the group is opened only now: the other ranks do not wait for a late rank, which would then find the checkpoint that
+# they write
 group = jaxcoded.CodedGroup(board.comm, jaxcoded.Coded())
 x = np.random.default_rng(0).standard_normal((EXAMPLES, WIDTH))
 part = group.batch(EXAMPLES)

@@ -1,8 +1,8 @@
 """The rank that calls the roll dies after it has told only some ranks the result.
 
 ``roll.py DIRECTORY WHAT RANKS``: it tells RANKS ("1,3", or "" for none) to make a new
-group without the dead last rank ("regroup"). If no rank is dead, it tells them to keep
-the old one ("stay"). Rank 3 has done one round more.
+group without the dead last rank ("regroup"). If no rank is dead, it tells them to keep the old group ("stay"). Rank 3
+has done one round more.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""The root falls silent. ``root.py DIRECTORY WAY``: it is "stopped" until the round has
-failed on all others, or "killed", with fault-tolerant MPI.
+"""The root becomes silent. ``root.py DIRECTORY WAY``: it is "stopped" until the round has failed on all other ranks, or
+"killed", with fault-tolerant MPI.
 """
 
 import os

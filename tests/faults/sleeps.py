@@ -10,7 +10,7 @@ from harness import Board, Faults, Sums, close, resources, run, tree, widths
 import jaxcoded
 
 LONGEST = 20e-3  # seconds
-SHARE = 0.1  # of rounds in which a parent lacks children
+SHARE = 0.1  # fraction of rounds in which a parent lacks children
 
 directory, fanout, rounds, words = sys.argv[1:]
 rounds = int(rounds)

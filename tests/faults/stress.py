@@ -6,8 +6,8 @@ of rounds.
 
 ``stress.py DIRECTORY SEED EPISODES END``: each thread has EPISODES groups. END is what
 the last rank does while its threads are in rounds: ``close`` (all ranks close their
-groups), ``exit`` or ``raise``. The program checks all sums, also those that other ranks
-get after that.
+groups), ``exit`` or ``raise``. The program checks all sums, including the sums that other ranks get after the last rank
+has ended.
 """
 
 import contextlib
@@ -96,9 +96,7 @@ class Rounds:
 
 
 def episode(thread, comm, shared, own):
-    """Use a group from opening to close. ``shared`` draws alike on all ranks, ``own``
-    does not.
-    """
+    """Use a group from opening to close. ``shared`` draws the same numbers on all ranks, ``own`` does not."""
     group = jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(fanout=int(shared.choice([2, 3]))),
@@ -141,7 +139,7 @@ def last(comm, width, call, own):
     for number in range(1, LAST_ROUNDS + 1):
         time.sleep(own.exponential(PAUSE))
         if quits and number == FAULT and call == "started":
-            # at Python's end JAX aborts threads that are in its calls
+            # when Python ends, JAX aborts threads that are in JAX's calls
             while len(in_last_group) < THREADS and not failures:
                 time.sleep(1e-3)
             leaving.set()
@@ -189,7 +187,8 @@ threads = [
 for each in threads:
     each.start()
 last(communicators[THREADS], WIDTHS[0], "started", np.random.default_rng(board.rank))
-if leaving.is_set():  # it leaves its threads in the middle of rounds, and one in flight
+# the process leaves its threads in the middle of rounds, with one round in flight
+if leaving.is_set():
     board.report(failures=failures)
     if end == "raise":
         raise RuntimeError(f"injected into rank {board.rank}")

@@ -1,4 +1,4 @@
-"""A rank that lives and is stuck.
+"""A live rank is stuck.
 
 ``stuck.py DIRECTORY WAY RANK``, where WAY is one of:
 

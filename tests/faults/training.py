@@ -35,7 +35,7 @@ steps = BETWEEN
 for ranks in victims:
     for i, rank in enumerate(ranks.split(","), 1):
         faults.stop_at([int(rank)], steps, i * STOPPED)
-        # when it comes back, others are somewhat late
+        # when the rank comes back, others are somewhat late
         for number in range(steps + i * STOPPED, steps + i * STOPPED + BETWEEN):
             for other in range(1, board.size):
                 faults.sleep_at(other, number, random.exponential(PAUSE))
@@ -104,7 +104,7 @@ while done < steps:
             )
             jax.block_until_ready(state_after)
     except jaxcoded.Desynchronized:
-        time.sleep(20 * PAUSE)  # it does not continue at once
+        time.sleep(20 * PAUSE)  # the rank does not continue at once
         state, token = group.resync(state), jnp.int32(0)
         resynced.append([done, int(state[2])])
         done = int(state[2])

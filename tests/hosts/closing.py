@@ -1,5 +1,5 @@
-"""A rank closes its group before its last round is over. Those that call the round later
-get an error; `tests/test_hosts.py` runs this on several hosts.
+"""A rank closes its group before its last round is over. Ranks that call the round later get an error;
+`tests/test_hosts.py` runs this on several hosts.
 """
 
 import jax

@@ -1,8 +1,7 @@
 """Do a few coded training steps, checked on every rank; `tests/test_hosts.py` runs this
 on several hosts.
 
-Print one line of JSON: the host of every rank, and how often each woke up in a second
-before the first step.
+Print one line of JSON: the host of every rank, and how often each rank woke up per second before the first step.
 """
 
 import json

@@ -76,7 +76,7 @@ def jitted(wire_dtype=None):
 
 
 def jitted_in_bfloat16():
-    """Sum the same in messages of half the size."""
+    """Sum as in `jitted`, in messages of half the size."""
     return jitted("bfloat16")
 
 
@@ -95,7 +95,7 @@ def offsets(transport="engine"):
 
 
 def mpi4jax_offsets():
-    """Sum the same with mpi4jax, in messages of at most 2³¹ − 1 elements."""
+    """Sum as in `offsets` with mpi4jax, in messages of at most 2³¹ − 1 elements."""
     return offsets("mpi4jax")
 
 

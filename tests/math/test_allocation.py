@@ -121,7 +121,7 @@ def test_padding(plan, batch):
         real = flat.any(axis=1)
         lengths.add(len(indices))
         assert indices.dtype == np.int64 and weights.dtype == np.float64
-        # the indices without the padding are the share, in some order
+        # the indices without the padding are the rank's examples, in some order
         order, expected = np.argsort(indices[real]), np.argsort(own)
         np.testing.assert_array_equal(indices[real][order], own[expected])
         np.testing.assert_array_equal(

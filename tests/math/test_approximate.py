@@ -125,7 +125,7 @@ def test_least_squares_is_never_worse_than_one_step(name):
 
 @pytest.mark.parametrize("name", REGULAR)
 def test_the_worst_stragglers_of_a_regular_code(name):
-    """The worst stragglers are all holders of at least s/d partitions."""
+    """The worst stragglers hold all copies of at least s/d partitions."""
     code, d = REGULAR[name]
     assert (code.support.sum(axis=0) == d).all()
     for s in range(d, code.stragglers + 1, d):

@@ -118,8 +118,8 @@ def test_random_answered_sets_of_large_codes(make):
     ids=[*SMALL, "polynomial 12, 2, 2", "gaussian 64, 4, 4"],
 )
 def test_rounding_of_float32_sums_is_bounded_by_the_amplification(code):
-    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent
-    the same for its n terms.
+    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent's sum loses as much for each of
+    its n terms.
     """
     rng = np.random.default_rng(2)
     patterns = list(survivors(code.n, code.stragglers)) if code.n < 9 else []
@@ -210,7 +210,7 @@ def error_of_the_paper(code, rng, sets=10):
     matrix.
     """
     n, m, d = code.n, code.m, code.loads[0]
-    # recompute the points, as the code holds only B
+    # recompute the points, as the code has only B
     sizes = [0.0] * (n % 2) + sorted([1 + i / 2 for i in range(n // 2)] * 2)
     points = np.array(sizes) * np.resize([1, -1] if n % 2 == 0 else [-1, 1], n)
     V = np.vander(points, n - d + m, increasing=True).T
@@ -229,13 +229,12 @@ def error_of_the_paper(code, rng, sets=10):
 def test_inverting_the_vandermonde_matrix_loses_digits(n, paper):
     """Worst relative errors over all loads and slices: the orders of magnitude of the
     paper's. These codes need all ``n − s`` answers, so each set has one ``A``. The
-    paper's method and this decoder differ by rounding alone. Which of them is nearer
-    depends on chance and LAPACK; the bound on rounding does not.
+    paper's method and this decoder differ by rounding alone. Which of them is nearer to the exact sum depends on chance
+    and LAPACK; the bound on rounding does not.
 
     Relative to ``Σ_i |A_ui| Σ_jv |B_ijv g_jv|``, ``terms`` consecutive additions lose
-    at most ``terms · eps / 2``. A loses the same, as its computation takes as many.
-    Errors of either sign mostly add up to ``√terms · eps / 2`` (Higham and Mary 2019,
-    SISC 41 A2815).
+    at most ``terms · eps / 2``. A loses as much, as its computation takes as many additions. Errors of either sign
+    mostly add up to ``√terms · eps / 2`` (Higham and Mary 2019, SISC 41 A2815).
     """
     rng = np.random.default_rng(0)
     eps = np.finfo(float).eps
@@ -278,9 +277,7 @@ def test_a_polynomial_code_that_amplifies_far_more_than_random_ones_warns():
 
 
 def test_the_hardest_sets_of_a_polynomial_code_are_neighbouring_points(monkeypatch):
-    """Sampling misses these sets, but κ covers them: κ of the samples alone is
-    acceptable, theirs is not.
-    """
+    """Sampling misses these sets, but κ covers them: κ of the samples alone is acceptable, κ of these sets is not."""
     code = codes.polynomial(16, 3, 2)
     missing = [11, 13, 15]  # −3.5, −4, −4.5
     answered = np.isin(np.arange(16), missing, invert=True)
@@ -455,9 +452,7 @@ def worst_condition(code, d):
     ("d", "m", "median"), [(4, 2, 18), (6, 3, 91), (8, 4, 532), (10, 5, 2.2e3)]
 )
 def test_conditions_of_gaussian_generators(d, m, median):
-    """With the median as bound about every second draw passes, and the best one is
-    below it.
-    """
+    """With the median as bound about every second draw passes, and the best draw is below the bound."""
     best = worst_condition(codes.gaussian_mds(d, d - m, m), d)
     first = [
         codes.gaussian_mds(d, d - m, m, seed=seed, max_condition=1e300)

@@ -29,7 +29,7 @@ def least_makespan(costs, places):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_near_the_best_division(seed):
-    """The division is within Graham's bound of the best of all."""
+    """The division is within Graham's bound of the best division."""
     random, places = np.random.default_rng(seed), 2 + seed % 2
     costs = random.pareto(1.5, 8) + 0.1
     found = longest_first(costs, [8] * places)
@@ -91,9 +91,7 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_ranks_of_an_epoch_cost_the_same(plan):
-    """Ranks cost the same in proportion to their loads, as each reads as many examples
-    as without costs.
-    """
+    """Ranks' costs are in proportion to their loads, and each rank reads as many examples as without costs."""
     random = np.random.default_rng(2)
     costs = np.sort(random.pareto(2.5, 480) + 1)  # the worst order
     ratios = []

@@ -143,7 +143,7 @@ def test_tolerance_found_by_enumeration(code):
 @bounded
 @given(st.data())
 def test_every_partition_needs_stragglers_plus_slices_holders(data):
-    """The trade-off d ≥ s + m holds for any B."""
+    """d ≥ s + m holds for any B."""
     n, k, m = (data.draw(st.integers(1, largest)) for largest in (6, 4, 2))
     seed = data.draw(st.integers(0, 999))
     rng = np.random.default_rng(seed)
@@ -176,7 +176,7 @@ def test_amplification_is_the_largest_over_all_answered_sets(code):
     for answered in survivors(code.n, code.stragglers):
         used = answered.copy()
         for i, j in itertools.combinations(np.flatnonzero(answered), 2):
-            used[j] &= not np.array_equal(rows[i], rows[j])  # replicas count once
+            used[j] &= not np.array_equal(rows[i], rows[j])  # copies count once
         A = target @ np.linalg.pinv(rows[used])
         kappa = max(kappa, (np.abs(A) @ np.abs(code.B[used]).sum(axis=2)).max())
     assert code.amplification == pytest.approx(kappa)

@@ -1,4 +1,4 @@
-"""Marks: they reveal ranks with a different batch or different parameters."""
+"""Marks reveal ranks with a different batch or different parameters."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ def test_weights_of_blocks(owners, blocks, batch_size):
     assert table.dtype == np.float32 and table.shape == (owners * blocks,)
     of_owners = table.astype(float).reshape(owners, blocks).sum(axis=1)
     assert of_owners.sum() == 0 and of_owners.all()
-    # float32 sums of all but the count are exact in any order
+    # float32 sums of all numbers except the count are exact in any order
     units = np.abs(table).max() / 2.0 ** (np.floor(np.log2(batch_size)) - 15)
     assert units == round(units) and 62 * units * blocks < 2**20
 
@@ -120,7 +120,7 @@ def test_batches_that_follow_each_other_have_different_keys():
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32"])
 def test_parameters_that_differ_in_a_bit(dtype):
-    """Almost all of them have a different key."""
+    """Almost all of the changed parameters have a different key."""
     key = functools.partial(marks.key, np.int32(5), to_the_bit=True)
     params = {"a": jnp.ones((3, 2), dtype), "b": jnp.zeros(4, dtype)}
     usual = key(params)
@@ -158,7 +158,7 @@ def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
 @pytest.mark.parametrize("shape", [(1000,), (30, 40), (4, 20, 20)])
 @pytest.mark.parametrize("dtype", ["float32", "complex64"])
 def test_cotangents_that_differ_at_their_end(shape, dtype):
-    """All their numbers count, on any scale; rounding does not."""
+    """All numbers of the cotangents count, on any scale; rounding does not."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape)
     other, rounded = x.copy(), x * (1 + 1e-6 * rng.uniform(-1, 1, shape))
@@ -180,7 +180,8 @@ LARGE = [0.0, -1e3, -1e9, -3e38, -np.inf, np.nan]
 @pytest.mark.parametrize("large", LARGE)
 @pytest.mark.parametrize("moving", [False, True])
 def test_a_large_number_hides_no_difference(large, moving):
-    """A mask or a large statistic among the parameters, or a cotangent that is not finite."""
+    """Neither a mask, nor a large statistic among the parameters, nor a cotangent that is not finite hides a
+    difference."""
 
     def key(w):
         its = [{"w": jnp.asarray(w, jnp.float32), "m": jnp.float32([0, large])}]
@@ -190,7 +191,7 @@ def test_a_large_number_hides_no_difference(large, moving):
     w = np.random.default_rng(0).normal(size=5)
     assert key(w) == key(w)
     if moving and 1e6 < abs(large) < np.inf:
-        return  # it may be rounding alone
+        return  # the difference may be only rounding
     assert max(abs(key(w) - key(1.5 * w)), abs(key(w) - key(w + 1))) > 0.1
 
 

@@ -36,7 +36,7 @@ def test_load_of_partial_stragglers(n, s, alpha):
 
 @pytest.mark.parametrize(("n", "s"), [(3, 1), (4, 1), (5, 2)])
 def test_every_set_of_parts_of_partial_stragglers(n, s):
-    """All naive messages and any n−s coded ones suffice; no naive one may be missing."""
+    """All naive messages and any n−s coded messages suffice; no naive message may be missing."""
     code = codes.partial_stragglers(n, s, slowdown=3)
     for bits in itertools.product([False, True], repeat=2 * n):
         answered = np.array(bits).reshape(n, 2)
@@ -104,7 +104,7 @@ each_set = pytest.mark.parametrize(
     ("n", "s", "kappa"), [(5, 2, 6.022), (5, 3, 6.221), (3, 1, 3.034), (4, 1, 1)]
 )
 def test_amplification_of_partial_stragglers(n, s, kappa):
-    """With all second parts it is far less than without ``s`` of them. Copies count once."""
+    """With all second parts κ is far less than without ``s`` of them. Copies count once."""
     code = codes.partial_stragglers(n, s, slowdown=3)
     assert code.amplification == pytest.approx(kappa, abs=1e-3)
     found = 0.0
@@ -195,8 +195,8 @@ EPS32 = float(np.finfo(np.float32).eps)
 
 @pytest.mark.parametrize("name", ["adaptive 4, 2, seed 2", "partial 5, 2"])
 def test_float32_sums_of_sets_of_parts_lose_at_most_kappa_times_the_rounding(name):
-    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent
-    the same for its terms. The reference is in float64.
+    """Relative to κ · Σ|g|, every message loses at most (k·m + 2) · eps, and the parent's sum loses as much for each of
+    its terms. The reference is in float64.
     """
     code, _, sets = SETS[name]
     rng = np.random.default_rng(2)
@@ -332,7 +332,7 @@ def test_tree_with_parts_that_did_not_come():
 @each_plan
 @pytest.mark.parametrize("batch", [1, 7, 40])
 def test_stages(plan, batch):
-    """After the first p + 1 of P equal runs of chunks a rank has all of part p."""
+    """After p + 1 of P equal runs of chunks a rank has all of part p."""
     for rank in range(plan.size):
         indices, weights = plan.strategy.assignment(plan, rank, batch)
         if not plan.encoded:
@@ -443,7 +443,7 @@ KEEP_ZEROS = [
     "block_design(load=3)",
     "grouped(load=3)",
 ]
-# With slices it also depends on other slices, which cancel up to rounding.
+# With slices a number also depends on other slices, which cancel up to rounding.
 LOSE_ZEROS = {
     "adaptive": 1,
     "random_generator": 2,

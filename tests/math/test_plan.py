@@ -288,7 +288,7 @@ def test_every_process_makes_the_same_plan():
 @bounded
 @given(st.data())
 def test_sets_that_the_root_tolerates_missing(data):
-    """Compare with all ways to leave out parents in addition to the erased ranks."""
+    """Compare with all sets of parents that may be left out in addition to the erased ranks."""
     size = data.draw(st.integers(3, 9))
     parents = [-1, *(data.draw(st.integers(0, rank - 1)) for rank in range(1, size))]
     try:
@@ -309,7 +309,7 @@ def test_sets_that_the_root_tolerates_missing(data):
         return solvable(plan.codings[rank].code.B, list(answered))
 
     def consistent(out):
-        """Return whether all other ranks have a sum without those left out."""
+        """Return whether all other ranks have a sum without the ranks that are left out."""
         return plan.root not in out and all(
             decodable(rank, tuple(c not in out for c in plan.coded_children(rank)))
             for rank in inner - out
@@ -541,7 +541,7 @@ def test_text_that_is_no_plan(text, message):
 
 
 def test_the_text_of_shared_work():
-    """One replica is singular, and without replicas the text promises nothing."""
+    """The text says "1 other" for one replica, and promises nothing without replicas."""
     none, one, two = (
         make_plan(4, Shared(replicas=replicas, blocks=3)).describe()
         for replicas in range(3)

@@ -80,9 +80,7 @@ def accepted(ranks, candidate):
 
 
 def exhaustive(cluster):
-    """Return the least mean over all variants of all valid candidates; the best ones
-    get more rounds.
-    """
+    """Return the least mean over all variants of all valid candidates; the best variants get more rounds."""
     ranks, _, payload, *_ = cluster
     entering = {v for c in candidates(ranks) for v in c.variants(payload)}
     entering = [
@@ -98,7 +96,7 @@ def exhaustive(cluster):
 
 
 def gap(cluster):
-    """Return the time of the planner's choice relative to the best one."""
+    """Return the time of the planner's choice relative to the best candidate."""
     ranks, work, payload, gigabits, model = cluster
     ranking = search.best_plans(
         ranks, payload, work * ranks, Network.of(gigabits), stragglers.named(model)
@@ -127,7 +125,7 @@ def test_no_rank_straggles(ranks, gigabits):
     assert not ranking.best_tree.candidate.coded
     assert ranking.best_tree.candidate.tree
     assert ranking.verdict.startswith("do not code")
-    assert ranking.verdict.endswith("one that is stuck or dead stops all")
+    assert ranking.verdict.endswith("a stuck or dead rank stops the job")
 
 
 def test_a_rank_that_never_ends():
@@ -152,14 +150,14 @@ def test_a_rank_that_never_ends_and_shares_its_work():
     model = stragglers.named("killed(ranks=(5,), round=3)")
     ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
     assert ranking.best.candidate.shared
-    assert "uncoded, " in ranking.verdict
+    assert "uncoded strategy, " in ranking.verdict
     assert "a step would never end" in ranking.verdict
 
 
 @pytest.mark.slow
 def test_work_is_shared():
-    """Work is shared if ranks are late, blocks are not tiny and others have the data;
-    with no more replicas than needed.
+    """Work is shared if ranks are late, blocks are not tiny and other ranks have the data. The plan has no more
+    replicas than needed.
     """
     model = stragglers.named("bursty(begin=0.02, end=0.2, factor=5)")
     ranking = search.best_plans(13, 4e3, 1.5, stragglers=model)
@@ -183,8 +181,11 @@ def test_work_is_shared():
     ("asked", "why"),
     [
         ({"replicas": 0}, "shared work is left out by replicas=0"),
-        ({"ranks": 2}, "shared work is looked at for 3 to 64 ranks"),
-        ({"work": 0.05}, "needs two blocks of 5 ms .*, whose part .* takes 7.14 ms"),
+        ({"ranks": 2}, "shared work is compared only for 3 to 64 ranks"),
+        (
+            {"work": 0.05},
+            "needs two blocks of at least 5 ms .*, but .* part .* takes 7.14 ms",
+        ),
         ({"reading": 20.0}, r"Shared\(\) takes \S+ times as long"),
     ],
 )
@@ -204,8 +205,8 @@ def test_why_work_is_shared_does_not_say_why_not():
 
 @pytest.mark.slow
 def test_reading_costs_replicas():
-    """Reading costs as much as the held data; if that costs more than late ranks do,
-    work is not shared.
+    """Reading takes time in proportion to the held data. If it takes longer than waiting for late ranks, work is not
+    shared.
     """
     model = stragglers.named("exponential(work=0.5)")
     free = search.best_plans(7, 4e3, 0.7, stragglers=model)
@@ -249,11 +250,11 @@ def test_what_counts_as_faster():
     assert estimate(9 + noise).faster_than(base)
     assert not estimate(9.95 + noise).faster_than(base)  # less than 1 %
     assert not base.faster_than(base)
-    # two lucky rounds are chance
+    # a gain from two lucky rounds is chance
     lucky = 10 + noise
     lucky[:2] -= 50
     assert not estimate(lucky).faster_than(base)
-    # heavy tails have no standard error, but it is faster nearly always
+    # heavy tails have no standard error, but this candidate is nearly always faster
     heavy = 10 + rng.pareto(0.5, 320)
     assert estimate(np.minimum(heavy, 9)).faster_than(estimate(heavy))
     assert estimate([1.0] * 16).faster_than(estimate([np.inf] * 16))
@@ -340,7 +341,7 @@ def test_a_faster_code_that_loses_digits():
     ]
     assert seconds[0] / seconds[1] == pytest.approx(left_out.gain, rel=0.05)
     assert "Left out, as kappa is above 2: Coded(fanout=11)" in ranking.verdict
-    assert "13 ranks could have it" in ranking.verdict
+    assert "13 ranks could use it" in ranking.verdict
 
 
 @pytest.mark.slow
@@ -349,7 +350,7 @@ def test_a_faster_code_that_is_not_evaluated():
     ranking = search.best_plans(66, 4e4, 10.0, stragglers="fixed(factor=10)")
     left_out = ranking.left_out
     assert (left_out.candidate.fanout, left_out.drawn) == (65, False)
-    words = "such codes are not looked for where a parent has more than 64 children"
+    words = "such codes are not searched if a parent has more than 64 children"
     assert f"Left out, as {words}: Coded(fanout=65)" in ranking.verdict
 
 
@@ -419,7 +420,7 @@ def test_static_balancing_is_compared():
     assert balanced.step < ranking.best.step < ranking.uncoded.step / 1.3
     assert ranking.best.candidate.shared
     times = balanced.step / ranking.best.step
-    text = f"Static balancing: {balanced.name}, takes {times:.3g} times as long"
+    text = f"Static balancing, {balanced.name}, takes {times:.3g} times as long"
     assert text in ranking.verdict
     assert "speeds of the step before" in balanced.name
     alike = search.best_plans(13, 4e4, 1.3)
@@ -427,7 +428,7 @@ def test_static_balancing_is_compared():
 
 
 def test_division_by_known_costs_is_compared():
-    """With equal machines it is as good as shared work, and this is not advised."""
+    """With equal machines division by costs is as good as shared work, so shared work is not advised."""
     costs = Costs.of(np.random.default_rng(0).gamma(2.0, size=13 * 96 * 4), 13 * 96)
     ranking = search.best_plans(13, 4e4, 1.3, costs=costs)
     (blind,) = (e for e in ranking.estimates if e.candidate.blind)
@@ -488,7 +489,10 @@ def test_plans_are_those_of_the_seed(capsys):
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
         ({"stragglers": "slow"}, "model must be one of none, "),
         ({"replicas": -1}, "replicas must be an integer >= 0, got -1"),
-        ({"replicas": 4}, "replicas=4: of 4 ranks only 3 others can .* replicas=3 or"),
+        (
+            {"replicas": 4},
+            "replicas=4 does not fit 4 ranks: only 3 other ranks can .* replicas=3 or",
+        ),
         ({"reading": -1.0}, "reading must be seconds >= 0, got -1.0"),
         ({"amplification": 0.5}, "amplification must be at least 1, got 0.5"),
     ],
@@ -565,7 +569,7 @@ def test_json_and_a_trace(capsys, tmp_path):
     assert fields["ranking"][-1]["step"] is None
     np.savetxt(trace, np.ones((50, 6)), delimiter=",")
     assert main([*USUAL, "--trace", str(trace)]) == 2
-    assert "trace.csv has 6 columns, and --ranks is 7" in capsys.readouterr().err
+    assert "trace.csv has 6 columns, but --ranks is 7" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

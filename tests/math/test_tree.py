@@ -88,7 +88,7 @@ def test_a_given_fanout_is_kept_and_spread(needed, more, workers):
     parents = balanced_parents(size, fanout, needed)
     counts = fanouts(parents)
     assert Tree(parents).size == size and Tree(parents).root == 0
-    assert sorted(parents) == list(parents)  # breadth first
+    assert sorted(parents) == list(parents)  # ranks are numbered breadth first
     assert max(counts) <= fanout
     short = [count for count in counts if count < needed]
     # p parents can have needed … fanout children each iff p·needed ≤ size − 1 ≤ p·fanout

@@ -1,4 +1,4 @@
-"""These tests run in every rank of an mpirun job, or as a job of one rank.
+"""Settings of the tests that run in every rank of an mpirun job, or in a job of one rank.
 
 `tests/test_mpirun.py` starts the jobs. The first failure on any rank ends the job: the
 other ranks would wait for that rank for ever.
@@ -71,7 +71,7 @@ def pytest_configure(config):
         config.pluginmanager.register(Outcomes(path, MPI.COMM_WORLD.rank))
 
 
-@pytest.hookimpl(trylast=True)  # after it is recorded
+@pytest.hookimpl(trylast=True)  # after the outcome is recorded
 def pytest_runtest_logreport(report):
     if report.failed and MPI.COMM_WORLD.size > 1:
         place = f"rank {MPI.COMM_WORLD.rank} of {MPI.COMM_WORLD.size}"
@@ -85,9 +85,7 @@ def pytest_runtest_logreport(report):
 
 @pytest.fixture
 def tmp_path():
-    """Return a folder of this rank: all ranks would delete pytest's folders at the same
-    time.
-    """
+    """Return a folder of this rank alone, because all ranks would delete pytest's folders at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         yield pathlib.Path(folder)
 
@@ -99,7 +97,7 @@ def comm():
 
 @pytest.fixture(scope="session", params=["mpi4jax", "engine"])
 def transport(request):
-    """The transport of `group`, and of groups that tests make themselves."""
+    """Return the transport of `group`, and of groups that tests make themselves."""
     if request.param == "engine" and (reason := engine.missing()):
         if os.environ.get("JAXCODED_ENGINE", "ON") != "ON":
             pytest.skip(reason)

@@ -14,7 +14,7 @@ mpi4jax_only = once
 engine_only = pytest.mark.parametrize("transport", ["engine"], indirect=True)
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank agrees with itself")
-# An expensive test, which one rank covers no better than several.
+# An expensive test, which one rank does not cover better than several ranks.
 not_alone = pytest.mark.exhaustive if SIZE == 1 else lambda test: test
 slices = pytest.mark.skipif(SIZE < 4, reason="slices need 4 ranks")
 # The groups of these tests tolerate one missing child of every parent.

@@ -42,11 +42,10 @@ def exact(gradients):
 
 
 def rounding(group, dtype):
-    """Return a bound on the error of a sum in a dtype, as a share of the sum of
-    absolute values.
+    """Return a bound on the error of a sum in a dtype, as a fraction of the sum of absolute values.
 
-    Every rounding, half an eps, is amplified by κ at most. A narrow message is rounded
-    once when it is made and once in every layer. In wider ones every addition counts.
+    Every rounding, half an eps, is amplified by κ at most. A message in a narrow type is rounded once when it is made
+    and once in every layer. In wider types every addition counts.
     """
     plan = group.plan
     depth = fanout = 0

@@ -165,7 +165,9 @@ def test_wrong_arguments(comm, transport, wrong, text):
 @once
 @several
 def test_more_replicas_than_other_ranks(comm, transport):
-    text = f"replicas=99: of {SIZE} ranks only {SIZE - 1} others can hold"
+    text = (
+        f"replicas=99 does not fit {SIZE} ranks: only {SIZE - 1} other ranks can hold"
+    )
     with pytest.raises(ValueError, match=text):
         jaxcoded.CodedGroup.auto(
             comm, payload=1, work=1, replicas=99, transport=transport
@@ -224,7 +226,7 @@ def test_pieces_of_no_size(comm, transport, piece):
         ({"sections_from": 1000, "check": jaxcoded.Check("warn")}, 0),
     ],
 )
-# the plan may have no surplus to compare
+# the plan may have no surplus messages to compare
 @pytest.mark.filterwarnings("ignore:check=.* cannot detect every error:RuntimeWarning")
 def test_the_planner_counts_on_sections_if_the_group_has_them(
     comm, transport, monkeypatch, options, expected

@@ -21,7 +21,7 @@ REDUCES = {
     "tree": functools.partial(baselines.tree_allreduce, fanout=2),
 }
 each = pytest.mark.parametrize("reduce", REDUCES.values(), ids=REDUCES)
-# 13 ranks show no more than 7, and take long
+# 13 ranks show no more than 7 ranks do, and take long
 few = pytest.mark.skipif(COMM.size > 7, reason="seen with fewer ranks")
 
 
@@ -74,7 +74,7 @@ def test_gradient(reduce):
 
 
 def test_equal_communicators_are_one_to_jit():
-    """mpi4py may make a new Python object for the same communicator."""
+    """jit treats them as one, as mpi4py may make a new Python object for the same communicator."""
     again, other = MPI.Intracomm(COMM), COMM.Dup()
     assert again is not COMM
     ring = lambda c: baselines._index(baselines._Ring, baselines._Communicator(c))

@@ -72,8 +72,8 @@ def of_batch(indices):
 def test_a_scalar_loss_is_as_good_as_losses_of_examples(
     comm, transport, strategy, loss
 ):
-    """The result is exact in every batch, also a smaller last one. Another seed, epoch
-    or batch does not trace again.
+    """The result is exact in every batch, also a smaller last one. Another seed, epoch or batch does not trace the
+    function again.
     """
     traces = 0
 
@@ -103,7 +103,7 @@ def test_a_scalar_loss_is_as_good_as_losses_of_examples(
 
 @engine_only
 def test_sum_of_a_scalar_loss_with_auxiliary_data(group):
-    """The auxiliary data are those of the examples that this rank has computed."""
+    """The auxiliary data belong to the examples that this rank has computed."""
 
     def loss(params, data):
         return mean_loss(params, data), {"y": data["y"].sum()}
@@ -119,7 +119,7 @@ def test_sum_of_a_scalar_loss_with_auxiliary_data(group):
 
 @once
 def test_kinds_of_data(group, tmp_path):
-    """The library reads only the batch's indices of each leaf."""
+    """The library reads only the batch's examples of each leaf."""
     mapped = np.memmap(tmp_path / "x", np.float32, "w+", shape=(EXAMPLES, 3))
     mapped[:] = np.arange(3 * EXAMPLES).reshape(-1, 3)
     keys = jax.random.split(jax.random.key(0), EXAMPLES)

@@ -1,4 +1,4 @@
-"""Blocks on the host: a loop over this rank's blocks, and then the sum."""
+"""Blocks on the host: a program loops over its rank's blocks, and then sums."""
 
 import random
 import time
@@ -47,7 +47,7 @@ def same_on_all(comm, array):
 
 
 def test_every_block_once(comm, group):
-    """Some ranks are late in some blocks; every sum is the whole batch's."""
+    """Some ranks are late in some blocks; every sum contains the whole batch."""
     rng = random.Random(comm.rank)
     for step in range(6):
         nap = rng.choice([0, 0, 0.02])
@@ -95,7 +95,7 @@ def test_costs_of_one_rank(comm, wrong):
         uncounted.allreduce(own, group)
     texts = comm.allgather(str(caught.value))
     if wrong == "others":
-        # the others may first detect that this rank has left
+        # the other ranks may first detect that this rank has left
         assert any("costs" in text for text in texts), texts
     else:
         last = comm.rank == comm.size - 1
@@ -127,7 +127,7 @@ def test_under_jit(comm, group):
 
 
 def test_together_with_other_sums(comm):
-    """Other sums may come before the first blocks. Later ones would be ambiguous."""
+    """Other sums may come before the first blocks. Later sums would be ambiguous."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
     ) as group:
@@ -182,7 +182,7 @@ def test_leaving_the_loop_early(comm):
 
 
 def test_an_exception_in_the_loop(comm):
-    """The rank raises its exception, or that of a rank that was faster."""
+    """The rank raises its exception, or the exception of a rank that was faster."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(replicas=0)) as group:
         with (
             pytest.raises((ZeroDivisionError, CodedError)),
@@ -196,9 +196,7 @@ def test_an_exception_in_the_loop(comm):
 
 @pytest.mark.parametrize("loop", ["after a break", "side by side"])
 def test_two_loops(comm, loop):
-    """All ranks get the same error: a second loop would be another round with other
-    blocks.
-    """
+    """All ranks get the same error, because a second loop would be another round with other blocks."""
     with (
         jaxcoded.CodedGroup(
             comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)

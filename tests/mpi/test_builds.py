@@ -1,4 +1,4 @@
-"""Ranks that run other versions, and what ranks exchange besides messages."""
+"""Ranks that run other versions, and data that ranks exchange in addition to messages."""
 
 import warnings
 
@@ -75,14 +75,14 @@ def test_another_engine(comm, transport, monkeypatch):
     with pytest.raises(GroupMismatch, match="0123456789ab .* from different sources"):
         CodedGroup(comm, **arguments(transport))
     with pytest.raises(GroupMismatch, match="from different sources"):
-        CodedGroup(comm, Coded(stragglers=0))  # it does not fall back on mpi4jax
+        CodedGroup(comm, Coded(stragglers=0))  # the group does not fall back to mpi4jax
     monkeypatch.undo()
     works(comm, transport)
 
 
 @several
 def test_another_jax(comm, transport, monkeypatch):
-    """Another JAX is no error; rank 0 warns about possible consequences."""
+    """Another JAX raises no error; rank 0 warns about possible consequences."""
     faked(monkeypatch, "wanted", build.wanted().replace("jax ", "jax 9.", 1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

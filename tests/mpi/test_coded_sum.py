@@ -1,5 +1,4 @@
-"""Compare functions of sums and their derivatives with the whole batch's, in closed
-form.
+"""Compare functions of sums, and their derivatives, with closed forms for the whole batch.
 
 The model is that of `test_gradients`: L(θ) = φ(Σ_j g_j(θ)), so that the sum must be
 exact before the nonlinear φ.
@@ -28,7 +27,7 @@ STRATEGIES = {
     "coded": Coded(stragglers=1 if SIZE > 2 else 0),
     "slices": pytest.param(SLICED, marks=slices),
     "uncoded": Uncoded(),
-    # on 4 ranks the same code as "coded"
+    # on 4 ranks this is the same code as "coded"
     "cyclic": pytest.param(
         Coded(stragglers=1, fanout=3, code="cyclic_repetition"),
         marks=[redundant, pytest.mark.exhaustive],
@@ -106,7 +105,7 @@ def test_second_derivatives(strategy, comm):
         assert_same_bits(comm, out)
 
 
-# Those of a code for 13 ranks are of the (3, 2) tree, where every layer decodes.
+# Codes on 13 ranks use the (3, 2) tree, in which every layer decodes.
 CODES = {
     "shared": Shared(),
     "repetition": Coded(stragglers=1, fanout=3),
@@ -120,7 +119,7 @@ CODES = {
         stragglers=1, fanout=3, speeds=[1 + rank % 3 for rank in range(SIZE)]
     ),
 }
-# The others need no deeper tree to be told from these, and take long to compile.
+# A deeper tree shows nothing new about the other codes, which take long to compile.
 DEEP = ("shared", "repetition", "slices")
 # On 4 ranks `test_second_derivatives` has the programs of these.
 KNOWN = ("shared", "repetition", "polynomial", "random")
@@ -267,8 +266,8 @@ def test_cotangents_of_a_vmap_are_one_round(strategy):
 
 @every_strategy
 def test_a_function_is_traced_seldom(strategy, monkeypatch):
-    """Its round and that of its derivative share traces, one while JAX traces and one
-    while it lowers, as a model may take seconds to trace.
+    """The function's round and its derivative's round share traces: one while JAX traces, and one while it lowers. A
+    model may take seconds to trace.
     """
     module = importlib.import_module("jaxcoded.collectives.coded_sum")
     evaluated = module._evaluated
@@ -311,13 +310,14 @@ def test_memory_of_a_gradient(comm, how):
         alone = planned(
             lambda layers, x: jnp.log1p(deep(layers, x).sum() ** 2), batch.data
         )
-        assert alone > 8 * jnp.asarray(batch.data).nbytes  # so it counts what is kept
+        # so the memory includes intermediate values
+        assert alone > 8 * jnp.asarray(batch.data).nbytes
         assert here < 1.1 * alone, (here, alone)
 
 
 @every_program
 def test_rounds_of_a_hessian_vector_product(strategy):
-    """The rounds are the sum, its jvp, its transpose, and the jvp of that."""
+    """The rounds are the sum, its jvp, its transpose, and the jvp of the transpose."""
     product = lambda theta, v: jax.jvp(jax.grad(loss_of(strategy)), (theta,), (v,))
     before = strategy.rounds
     jax.block_until_ready(jax.jit(product)(THETA, DIRECTION))
@@ -327,7 +327,7 @@ def test_rounds_of_a_hessian_vector_product(strategy):
 
 @every_program
 def test_rounds_of_conjugate_gradients(strategy, comm):
-    """The rounds are the gradient's, once, and two for each product with the Hessian."""
+    """There is one round for the gradient, and two for each product with the Hessian."""
     loss, whole = loss_of(strategy), Whole(THETA)
     shift = 1 + np.abs(np.linalg.eigvalsh(whole.hessian)).max()
 
@@ -404,7 +404,7 @@ def test_a_late_rank_computes_nothing(comm, code):
         batch, late = group.batch(A), comm.size - 1
         total = coded_sum(each, group)
         grad = jax.jit(jax.grad(lambda theta: phi(total(theta, batch))))
-        finish(grad(THETA))  # all are there
+        finish(grad(THETA))  # all ranks take part
 
         def steps():
             computed.clear()
@@ -543,7 +543,7 @@ def test_complex_values_of_few_digits(comm, code):
 
 @every_strategy
 def test_counts_and_values_in_one_sum(strategy):
-    """Integers have no derivative, and no round for one."""
+    """Integers have no derivative, and cause no round for a derivative."""
     if strategy.plan.amplification != 1 or strategy.plan.encoded:
         pytest.skip("its code would round integers")
     batch = strategy.batch(A)
@@ -589,7 +589,7 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
         pytest.skip("each child has the whole batch, so that one alone may be counted")
     batch = strategy.batch(A)
     total = coded_sum(values, strategy)
-    # those of any two ranks differ, as a late rank may be in no sum
+    # any two ranks differ, as a late rank may contribute to no sum
     mine = {"much": (-2.0) ** comm.rank, "little": 1 + comm.rank / 10}
 
     @jax.jit
@@ -604,7 +604,8 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
 
     of = hessian_product if differs == "tangent" else grad
     jax.block_until_ready(of(THETA, 1.0))  # so that all ranks start at the same time
-    for _ in range(5):  # one rank may have computed everything before the others came
+    # one rank may have computed everything before the other ranks came
+    for _ in range(5):
         wait_for_all(comm)
         try:
             jax.block_until_ready(of(THETA, mine.get(differs, mine["much"])))
@@ -645,8 +646,8 @@ def test_parameters_that_differ_by_a_share(strategy, comm, share):
 @pytest.mark.ranks(4)
 @every_strategy
 def test_a_branch_that_one_rank_does_not_take(strategy, comm):
-    """The next call of another kind is an error on every rank, and names both calls.
-    Ranks that do not wait for a late rank get the error one round later.
+    """The next call of another kind raises an error on every rank that names both calls. Ranks that do not wait for a
+    late rank get the error one round later.
     """
     batch, odd = strategy.batch(A), comm.rank == comm.size - 1
     total = coded_sum(values, strategy)
@@ -671,7 +672,7 @@ def test_a_branch_that_one_rank_does_not_take(strategy, comm):
             jaxcoded.effects_barrier()
             if all_wait:
                 break
-        if not all_wait:  # so that none is rounds ahead
+        if not all_wait:  # so that no rank is several rounds ahead
             wait_for_all(comm)
             time.sleep(0.05)
     comm.Barrier()
@@ -683,7 +684,7 @@ def test_a_branch_that_one_rank_does_not_take(strategy, comm):
 @redundant
 @pytest.mark.ranks(4)
 def test_a_branch_and_the_same_sum_again(comm):
-    """In a group that waits for all, a sum at other parameters is an error on every rank."""
+    """In a group that waits for all ranks, a sum at other parameters raises an error on every rank."""
     with jaxcoded.CodedGroup(comm, Uncoded()) as group:
         batch, odd = group.batch(A), comm.rank == comm.size - 1
         total = coded_sum(values, group)
@@ -743,7 +744,7 @@ def test_values_of_other_shapes(group, per_example, error, words):
 
 
 def test_random_keys(comm):
-    """Among the parameters they may be used. They have no sum: an error names them."""
+    """Random keys may be used among the parameters. They have no sum: an error names them."""
     with jaxcoded.CodedGroup(comm, Uncoded()) as group:
         batch, key = group.batch(A), jax.random.key(3)
         drawn = lambda p, x: values(p["w"], x) * jax.random.normal(p["key"])
@@ -924,8 +925,8 @@ def square_of(_, x):
 
 @pytest.mark.parametrize("strategy", [Uncoded()], ids=repr, indirect=True)
 def test_sums_in_another_order(strategy):
-    """Ranks that take the functions of a set in different orders. With shared work others may
-    be done before a late rank calls: then it alone gets the error.
+    """Ranks take the functions of a set in different orders. With shared work the others may be done before a late rank
+    calls: then only the late rank gets the error.
     """
     if strategy.size == 1:
         return
@@ -940,7 +941,7 @@ def test_sums_in_another_order(strategy):
 
 
 class Times:
-    """A function that is equal to all others of its kind."""
+    """A function that is equal to all functions of its class."""
 
     def __init__(self, factor):
         self.factor = factor
@@ -966,7 +967,7 @@ def test_functions_that_are_equal(strategy):
 
 @pytest.mark.parametrize("strategy", [Shared()], ids=repr, indirect=True)
 def test_calls_with_and_without_a_token(strategy):
-    """Nothing orders such calls, so ranks would wait for each other."""
+    """Nothing orders calls with a token relative to calls without, so ranks would wait for each other."""
     batch = strategy.batch(np.ones(BATCH))
     total = coded_sum(lambda w, x: w * x, strategy)
 

@@ -1,6 +1,4 @@
-"""The results and the order of the collectives, under all transformations but
-differentiation.
-"""
+"""The results and the order of the collectives, under all transformations except differentiation."""
 
 import jax
 import jax.numpy as jnp
@@ -114,8 +112,7 @@ def test_slices(comm, transport):
         total = coded_allreduce(message, sliced)
         assert_sum(sliced, total, gradients)
         assert_same_bits(comm, total)
-        # as many as a child's message has numbers: the shape does not show the batch
-        # axis
+        # as many factors as a child's message has numbers, so that the shape does not show the batch axis
         factors = np.arange(1.0, 1 + padded // 2)
         batched = jax.tree.map(lambda v: jnp.outer(factors, v), message)
         every = jax.jit(jax.vmap(lambda m: coded_allreduce(m, sliced)))(batched)

@@ -1,6 +1,4 @@
-"""Sums that count their examples: values weighted with a batch's weights, and no
-others.
-"""
+"""Sums count their examples: values that are weighted with a batch's weights, and no other values."""
 
 import copy
 
@@ -57,7 +55,7 @@ def with_a_residual(x, group, weights):
 
 
 def started(x, group, weights):
-    """Start two rounds, which both count."""
+    """Start two rounds, both of which count their examples."""
     handle = coded_allreduce_start(
         [x[:2], x[2:]], group, weights, bucket_bytes=x[:2].nbytes
     )
@@ -89,7 +87,7 @@ def compiled(call, group):
 @pytest.mark.parametrize(
     ("call", "strategy"),
     [
-        # sums over blocks differ from others; weights are as good as others
+        # calls over blocks differ from other calls; calls with weights do not
         (call, it) if call is at_once or it in ("shared", "coded") else more(call, it)
         for call in CALLS
         for it in STRATEGIES
@@ -159,7 +157,7 @@ def test_the_host_and_a_program_in_one_round(comm, transport):
     ("call", "odd"),
     [
         *((call, "batch") for call in CALLS),
-        # the number of a batch depends on both
+        # a batch's number depends on seed and epoch
         *((it, "seed") if it is at_once else more(it, "seed") for it in CALLS),
     ],
 )

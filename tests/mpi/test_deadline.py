@@ -41,9 +41,7 @@ def opened(comm, deadline, action, **more):
 
 
 def too_late(group):
-    """Return two children of one parent, without which it cannot continue; leaves if
-    possible.
-    """
+    """Return two children of one parent without which the parent cannot continue; leaves if possible."""
     tree = group.plan.tree
     parent = next(
         rank
@@ -73,7 +71,7 @@ def test_raise(comm, deadline):
         for _ in range(8):
             wait_for_all(comm)
             start = time.monotonic()
-            # 100 times such a round's time is at least SECONDS
+            # the deadline of 100 times this round's time is at least SECONDS
             if RANK in late:
                 time.sleep(SECONDS / 100)
             assert_sum(group, np.asarray(call(x)), VECTOR)
@@ -134,7 +132,7 @@ def test_no_deadline_expires_for_tolerated_ranks(comm):
 @several
 @pytest.mark.parametrize("code", ["auto", "cyclic_repetition"])
 def test_approximate(comm, code):
-    """All ranks get the sum that the residual describes, and exact sums otherwise."""
+    """After the deadline all ranks get the sum that the residual describes; other sums are exact."""
     with opened(comm, SECONDS, "approximate", code=code) as group:
         plan, late = group.plan, too_late(group)
         count = len(atoms.sizes(plan))
@@ -168,8 +166,8 @@ def test_approximate(comm, code):
 
 
 def not_enough_without(group):
-    """Return two children of the root without which it has no exact sum; without others
-    it may have one by luck.
+    """Return two children of the root without which it has no exact sum. Without two other children, it may have an
+    exact sum by luck.
     """
     plan = group.plan
     children = plan.coded_children(plan.root)

@@ -1,5 +1,5 @@
-"""Groups with ``check``: correct training passes with every code. Typical mistakes are
-an error on every rank that names parent, children and remedy.
+"""Groups with ``check``: correct training passes with every code. Typical mistakes raise an error on every rank that
+names parent, children and remedy.
 """
 
 import contextlib
@@ -77,7 +77,7 @@ def losses(params, batch):
 CODES = schemes.EXACT.get(SIZE, {}) | schemes.APPROXIMATE.get(SIZE, {})
 CODES |= {"fractional_repetition": {"stragglers": 2}, "cyclic_repetition": {}}
 ALIKE = {"adaptive", "gaussian_mds", "grouped(load=3)", "progressive"}
-# on 7 ranks, whose tree is as flat as that of 4 ranks, the codes not tested there
+# on 7 ranks, whose tree is as flat as with 4 ranks, the codes that are not tested with 4
 ON_7 = {"random_generator(load=4)", "expander(degree=3)"}
 FEW = ON_7 if SIZE == 7 else set(CODES) - ALIKE
 
@@ -169,7 +169,7 @@ def expanded(params, batch):
 
 @pytest.mark.parametrize(
     ("loss", "mean", "wire"),
-    [  # each pair of two of them once
+    [  # each pair of two settings once
         (squares, False, None),
         (squares, True, "bfloat16"),
         (expanded, False, "bfloat16"),
@@ -245,9 +245,7 @@ def right(group, digits):
 
 
 def shard(group, digits):
-    """Return the gradient of the mean of this rank's part, a habit from other
-    libraries.
-    """
+    """Return the gradient of the mean of this rank's part, as users of other libraries may do."""
     which = np.arange(max(RANK - 1, 0), EXAMPLES, SIZE - 1)
     return weighted(digits, which, np.full(len(which), 1 / len(which)))
 
@@ -331,7 +329,7 @@ SMALL = [
     [
         *(("cyclic_repetition", *it) for it in SMALL),
         *(("random_generator", *SMALL[0]), ("adaptive", *SMALL[0])),
-        # what is compared does not depend on the code
+        # the compared numbers do not depend on the code
         *(more("random_generator", *it) for it in SMALL[1:]),
         *(more("adaptive", *it) for it in SMALL[1:]),
     ],
@@ -382,7 +380,7 @@ def test_a_plain_shard_does_not_pass_with_copies(comm, digits):
 
 
 def test_without_the_check_a_shard_passes(comm, digits):
-    """Without the check the result is another sum, by the algebra."""
+    """Without the check the result is another sum, which follows from the code."""
     s = 1 if SIZE == 4 else 2
     gone = (np.arange(SIZE) > 0) & (np.arange(SIZE) <= s)
     with opened(comm, check=False, code="cyclic_repetition", stragglers=s) as group:

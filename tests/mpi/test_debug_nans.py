@@ -30,8 +30,7 @@ def own(request, comm, transport):
 
 
 def errors(comm, group, spoils):
-    """Return the numbers of the steps that fail in an epoch whose other gradients are
-    right.
+    """Return the numbers of an epoch's steps that fail. The gradients of all other steps are right.
 
     Args:
         spoils: a function of a step's number. The step adds 0 times its value to loss
@@ -69,9 +68,7 @@ def errors(comm, group, spoils):
 
 @redundant
 def test_nan_of_one_rank(comm, own):
-    """The next calls of this rank are of the same batches as the calls of the other
-    ranks.
-    """
+    """This rank's next calls have the same batches as the calls of the other ranks."""
     odd = comm.rank == SIZE - 1
     failed = errors(comm, own, lambda step: (0, np.inf if odd and step == 1 else 0))
     assert failed == [1] * odd

@@ -351,9 +351,7 @@ def split(batch, spec=SPLIT):
 @engine_only
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(comm, group, layout):
-    """Training matches that of one process, with the same bits on all ranks and
-    devices.
-    """
+    """Training matches training in one process, with the same bits on all ranks and devices."""
     params, token = placed(layout), jnp.int32(0)
     step, batch = train_step(group, layout), read(group)
     losses = []
@@ -493,7 +491,7 @@ def test_a_late_rank_catches_up(comm, group, layout):
 @redundant
 @engine_only
 def test_mistakes_are_looked_for(comm, transport):
-    """A shard that does not match those of the other ranks is an error on all ranks."""
+    """A shard that does not match the other ranks' shards raises an error on all ranks."""
     debug = jaxcoded.Options(check=jaxcoded.DEBUG)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(), transport=transport, options=debug
@@ -539,7 +537,8 @@ def test_started_rounds(comm, group, late):
     if late is not None:
         out, residual, same = one_late(comm, group, late, number, rounds)
     assert_sum(group, (out, same), (TREE, TREE["same"]))
-    assert residual < 1e-6  # rounded to float32 if a bucket has no wider numbers
+    # the residual is rounded to float32 if a bucket has no wider numbers
+    assert residual < 1e-6
     assert_same_bits(comm, (out, same))
     jax.tree.map(assert_same_copies, (out["same"], same))
 
@@ -641,7 +640,7 @@ def test_other_devices_on_other_ranks(comm, group, own):
     )
     wait_for_all(comm)
     with pytest.raises(JaxRuntimeError, match=r"GroupMismatch.*devices \[[xz]="):
-        for _ in range(2):  # the error comes in that round or the next
+        for _ in range(2):  # the error comes in this round or the next one
             finish(jax.jit(f)(own, jnp.int32(0)))
     jaxcoded.effects_barrier()
     wait_for_all(comm)
@@ -673,9 +672,7 @@ def settled(group, own):
 def test_devices_that_call_different_things(
     comm, group, own, monkeypatch, other, words
 ):
-    """The devices fail, or give up the one that calls nothing, and the other ranks get
-    an error.
-    """
+    """The devices fail, or give up the device that calls nothing, and the other ranks get an error."""
     monkeypatch.setattr(engine_call, "PATIENCE", 2.0)
 
     def f(x, token):

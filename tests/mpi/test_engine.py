@@ -157,7 +157,7 @@ def test_two_groups_in_loops(comm, group, transport, own):
                     lambda s: (s[0] + 1, s[1] + coded_allreduce(x, group)),
                     (0, jnp.zeros_like(x)),
                 )[1]
-                # equal calls
+                # two equal calls
                 pair = coded_allreduce(x, other) + coded_allreduce(x, other)
                 return total + twice + pair, coded_reduce(k * x, group)
 
@@ -239,7 +239,7 @@ def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
 
 
 def needed_with(plan, rank):
-    """Return a mask without whose ranks this one is needed."""
+    """Return a mask of ranks without which every sum needs this rank."""
     for other in plan.tree.children[plan.tree.parents[rank]]:
         mask = np.arange(plan.size) == other
         both = mask | (np.arange(plan.size) == rank)
@@ -310,7 +310,8 @@ def test_a_late_rank_skips_its_gradient(comm, group, late, form):
     if RANK in (late, 0):  # the root has no data
         assert counter.count == 0
     elif SIZE == 4 or (late == 1 and RANK in group.plan.coded_children(0)):
-        assert counter.count == 3  # the code does not tolerate two missing ranks
+        # the code tolerates the late rank, but not that this rank is missing, too
+        assert counter.count == 3
     expected = np.ones(3)
     for loss in losses:
         slope = x @ expected
@@ -570,7 +571,8 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
     heard = []
 
     def refused(call):
-        for _ in range(2):  # the others' round when it happened, and one more
+        # the round in which it happened on the others, and one more round
+        for _ in range(2):
             try:
                 call()
             except (jaxcoded.errors.CodedError, JaxRuntimeError) as error:
@@ -592,7 +594,8 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
         refused(call)
         assert len(heard) == 2, heard
     assert all("two threads called" in words for words in heard), heard
-    other.close()  # within its timeout; otherwise it warns, which is an error here
+    # within its timeout; otherwise it warns, and warnings raise errors here
+    other.close()
 
 
 # Ranks that are too late.
@@ -649,7 +652,7 @@ def test_resync(comm, group, transport, late):
             "x": jax.ShapeDtypeStruct(own.shape, own.dtype),
             "step": jax.ShapeDtypeStruct((), np.int64),
         }
-        # as in a new group, it may also lack what a new root has handed on
+        # as in a new group, the rank may also lack the state that a new root has passed on
         short._session.ahead = 0
         short._session.transport.expect_state()
         with pytest.raises(jaxcoded.CodedError, match="first send the root's state"):
@@ -729,7 +732,7 @@ def test_a_snapshot_of_another_state(comm, group, transport, like):
 def test_other_threads_get_their_turn(comm, transport):
     """Other threads need not wait until the engine has nothing more to do for a round."""
     pieces = 128
-    own = np.ones(pieces << 18 >> 3)  # of 256 KiB each
+    own = np.ones(pieces << 18 >> 3)  # pieces of 256 KiB each
     by_root = jaxcoded.Options(sections_from=0, piece_bytes=256 << 10)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport, options=by_root
@@ -757,7 +760,7 @@ def test_other_threads_get_their_turn(comm, transport):
         uncounted.allreduce(own, group)
         over.set()
         looking.join()
-        assert len(seen) > 4, seen  # of 32 turns of the engine
+        assert len(seen) > 4, seen  # states seen in 32 turns of the engine
 
 
 def test_a_snapshot_holds_up_no_other_thread(comm, transport):
@@ -789,7 +792,7 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
     ) as group:
         wait_for_all(comm)
         if RANK == group.plan.root:
-            # one before and one after it need no turn; other processes may delay the
+            # the thread can read once before and once after the snapshot without a turn; other processes may delay the
             # thread
             wait_until(lambda: looks_meanwhile() > 2)
         wait_for_all(comm)
@@ -846,12 +849,13 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
         # from one rank to the next on the way up
         while waited_for != RANK and parents[waited_for] not in (RANK, -1):
             waited_for = parents[waited_for]
-        # the machine may make others late, too
+        # the machine may make other ranks late, too
         if parents[waited_for] != RANK:
             assert not any(f"waits for rank {SIZE - 1};" in words for words in texts)
         else:
             children = len(group.plan.coded_children(RANK))
-            assert lags == [0] * len(texts)  # any rank that gets the report may ask
+            # any rank that gets the report may ask for the lag
+            assert lags == [0] * len(texts)
             assert texts[-1] == (
                 f"group {group._session.index}, round 1: rank {RANK} waits for rank "
                 f"{waited_for}; it needs {children} of its {children} children"
@@ -860,7 +864,7 @@ def test_report_of_whom_a_rank_waits_for(comm, transport, caplog):
 
 @several
 def test_groups_that_are_called_in_another_order(comm, transport, caplog):
-    """A rank that waits for another says that the other waits in another group."""
+    """A rank that waits for another rank reports that this rank waits in another group."""
     last, logger = SIZE - 1, logging.getLogger("jaxcoded")
 
     def tell(_):
@@ -901,7 +905,7 @@ def test_groups_that_are_called_in_another_order(comm, transport, caplog):
 
 
 def test_memory_without_late_ranks(comm, transport):
-    """A rank keeps the memory of a round or two."""
+    """Without late ranks, a rank keeps the memory of a round or two."""
     with jaxcoded.CodedGroup(
         comm,
         jaxcoded.Coded(stragglers=0, fanout=3 if SIZE == 13 else None),
@@ -947,9 +951,7 @@ def test_a_rank_without_the_engine(comm, transport, monkeypatch):
 
 @pytest.mark.parametrize("step", ["introduce", "open"])
 def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
-    """If one rank cannot open the engine, no rank gets the group, and all can make
-    another one.
-    """
+    """If one rank cannot open the engine, no rank gets the group, and all ranks can make another group."""
     last = SIZE - 1
 
     def fail(*_):
@@ -971,7 +973,7 @@ def test_a_rank_that_cannot_open_the_engine(comm, transport, monkeypatch, step):
 
 @pytest.mark.skipif(SIZE > 1, reason="a process of its own")
 def test_a_process_that_cannot_share_memory(transport):
-    """The process falls back before any rank relies on shared memory."""
+    """The engine reports that it cannot start, before any rank relies on shared memory."""
     program = """
 import resource, signal
 from mpi4py import MPI
@@ -1015,7 +1017,8 @@ def mapped(what):
 def own_file(what):
     """Return the descriptor of this process's own file."""
     for number in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's own descriptor
+        # the descriptor of the listing itself is gone
+        with contextlib.suppress(FileNotFoundError):
             if f"/memfd:jaxcoded-{what}" in os.readlink(f"/proc/self/fd/{number}"):
                 return int(number)
     raise AssertionError(f"no {what}")
@@ -1046,7 +1049,7 @@ def test_others_cannot_harm_what_is_shared(comm, group, what):
 
 @not_alone
 def test_more_vectors_than_an_inbox_holds_addresses_of(group):
-    """There are more vectors than an inbox holds addresses of, or 16 bits count."""
+    """There are more vectors than an inbox holds addresses, and more than 16 bits can count."""
     count = 70_000
     scale = per_example()
     weight = contribution(group, scale)
@@ -1069,7 +1072,8 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:
         one = np.ones(1)
-        text = r"a long story .* \.\.\. .* a long story of rank 1"  # its ends
+        # its beginning and end
+        text = r"a long story .* \.\.\. .* a long story of rank 1"
         with pytest.raises(jaxcoded.GroupMismatch, match=text):
             group._session.transport.host_round(
                 Round(group._session.index, words + str(int(RANK == SIZE - 1))),
@@ -1101,7 +1105,7 @@ def test_impossible_messages(comm, transport):
 
 
 def test_bcast_of_odd_lengths(comm, group):
-    """Broadcast bytes in pieces."""
+    """Broadcast bytes, in pieces of odd lengths."""
     values = lambda rank: {
         "bool": (np.arange(300_001) + rank) % 3 == 0,
         "single": np.arange(100_003, dtype=np.float32) + rank,
@@ -1186,7 +1190,7 @@ def test_snapshots_are_of_numbers(transport, leaf):
     "wrong", [{"history_bytes": -1}, {"history_bytes": 1e9}, {"deadline": -1}]
 )
 def test_misuse_of_limits(comm, transport, wrong):
-    """Every rank gets an error, also if only one has a wrong argument."""
+    """Every rank gets an error, even if only one rank has a wrong argument."""
 
     def open_with(options):
         jaxcoded.CodedGroup(

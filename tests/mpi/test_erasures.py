@@ -45,8 +45,7 @@ def sums_without(group, masks):
 
 
 def assert_exact(comm, group, sums):
-    # coefficients are float64, so that float64 keeps its digits, and float32 has only
-    # its own rounding
+    # coefficients are float64: float64 sums keep their digits, and float32 sums have only their own rounding
     shares = {
         "wide": 1e-12 * group.plan.amplification,
         "single": rounding(group, np.float32) + 1e-6 * group.plan.encoded,
@@ -82,7 +81,7 @@ def test_every_tolerated_mask_with_slices(comm, transport):
 def test_bits_of_fractional_repetition_do_not_depend_on_erasures(comm, group):
     assert group.plan.amplification == 1
     masks = tolerated_masks(group.plan)
-    assert len(masks) == 3**3  # one of each pair of twins must answer
+    assert len(masks) == 3**3  # one rank of each pair of twins must answer
     sums = sums_without(group, masks)
     for name in GRADIENTS:
         assert {row.tobytes() for row in sums[name]} == {sums[name][0].tobytes()}

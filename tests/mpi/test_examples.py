@@ -409,9 +409,7 @@ def test_slow_loader(comm):
 
 
 def test_orbax_checkpoint(comm, tmp_path, capsys):
-    """All ranks train on seven batches, and all but one on the rest; a further start
-    has nothing left to do.
-    """
+    """All ranks train on seven batches, and all ranks except one on the rest; a further start has nothing left to do."""
     module = example("orbax_checkpoint", "sklearn", "orbax.checkpoint")
     folder = comm.bcast(str(tmp_path))
     _, done = module.train(comm, folder, stop_after=7)
@@ -457,7 +455,8 @@ def test_shakespeare(comm, monkeypatch):
     assert losses[1] < losses[0]
     assert len(module.write(params, "a", 3)) == 4
 
-    monkeypatch.setattr(module, "ROOT", pathlib.Path("missing"))  # a copy elsewhere
+    # as in a copy of the example elsewhere
+    monkeypatch.setattr(module, "ROOT", pathlib.Path("missing"))
     with pytest.raises(SystemExit, match="no text found: give --text FILE"):
         module.read()
 
@@ -508,7 +507,7 @@ def test_rounds_csv(comm, tmp_path, monkeypatch):
         of_round = list(of_round)
         assert [int(row["rank"]) for row in of_round] == list(range(1, SIZE))
         used = [row for row in of_round if row["used"] == "True"]
-        assert len(used) >= SIZE - 2, number  # any one may be missing
+        assert len(used) >= SIZE - 2, number  # any one rank may be missing
         assert {row["lag"] for row in used} <= {"0"}
         came = [row for row in of_round if row["arrived"] != "nan"]
         assert all((row["lag"] != "") == (row in came) for row in of_round)

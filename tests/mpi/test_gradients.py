@@ -1,4 +1,4 @@
-"""Compare derivatives through the collectives with those of the whole batch in NumPy.
+"""Compare derivatives through the collectives with the whole batch's derivatives in NumPy.
 
 The model is L(θ) = φ(Σ_j g_j(θ)), so that the sum must be exact before the nonlinear φ.
 Reverse mode gives one rank's coded contribution, which one more round makes exact.
@@ -25,7 +25,7 @@ A = per_example(4, 3, seed=10)
 THETA = np.random.default_rng(11).standard_normal(3)
 DIRECTION = np.random.default_rng(12).standard_normal(3)
 
-# The sum, if its parameters were spread.
+# The sum as if its parameters were spread over the ranks.
 transposable = functools.partial(coded_allreduce, transposes=True)
 
 
@@ -289,7 +289,7 @@ def of_each(f):
     "derive", [around, of_jit, pulled_back, linearized, checkpointed, of_each]
 )
 def test_reverse_mode_through_the_sum(group, derive):
-    """The result would be the gradient of a different function on every rank."""
+    """An error is raised, because the result would be the gradient of a different function on every rank."""
     part = group.batch(BATCH)
 
     def loss(theta):
@@ -304,9 +304,7 @@ def test_reverse_mode_through_the_sum(group, derive):
 
 
 def test_reverse_mode_through_coded_value_and_grad(group):
-    """The call already returns the gradient: a gradient of its loss would be one rank's
-    part.
-    """
+    """The call already returns the gradient. A gradient of its loss would be one rank's part, so an error is raised."""
     part = group.batch(BATCH)
     whole = jaxcoded.coded_value_and_grad(lambda w, x: (x - w) ** 2, group, mean=False)
     with pytest.raises(

@@ -51,7 +51,7 @@ GROUPS = {
 }
 
 
-# "strict" is "x32" and more
+# "strict" has the settings of "x32" and more
 @pytest.fixture(params=[more("x32"), *list(SETTINGS)[1:]], autouse=True)
 def settings(request, transport):
     before = {name: getattr(jax.config, name) for name in SETTINGS[request.param]}
@@ -72,7 +72,7 @@ def losses(w, batch):
     return jnp.square(x @ w - y), jnp.sum(x)
 
 
-# all groups with the strictest settings, and the others with these
+# all groups run with the strictest settings, and these groups with the other settings
 FEW = ("code", "verify", "shared")
 
 

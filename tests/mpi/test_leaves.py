@@ -161,7 +161,7 @@ def test_complex_sums(group):
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
 def test_complex_sums_on_the_host(group, dtype):
-    """They are the rounds of a jitted call, in place with ``out``."""
+    """Sums on the host are the rounds of a jitted call, in place with ``out``."""
     weights = group.batch(X).weights
     mine = (np.asarray(weights) @ group.batch(X).data * (2 + 1j)).astype(dtype)
     wanted, rtol = X.sum(0) * (2 + 1j), 1e-4 if dtype == "complex64" else 1e-9
@@ -191,16 +191,14 @@ def test_integers_on_the_host(comm, transport, name):
 
 
 OF_0_AND_1 = [jaxcoded.Shared(), jaxcoded.Uncoded()]
-if SIZE == 4:  # in all three copies
+if SIZE == 4:  # all three copies are counted
     OF_0_AND_1.append(jaxcoded.Coded(stragglers=2, code="fractional_repetition"))
 
 
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("strategy", OF_0_AND_1, ids=repr)
 def test_integers(comm, transport, strategy, jit):
-    """Sums of integers are exact in their width, with NumPy's overflow; bools are
-    counted.
-    """
+    """Sums of integers are exact in their width, and overflow as in NumPy; bools are counted."""
     with jaxcoded.CodedGroup(comm, strategy, transport=transport) as group:
         count = jaxcoded.coded_sum(lambda _, data: data, group)
         count = jax.jit(count) if jit else count
@@ -379,7 +377,7 @@ def test_another_byte_order(group):
     assert tree_bcast(np.load(buffer), group).tolist() == [0, 1, 2]
 
 
-# The state of a training, from one rank to all.
+# The state of a training, from one rank to all ranks.
 
 
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
@@ -407,9 +405,7 @@ def test_keys_go_round(group, x64, implementation):
 
 
 def test_a_whole_state_goes_round(group, x64):
-    """Every rank gets the root's state to the bit; the others have leaves with the same
-    names.
-    """
+    """Every rank gets the root's state to the bit. The other ranks have leaves with the same names."""
 
     def state(rank):
         big = BEYOND * (rank == 0)
@@ -470,7 +466,7 @@ def test_integers_that_do_not_fit(group):
 
 @pytest.mark.parametrize("kind", ["array", "number", "unsigned"])
 def test_integers_that_jax_would_cut_off(comm, transport, kind):
-    """Wherever such integers are passed, there is an error that names the leaf."""
+    """Every call that is passed such integers raises an error that names the leaf."""
     beyond = {
         "array": np.array([BEYOND, 1]),
         "number": np.int64(-BEYOND),

@@ -79,7 +79,7 @@ def test_two_epochs(comm, transport, how):
 @engine_only
 @pytest.mark.parametrize("how", ["coded", "shared"] if SIZE > 2 else [])
 def test_a_slow_loader_skips_decided_batches(comm, transport, how):
-    """The last rank begins once the others have finished, and reads nothing."""
+    """The last rank begins when the others have finished, and reads nothing."""
     with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         read = []
@@ -167,7 +167,7 @@ def test_a_rank_at_another_batch_gets_the_mean_of_the_others(comm, group):
 )
 @engine_only
 def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
-    """Each rank is needed, so that the odd one cannot be left out."""
+    """The sum needs each rank, so it cannot leave out the odd rank."""
     which = {"number": 0, "seed": 7, "epoch": 0, "examples": EXAMPLES}
     which |= odd if comm.rank == SIZE - 1 else {}
     with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
@@ -181,7 +181,7 @@ def test_ranks_at_different_batches_are_an_error(comm, transport, how, odd):
 
 
 @several
-@mpi4jax_only  # mpi4jax waits for all ranks, so that none is left out
+@mpi4jax_only  # mpi4jax waits for all ranks, so no rank is left out
 def test_an_approximate_mean(comm, transport):
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(code="ignore_stragglers"), transport=transport
@@ -262,14 +262,14 @@ def test_a_rank_with_other_parameters(comm, transport, epochs):
     ids=["uncoded", "coded", "slices", "shared", "replicas"],
 )
 def test_ranks_that_start_from_parameters_of_their_own(comm, transport, how, mean):
-    """Parameters from different seeds are an error on all ranks with any code.
-    Parameters that differ in rounding alone are none.
+    """Parameters from different seeds raise an error on all ranks with any code. Parameters that differ only in
+    rounding raise no error.
     """
     with jaxcoded.CodedGroup(comm, how, transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group, mean=mean))
         mine = batches(group, 0)[0]
         own = np.random.default_rng(comm.rank).standard_normal(len(START))
-        comm.barrier()  # no rank is late, so that others are in the sum
+        comm.barrier()  # no rank is late, so all ranks are in the sum
         with pytest.raises(
             JaxRuntimeError, match="parameters are not those of the others"
         ):

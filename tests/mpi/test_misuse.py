@@ -1,4 +1,4 @@
-"""Wrong use is an error, on every rank if ranks differ, and the group stays usable."""
+"""Wrong use raises an error, on every rank if ranks differ, and the group stays usable."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ VECTOR = per_example(5)
 
 
 def ranks(selected):
-    """How messages name ranks."""
+    """Return how messages name these ranks."""
     selected = list(selected)
     plural = "rank" if len(selected) == 1 else "ranks"
     return f"{plural} {', '.join(map(str, selected))}"
@@ -207,7 +207,7 @@ def test_mismatch_at_a_parent(comm, group, own, odd):
 
 @several
 def test_a_long_wait_for_others_to_make_a_group(comm, monkeypatch):
-    """The rank logs that it waits, and gets the group when the others come."""
+    """The rank logs that it waits, and gets the group when the other ranks come."""
     last, logger, text = SIZE - 1, logging.getLogger("jaxcoded"), []
 
     def hear(record):
@@ -234,8 +234,8 @@ def test_a_long_wait_for_others_to_make_a_group(comm, monkeypatch):
 @engine_only
 @pytest.mark.skipif(SIZE < 4, reason="nobody may be late")
 def test_a_mismatch_in_the_last_round(comm, transport, caplog):
-    """A late rank called something else: it gets an error, the others the right sum,
-    and the root's log names both.
+    """A late rank calls something else: it gets an error, the other ranks get the right sum, and the root's log names
+    both calls.
     """
     one = np.ones(5)
     with (
@@ -281,7 +281,7 @@ def test_one_rank_closes_while_others_call(comm, group, transport):
 
 def calls_of_others(comm, group, own, closing):
     """Return the results of three calls on each rank while some ranks close the group:
-    the sum, or an error that names them. Then all close it.
+    the sum, or an error that names them. Then all ranks close the group.
     """
     outcomes = []
     with jaxcoded.CodedGroup(comm, group.plan, transport="engine") as other:
@@ -606,7 +606,7 @@ def test_use_after_close(comm, group, transport):
             collective(own, closed)
     with pytest.raises(JaxRuntimeError, match=f"GroupClosed: {message}"):
         compiled(own)
-    # a group made later is not confused with it
+    # a group made later is not confused with the closed group
     with jaxcoded.CodedGroup(comm, group.plan, transport=transport) as later:
         with pytest.raises(JaxRuntimeError, match=message):
             compiled(own)
@@ -614,9 +614,7 @@ def test_use_after_close(comm, group, transport):
 
 
 def test_errors_that_jax_raises_are_translated(comm, group, transport):
-    """With a token JAX raises a ValueError for some of them, once the call has been
-    compiled.
-    """
+    """With a token JAX raises a ValueError for some errors, once the call has been compiled."""
     closed = jaxcoded.CodedGroup(comm, group.plan, transport=transport)
     ordered = jax.jit(lambda x: coded_allreduce(x, closed))
     by_token = jax.jit(lambda x: coded_allreduce(x, closed, token=jnp.int32(0)))
@@ -646,7 +644,7 @@ def test_a_wrong_timeout_leaves_the_group_open(comm, group, transport):
 
 @engine_only
 def test_threads_that_close_one_group(comm, group):
-    """One thread closes the group, and the other one waits for that."""
+    """One thread closes the group, and the other thread waits until it is closed."""
     own = jaxcoded.CodedGroup(comm, group.plan, transport="engine")
     together, errors = threading.Barrier(2), []
 
@@ -692,7 +690,7 @@ def test_groups_that_exceptions_have_ended_are_forgotten(comm, transport):
 
 @engine_only
 def test_an_exception_ends_a_group_that_another_thread_closes(comm, transport):
-    """The thread in `close` waits for ranks that have not closed it, and gets to its end."""
+    """The thread in `close` waits for ranks that have not closed the group, and ends."""
     own = jaxcoded.CodedGroup(comm)
     coded_allreduce(jnp.ones(4), own)
     if comm.rank == 0:
@@ -722,9 +720,7 @@ def test_an_engine_of_another_mpi(comm, monkeypatch):
 
 @mpi4jax_only
 def test_device_pointers_for_an_mpi_that_cannot_read_them(comm, transport, monkeypatch):
-    """Device pointers are refused on all ranks before MPI gets one, also if a single
-    rank asks for them.
-    """
+    """All ranks refuse device pointers before MPI gets one, even if only a single rank asks for them."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     if comm.rank == comm.size - 1:
         monkeypatch.setenv("MPI4JAX_USE_CUDA_MPI", "1")

@@ -1,4 +1,4 @@
-"""Mistakes that one rank alone makes, or all but one: an error on every rank, never a wrong sum, and nobody hangs."""
+"""If one rank makes a mistake, or all ranks except one, every rank gets an error. No rank gets a wrong sum or hangs."""
 
 import time
 
@@ -72,7 +72,7 @@ def is_right(group, total):
 
 @pytest.fixture(scope="module", params=STRATEGIES)
 def going_on(request, comm, transport):
-    """A group in which ranks go on after their errors."""
+    """A group in which ranks continue after their errors."""
     strategy = STRATEGIES[request.param]
     if transport == "mpi4jax" and strategy.by_blocks:
         pytest.skip("shared work needs the engine")
@@ -108,7 +108,8 @@ def test_ranks_that_go_on_after_it(comm, going_on, call, odd):
             erred.append(True)
             jaxcoded.effects_barrier()
         wait_for_all(comm)
-        time.sleep(0.05)  # ranks that wait for nobody could be rounds ahead
+        # ranks that wait for no other rank could be several rounds ahead
+        time.sleep(0.05)
     assert erred in (
         [False, True, False, False],
         [False, False, True, False],
@@ -141,7 +142,7 @@ def test_programs_that_end_with_it(comm, transport, strategy, call, odd):
 @each_rank
 @pytest.mark.parametrize("given", [{"seed": 1}, {"seed": None}, {"epoch": 1}], ids=str)
 def test_a_rank_at_another_batch(comm, going_on, given, odd):
-    """An error on all ranks, or the sum of the others' batch if they did without that rank."""
+    """All ranks get an error, or the sum of the others' batch if the sum did not need the odd rank."""
     mine = batches(going_on, **given if comm.rank == odd else {})[0]
     wait_for_all(comm)
     try:
@@ -185,7 +186,7 @@ UNFIT = [
 @several
 @pytest.mark.parametrize(("strategy", "remedy"), UNFIT, ids=str)
 def test_a_strategy_that_does_not_fit(comm, transport, strategy, remedy):
-    """An error with the remedy, on every rank, and a group can be made after it."""
+    """Every rank gets an error with the remedy, and a group can be made after it."""
     with pytest.raises(ValueError, match=remedy):
         jaxcoded.CodedGroup(comm, strategy, transport=transport)
     jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport).close()

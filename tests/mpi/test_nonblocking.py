@@ -1,6 +1,4 @@
-"""Rounds that are started and finished later: their sums, their order, and calls
-between.
-"""
+"""Rounds that are started now and finished later: their sums, their order, and calls in between."""
 
 import contextlib
 import dataclasses
@@ -33,7 +31,7 @@ from jaxcoded import GroupClosed, coded_allreduce_done, tree_bcast
 pytestmark = [pytest.mark.ranks(4), pytest.mark.above_the_transport]
 
 RANK = MPI.COMM_WORLD.rank
-MOST = 64  # most rounds that are started and not done
+MOST = 64  # most rounds that may be started and not yet done
 VECTOR = per_example(5)
 TREE = {
     "wide": per_example(40, 3, seed=1),
@@ -251,7 +249,7 @@ def test_from_one_compiled_function_to_another(comm, group, own, form):
 def test_outside_jit(group, own):
     handle = coded_allreduce_start(own, group, divisor=2)
     other = coded_allreduce_start(own, group, divisor=jnp.float64(4))
-    # the vectors are copied, as their owner may change
+    # the vectors are copied, as their owner may change them
     total = coded_allreduce_done(handle, after={"any": [1, True, np.ones(2, "int8")]})
     assert_sum(group, 2 * total, VECTOR)
     assert_sum(group, 4 * coded_allreduce_done(other, after=[]), VECTOR)
@@ -300,7 +298,7 @@ def test_megabytes_of_buckets(comm, group):
 
 
 def test_wire_dtype(comm, group):
-    """Messages are half as long, and results match those of the call that waits."""
+    """Messages are half as long, and results match the results of the call that waits."""
     gradients = per_example(40, 3, dtype="float32")
     own = jnp.asarray(contribution(group, gradients))
     options = {"wire_dtype": "bfloat16", "residual": True}
@@ -459,7 +457,7 @@ def test_a_late_rank_out_of_the_history(comm, group, transport, late):
     if RANK == late:
         handles = [coded_allreduce_start(own, short) for _ in range(3)]
         with pytest.raises(JaxRuntimeError, match=lost):
-            for _ in range(160):  # it may still get the first ones
+            for _ in range(160):  # the rank may still get the first results
                 handles.append(coded_allreduce_start(own, short))
                 total = np.asarray(coded_allreduce_done(handles.pop(0)))
                 np.testing.assert_allclose(total, expected, rtol=tolerance)
@@ -536,9 +534,7 @@ def test_one_rank_starts_something_else(comm, group, own, odd, usual, unusual):
 @several
 @engine_only
 def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
-    """One rank's first round differs; all other rounds in flight are right, or all but
-    one.
-    """
+    """One rank's first round differs; all other rounds in flight are right, or all except one."""
     mine = own[:4] if RANK == SIZE - 1 else own
     handles = [coded_allreduce_start(mine, group)]
     handles += [coded_allreduce_start(own, group) for _ in range(4)]
@@ -643,7 +639,7 @@ def test_never_done(comm, transport):
         np.testing.assert_allclose(coded_allreduce(big, other), scale.sum(), rtol=1e-9)
         wait_for_all(comm)
         kept = other.statistics()["memory_bytes"]
-        # that number of rounds, and their results if a rank below may lack them
+        # the engine keeps these rounds, and their results if a rank below may lack them
         assert kept <= (2 * MOST + 32) * 1.2 * big.nbytes
 
 
@@ -749,7 +745,7 @@ def test_done_after_close(comm, group, transport, own):
         with pytest.raises(JaxRuntimeError, match="GroupClosed: use after close"):
             jax.block_until_ready(done(handles[0]))
         jaxcoded.effects_barrier()
-    else:  # its sum is in the handle
+    else:  # the round's sum is in the handle
         assert_sum(group, done(handles[0]), VECTOR)
 
 

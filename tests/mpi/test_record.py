@@ -1,6 +1,4 @@
-"""Record a run's ledger and replay it: the same bits twice, although other ranks are
-late.
-"""
+"""Record a run's ledger and replay it: the bits are the same, although other ranks are late."""
 
 import json
 import re
@@ -89,7 +87,7 @@ def test_equal_bits_twice(comm, transport, file):
     for run in (1, 2) if SIZE > 1 else ():
         with made(comm, transport) as group:
             others.append(steps(group, run))
-    if SIZE > 1:  # otherwise this test shows nothing
+    if SIZE > 1:  # a test with one rank shows nothing
         assert any(sums != recorded for sums in others)
     again = file.with_name("again")
     with made(comm, transport, replay=file, record=again) as group:
@@ -115,7 +113,7 @@ def added_up(group, batch_size):
 
 
 def test_rounds_that_are_not_recorded(comm, transport, recorded):
-    """A round that is not recorded is an error on all ranks, and counts."""
+    """A round that is not recorded raises an error on all ranks, and counts as a round."""
     with made(comm, transport, replay=recorded) as group:
         with pytest.raises(
             CodedError, match="of a batch of 45; replay= needs the same"

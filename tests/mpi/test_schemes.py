@@ -43,7 +43,7 @@ EXACT = {
         "random_generator(load=4)": {"stragglers": 2},
     },
 }
-EXACT[13] = EXACT[4]  # at every parent of the (3, 2) tree
+EXACT[13] = EXACT[4]  # the same codes at every parent of the (3, 2) tree
 APPROXIMATE = {
     4: {
         "ignore_stragglers": {},
@@ -59,9 +59,9 @@ APPROXIMATE = {
 }
 APPROXIMATE[13] = APPROXIMATE[4]
 FANOUT = {4: 3, 7: 6, 13: 3}
-RESIDUAL = 2e-4  # most residual of an exact sum in float32; see `test_exact`
+RESIDUAL = 2e-4  # largest residual of an exact sum in float32; see `test_exact`
 
-# A tree treats them as it treats `single_parity_check`, `polynomial` and `progressive`.
+# A tree treats these codes in the same way as `single_parity_check`, `polynomial` and `progressive`.
 ALIKE = ("adaptive", "gaussian_mds", "linear", "reed_solomon")
 exact_codes = pytest.mark.parametrize(
     "code",
@@ -210,9 +210,7 @@ def residual_by_hand(plan, mask):
 @engine_only
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_what_a_slow_rank_has_finished_counts(comm, transport):
-    """A child is still at its second part while all others end the round, and they need
-    its first part.
-    """
+    """A child is still at its second part when all other ranks end the round, which needs its first part."""
     talk = comm.Dup()
     others = [rank for rank in range(comm.size) if rank != 1]
     with jaxcoded.CodedGroup(

@@ -42,7 +42,7 @@ if SIZE in (4, 7):
     repeated = {"stragglers": 2 if SIZE == 4 else 1, "code": "fractional_repetition"}
     ALIKE.append(repeated)
 PIECE = 16 << 10  # bytes
-NUMBERS = 30_000  # 15 pieces, and 8 of single numbers
+NUMBERS = 30_000  # 15 pieces, and 8 pieces in single precision
 MOST = 50  # attempts, as a loaded machine may prevent success
 
 
@@ -163,7 +163,7 @@ def test_other_lengths_in_turns(comm, family):
 
 
 def test_ranks_that_come_at_random(comm, family):
-    """Ranks come while others form the sum, or after that."""
+    """Ranks come while others form the sum, or later."""
     gradients = per_example(NUMBERS)
     mine = own(family, gradients)
     for number in range(30):
@@ -193,8 +193,7 @@ def test_a_late_rank_delays_no_other(comm, late, shape):
             return total
 
         may = {group.plan.root, *makers(group)} - {late}
-        # In a tree, ranks whose own sums are late form less, or nothing. On a loaded
-        # machine this may be any rank.
+        # In a tree, ranks whose own sums are late form less, or nothing. On a loaded machine any rank may be late.
         for _ in range(1 if shape else MOST):
             assert_same_bits(comm, one_late(comm, group, late, 3, steps))
             by_rank = comm.allgather(formed(group))
@@ -238,7 +237,7 @@ def test_blocks(comm):
 
 
 def test_other_threads_get_their_turn(comm):
-    """They need not wait until the engine has nothing more to do for a round."""
+    """Other threads need not wait until the engine has nothing more to do for a round."""
     mine = np.ones(1 << 22)
     pieces = -(-mine.nbytes // PIECE)
     with opened(comm, stragglers=0) as group:
@@ -254,7 +253,7 @@ def test_other_threads_get_their_turn(comm):
                     here = re.findall(
                         r"here before (\d+)", group._session.transport.status()
                     )
-                    seen.add(tuple(here))  # none before and after the round
+                    seen.add(tuple(here))  # no state before and after the round
 
             looking = threading.Thread(target=look)
             looking.start()
@@ -276,7 +275,7 @@ def test_other_threads_get_their_turn(comm):
 
 
 def test_groups_are_closed_while_others_still_fetch(comm):
-    """This also holds if the first rank to leave has formed a section."""
+    """The others get their sums, even if the first rank to leave has formed a section."""
     gradients = per_example(NUMBERS)
     for number in range(10):
         with opened(comm, stragglers=1 if SIZE > 3 else 0) as group:

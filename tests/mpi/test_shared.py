@@ -1,5 +1,5 @@
-"""Shared work: whichever rank computes a block, every sum is of the whole batch, with
-the same bits on every rank.
+"""Shared work: whichever rank computes a block, every sum contains the whole batch, and has the same bits on every
+rank.
 """
 
 import re
@@ -181,7 +181,7 @@ def test_a_root_that_does_not_compute(comm, transport):
 
 
 def test_a_plain_sum_needs_every_rank(comm, work):
-    """A plain sum needs every rank, as no rank does another's part."""
+    """A plain sum needs every rank, because no rank computes another rank's part."""
     total = jax.jit(lambda v: coded_allreduce(v, work))(contribution(work, VECTOR))
     assert_sum(work, total, VECTOR)
     assert_same_bits(comm, total)
@@ -193,9 +193,7 @@ def test_a_plain_sum_needs_every_rank(comm, work):
 @pytest.mark.ranks(2, 4, 7)
 @pytest.mark.parametrize("form", ["effect", "token"])
 def test_rounds_of_all_kinds_in_one_program(comm, work, form):
-    """Shared, plain and started rounds alternate in a ``scan``; the last started one is
-    done after a shared one.
-    """
+    """Shared, plain and started rounds alternate in a ``scan``; the last started round is done after a shared round."""
     params, batch = problem(BATCH)
     part = work.batch(BATCH)
     step = jaxcoded.coded_value_and_grad(loss, work)
@@ -256,9 +254,7 @@ def all_but_one(number):
 
 
 def one_block_far_slower(number):
-    """Return the last rank's sleep, long in its third block, after others are in its
-    vector.
-    """
+    """Return the last rank's sleep, which is long in its third block, when its vector already has other blocks."""
     blocks = iter([0.0, 0.0, 4 * SLOWEST])
     return lambda: next(blocks, 0.0) if RANK == SIZE - 1 else 0.0
 
@@ -297,9 +293,7 @@ def test_slow_ranks(comm, work, steps, asleep, slowness):
 @several
 @pytest.mark.parametrize("late", [SIZE - 1, 0])
 def test_a_rank_that_comes_late(comm, work, steps, late):
-    """The rank is later than the others take for the whole batch; the next round has
-    all ranks again.
-    """
+    """The rank comes after the others have computed the whole batch; all ranks contribute to the next round."""
     wait_for_all(comm)
     actual = []
     for number in range(3):
@@ -326,7 +320,7 @@ def test_two_threads_that_compute(comm, transport):
 
     def refused():
         try:
-            for _ in range(2):  # the others may still get the sum of that round
+            for _ in range(2):  # the other ranks may still get the sum of this round
                 jax.block_until_ready(summed(1.0, part.of(jnp.ones(len(part.indices)))))
         except JaxRuntimeError as error:
             heard.append(str(error))
@@ -335,7 +329,7 @@ def test_two_threads_that_compute(comm, transport):
     if RANK == SIZE - 1:
         first = threading.Thread(target=refused)
         first.start()
-        # it has computed all of its blocks, and waits
+        # wait until this rank has computed all of its blocks
         waits = re.compile("calls round 2, .*, lent")
         wait_until(lambda: waits.search(group._session.transport.status()))
         with pytest.raises(jaxcoded.errors.CodedError, match="two threads called"):
@@ -519,7 +513,7 @@ def calls(work):
     step, own = stepped(work), contribution(work, VECTOR)
     add = jax.jit(lambda v: coded_allreduce(v, work))
     local = held(batch, part.indices)
-    finish(add(own))  # it reports mistakes before these tests
+    finish(add(own))  # this reports mistakes from before these tests
     return lambda: flat(step(params, part.of(local))), lambda: finish(add(own))
 
 

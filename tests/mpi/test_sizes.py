@@ -41,7 +41,7 @@ def test_more_elements_than_mpi_counts(comm, transport, messages_of_7, size):
         assert_sum(group, rows.T, gradients["half"])
         received = tree_bcast(jnp.arange(size, dtype=np.int8) + comm.rank, group)
         np.testing.assert_array_equal(received, np.arange(size) + group.plan.root)
-    # every rank's counts once
+    # every rank's contribution counts once
     mine = np.arange(2 * size, dtype=np.float64).reshape(2, size) + comm.rank
     expected = sum(mine - comm.rank + rank for rank in range(comm.size))
     for each in (

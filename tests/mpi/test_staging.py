@@ -1,5 +1,5 @@
 """Rounds on a GPU's memory, simulated by `tests/cuda/driver.cpp`: the code behind XLA's
-handlers, and the handlers, without XLA.
+handlers, and the handlers themselves, without XLA.
 """
 
 import contextlib
@@ -223,7 +223,7 @@ def formed(comm, group):
 @pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in_place"])
 @pytest.mark.parametrize("stragglers", sorted({0, LOST}))
 def test_sums_in_sections(comm, gpu, stream, stragglers, in_place):
-    """Others read the part of a vector that is on the host, and assemble the sum there."""
+    """Other ranks read the part of a vector that is on the host, and assemble the sum there."""
     wanted = jaxcoded.Options(sections_from=1)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(fanout=SIZE - 1, stragglers=stragglers), options=wanted
@@ -406,7 +406,7 @@ def test_one_way(comm, gpu, stream, group, size):
 
 
 def test_the_same_as_on_the_host(comm, gpu, stream):
-    """Results match those on the host to the bit if all messages are used."""
+    """Results match the host's results to the bit if all messages are used."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
         tree = gradients(2 * CHUNK + 5)
         own = vectors_of(group, tree)
@@ -430,7 +430,7 @@ def test_nothing_is_pinned_again_if_lengths_alternate(comm, gpu, stream):
     """
     lengths = [CHUNK, 1000, 3 * CHUNK, CHUNK // 2, CHUNK // 20, 10, 4 * CHUNK]
     pins = []
-    # without redundancy no rank can be late or empty-handed
+    # without redundancy no rank can be late or lack a contribution
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport="engine"
     ) as group:
@@ -626,8 +626,8 @@ who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
 
 @not_alone
 def test_a_refusal_after_the_round_is_told_to_all(comm, gpu, stream):
-    """The round is decided, so the others hear of the error in the next one. Their sums
-    would otherwise miss what the rank did without its result.
+    """The round is decided, so the other ranks get the error in the next round. Otherwise their sums would lack the
+    rank, whose state misses this result.
     """
     texts = []
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:
@@ -680,8 +680,8 @@ def assert_said(comm, texts, who, words):
 
 def refusals():
     """Return cases: the function, the number of calls before its failure, and the rank.
-    Memory is registered once. Later calls of other functions may not come, and are
-    exhaustive cases; so is one of root and leaf.
+    Memory is registered once. Later calls of other functions may not happen, and are exhaustive cases, as is either the
+    root or the leaf.
     """
     for function, after, rank in itertools.product(REFUSED, [1, 3], {0, SIZE - 1}):
         if function == "cuMemHostRegister_v2" and after > 1:
@@ -701,12 +701,13 @@ def test_a_failure_of_the_driver_fails_the_round(
         check(
             comm, group, device_round(gpu, stream, group, vectors_of(group, tree)), tree
         )
-        fresh = function == "cuMemHostRegister_v2"  # otherwise it reuses memory
+        # for other functions the engine may reuse memory
+        fresh = function == "cuMemHostRegister_v2"
         if RANK == who:
-            # memory is asked for once more after unused memory was given back
+            # the engine asks once more after it has given back unused memory
             gpu.fail(function, after, times=1 + fresh)
         if fresh:
-            tree = gradients((8 + who) * CHUNK)  # longer than all before
+            tree = gradients((8 + who) * CHUNK)  # longer than all earlier messages
         texts = errors_of(comm, gpu, stream, group, tree)
         happened = comm.bcast(any(function in text for text in texts), who)
         if happened:
@@ -811,9 +812,7 @@ def shared_round(gpu, stream, group, size, pause=0.0):
     ("size", "sections_from"), [(1, 0), (1000, 0), (2 * CHUNK + 77, 0), (CHUNK + 1, 1)]
 )
 def test_shared_work(comm, gpu, stream, size, sections_from):
-    """Each rank is late in turn: others compute the blocks that it has not, and each
-    block counts once.
-    """
+    """Each rank is late in turn: other ranks compute the blocks that it has not computed, and each block counts once."""
     work = jaxcoded.Shared(replicas=min(2, SIZE - 1), blocks=3)
     wanted = jaxcoded.Options(sections_from=sections_from or None)
     with jaxcoded.CodedGroup(comm, work, options=wanted) as group:
@@ -850,14 +849,14 @@ def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
     [
         ("cuMemcpyDtoHAsync_v2", 1),
         ("cuEventRecord", 1),
-        # behind the first copy, which may still be on its way
+        # calls after the first copy, which may still be in progress
         ("cuEventRecord", 3),
         ("cuStreamWaitEvent", 2),
         ("cuLaunchHostFunc", 1),
     ],
 )
 def test_vectors_that_cannot_be_lent(comm, gpu, stream, function, after):
-    """The error belongs to that rank, and the others do its work."""
+    """Only this rank gets the error, and the others do its work."""
     size, last = 2 * CHUNK, SIZE - 1
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(blocks=2)) as group:
         shared_round(gpu, stream, group, size)

@@ -154,9 +154,7 @@ def test_links_count_what_comes(comm, fresh):
 @engine_only
 @redundant
 def test_sums_in_sections(comm, transport):
-    """All messages are used, but the root receives only some: other ranks form parts of
-    the sum.
-    """
+    """All messages are used, but the root receives only some of them: other ranks form parts of the sum."""
     rounds, gradients = 5, per_example(1 << 16)
     wanted = jaxcoded.Options(sections_from=1, piece_bytes=16 << 10)
     with jaxcoded.CodedGroup(
@@ -206,7 +204,7 @@ def test_speeds_and_replan(comm, fresh, tmp_path):
         assert SLOWEST <= seen.speeds[slow] < 0.6
         assert np.median(seen.speeds[workers]) > 0.6
         assert f"rank {slow} is slow" in seen.summary()
-    # the others' estimates do not count
+    # the other ranks' estimates do not count
     other = group.replan(seen.speeds if RANK == group.plan.root else np.ones(SIZE))
     assert group.closed
     assert not other.closed
@@ -336,7 +334,7 @@ def test_replan_meets_another_call(comm, fresh):
 @engine_only
 @redundant
 def test_a_rank_that_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
-    """Its data belong to the old plan. All continue once they have the same plan."""
+    """The rank's data belong to the old plan. All ranks continue once they have the same plan."""
     group, odd = fresh, leaf(fresh)
     speeds = np.where(np.arange(SIZE) == odd, 0.25, 1.0)
     if RANK == odd:
@@ -364,7 +362,7 @@ def test_a_rank_that_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
         try:
             group = group.replan(speeds)
             break
-        except jaxcoded.GroupMismatch:  # for the sum before
+        except jaxcoded.GroupMismatch:  # the error of the sum before
             wait_for_all(comm)
     wait_for_all(comm)
     assert len(set(comm.allgather(group.plan.to_json()))) == 1
@@ -433,9 +431,7 @@ def test_hooks_end(comm, transport):
 @engine_only
 @several
 def test_a_hook_holds_up_no_round(comm, transport, tmp_path):
-    """A hook delays no round, even while it holds Python's lock, for which the engine
-    must not wait.
-    """
+    """A hook delays no round, even while it holds Python's lock: the engine must not wait for this lock."""
     path = comm.bcast(str(tmp_path / "over"))
     x = jnp.ones(3)
     with jaxcoded.CodedGroup(

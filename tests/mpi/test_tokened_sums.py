@@ -1,4 +1,4 @@
-"""Derivatives of sums in the order of a token, on any number of devices of each rank.
+"""Derivatives of sums that a token orders, on any number of devices of each rank.
 
 The model is L(θ) = φ(b), b = Σ_j cos(a + x_j θ), a = Σ_j sin(x_j θ): a sum that depends on another one."""
 
@@ -83,7 +83,7 @@ def products(loss, theta, token):
 
 
 def scanned(loss):
-    """Return a scan over two losses, of which only one counts."""
+    """Return a scan over two losses, only one of which counts."""
 
     def both(theta, token):
         def body(carry, k):

@@ -122,7 +122,7 @@ def reference(dtype):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("make_step", [coded_value_and_grad_step, chain_step])
 def test_fifty_steps(group, comm, make_step, dtype):
-    """Each step leaves out other ranks, as many as the plan tolerates."""
+    """Each step leaves out a different set of ranks, as many as the plan tolerates."""
     params = jax.device_put(make_params(dtype))
     step, tx = make_step(group, make_optimizer(params))
     state = tx.init(params)
@@ -139,7 +139,7 @@ def test_fifty_steps(group, comm, make_step, dtype):
         b"".join(leaf.tobytes() for leaf in jax.tree.leaves(params))
     )
     assert len(set(replicas)) == 1
-    if comm.rank == 0:  # for all ranks, as they have the same bytes
+    if comm.rank == 0:  # checked once, as all ranks have the same bytes
         assert_close(params, reference(dtype), dtype, group.plan.amplification)
     wait_for_all(comm)
 
@@ -172,9 +172,7 @@ def test_init_does_not_communicate(group):
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("around", [jax.jit, lambda f: f])
 def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
-    """The mistake is detected if the gradient is passed on unchanged, before any rank
-    begins a round for it.
-    """
+    """If the gradient is passed on unchanged, the mistake is detected before any rank begins a round for it."""
     part = group.batch(10)
     loss_and_grad = jaxcoded.coded_value_and_grad(
         lambda w, x: (w["a"] - x) ** 2 + w["b"], group, mean=mean
@@ -192,7 +190,7 @@ def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
     ):
         around(lambda w, x: step(w, x, lambda grads: grads))(w, batch)
     wait_for_all(group.comm)
-    # a gradient computed from this one is the caller's responsibility
+    # a gradient computed from this gradient is the caller's responsibility
     local = around(lambda w, x: step(w, x, lambda g: jax.tree.map(jnp.negative, g)))
     jax.block_until_ready(local(w, batch))
 

@@ -41,7 +41,7 @@ def share(batch, indices):
 
 
 def left_out(group, batch, seed):
-    """Return erasures, and this rank's share of the batch: nonsense if it is left out."""
+    """Return erasures, and this rank's part of the batch: nonsense if the rank is left out."""
     erasures = random_erasures(group.plan, np.random.default_rng(seed))
     nonsense = {"x": batch["x"], "y": batch["y"] + 1e3}
     return erasures, nonsense if erasures[group.rank] else batch
@@ -72,9 +72,7 @@ class Counter:
 
 
 def times(group, needed):
-    """Return how often a loss may be computed. A rank that is not needed may come too
-    late.
-    """
+    """Return how often a loss may be computed. A rank without which the sum is complete may come too late."""
     return {needed, 0} if group._session.transport.can_lag else {needed}
 
 
@@ -231,7 +229,7 @@ def test_calls_outside_jit_compile_once_and_keep_little(group):
         total = sum(float(loss) for loss, _ in losses[3 * epoch : 3 * epoch + 3])
         np.testing.assert_allclose(total, ((np.arange(10.0) - epoch) ** 2).sum())
     jaxcoded.effects_barrier()
-    for _ in range(16):  # the last ones are kept
+    for _ in range(16):  # the latest programs are kept
         jaxcoded.coded_value_and_grad(lambda w, x: (w - x) ** 2, group)
     gc.collect()
     assert kept() is None
@@ -326,8 +324,8 @@ def of_an_ensemble(step):
 @pytest.mark.parametrize("compiled", [one_at_a_time, ordered_by_tokens, of_an_ensemble])
 @pytest.mark.parametrize("odd", ["all", "one"])
 def test_a_mean_with_changed_weights(comm, group, transport, compiled, odd):
-    """Changed weights are an error on all ranks, or NaN without the engine; if the code
-    does not need them, the mean is exact.
+    """Changed weights raise an error on all ranks, or give NaN without the engine. If the sum does not need them, the
+    mean is exact.
     """
     params, batch = problem(12)
     part = group.batch(12)
@@ -374,7 +372,7 @@ def test_a_count_may_be_off_by_its_rounding(transport, dtype):
     for number in (1, 12, 10_000_000):
         examples = number, rounding(plan, dtype)
         one = plan.amplification * float(jnp.finfo(dtype).eps)
-        # one for each addition on the way: two layers of three children each
+        # one rounding for each addition on the way up: two layers of three children each
         for off in (0.0, 8 * one, -8 * one):
             count = jnp.asarray(number * (1 + off), dtype)
             assert counts(count, *examples)
@@ -464,7 +462,7 @@ def test_parameters_without_a_gradient(group, leaf, text):
 
 @once
 def test_a_partitioned_model(group):
-    """The loss puts leaves without a derivative back."""
+    """The loss combines the parameters with the leaves that have no derivative."""
     params, batch = problem(6)
     part = group.batch(6)
     rest = {"power": 2, "outer": jnp.negative}
@@ -495,7 +493,7 @@ def test_auxiliary_data_that_has_aux_does_not_fit(group, has_aux):
 
 @once
 def test_data_of_a_wrong_length(group):
-    """`of` raises the error, or the call if the batch was changed by hand."""
+    """`of` raises the error; if the batch was changed by hand, the call raises it."""
     _, data = problem(100)
     part = group.batch(6)
     for wrong, name, shape in (
@@ -558,7 +556,7 @@ def test_a_batch_of_another_rank_or_plan(comm, group, transport):
 
 
 def test_weights_of_before_a_replan(comm, transport):
-    """Weights fit until the replan and not after it; those of an equal plan still do."""
+    """Weights fit until the replan, and not after it; weights of an equal plan still fit."""
     params, batch = problem(12)
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport

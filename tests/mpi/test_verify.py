@@ -103,7 +103,7 @@ def test_with_one_more_than_needed_several_may_be_wrong(comm):
 
 
 def test_training_without_a_rank_that_computes_nan(comm, caplog):
-    """Gradient, loss and count are those of the whole batch."""
+    """Gradient, loss and count cover the whole batch."""
     caplog.set_level(logging.WARNING, "jaxcoded")
 
     def losses(params, batch):
@@ -155,7 +155,7 @@ def step_of(group, rows, losses):
     ],
 )
 def test_shared_work_of_honest_ranks(comm, caplog, check, rounds, dtype):
-    """The sum is that of the whole batch, blocks are compared, and there is no alarm."""
+    """The sum contains the whole batch, blocks are compared, and there is no alarm."""
     caplog.set_level(logging.WARNING, "jaxcoded")
     rows = VECTOR.astype(np.float32)
 
@@ -181,7 +181,7 @@ def test_shared_work_of_honest_ranks(comm, caplog, check, rounds, dtype):
 
 @pytest.mark.parametrize("action", ["warn", "drop", "raise"])
 def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, action):
-    """The log names the rank, and one of those that also computed its block."""
+    """The log names the rank, and one of the ranks that also computed its block."""
     caplog.set_level(logging.WARNING, "jaxcoded")
     rows = VECTOR.astype(np.float32)
 
@@ -246,7 +246,7 @@ def test_shared_work_of_a_rank_that_computes_nan(comm):
         step = step_of(group, VECTOR.astype(np.float32), losses)
         words = f"what rank {LIAR} has computed has NaN or infinities"
         with pytest.raises(JaxRuntimeError, match=words):
-            for _ in range(1000):  # others may have computed all its blocks
+            for _ in range(1000):  # other ranks may have computed all its blocks
                 jax.block_until_ready(step())
 
 

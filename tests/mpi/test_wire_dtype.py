@@ -61,7 +61,7 @@ def test_what_is_rounded(comm, group, wire, mean):
     assert_same_bits(comm, total)
     matrix = total.pop("matrix")
     assert_rounded(group, wire, matrix, GRADIENTS["matrix"], factor)
-    if mean is None:  # the root, too, has the rounded result
+    if mean is None:  # the root also has the rounded result
         assert np.array_equal(matrix, matrix.astype(wire).astype(np.float32))
     rest = {name: g for name, g in GRADIENTS.items() if name != "matrix"}
     assert_sum(group, total, rest, factor)
@@ -228,7 +228,7 @@ def test_traffic_is_halved(comm, group, wire):
 
     full, half = comm.allreduce(fetched(None)), comm.allreduce(fetched(wire))
     if comm.size > 1:
-        # at least one child's message and one result for each edge, or copies of some
+        # for each edge at least one child's message and one result, or copies of them
         assert half * 2 == pytest.approx(full, rel=0.35)
         assert full >= 4_000_000 * (comm.size - 1)
 

@@ -53,8 +53,8 @@ def wait_until(condition, seconds=20):
 
 
 def one_late(comm, group, late, rounds, steps):
-    """Run ``steps()`` of ``rounds`` rounds on all ranks. The late rank begins its calls
-    after the others have made all of theirs, and they make none while it does.
+    """Run ``steps()``, which has ``rounds`` rounds, on all ranks. The late rank begins its calls after the others have
+    made all of their calls. They make no calls while the late rank does.
     """
     wait_for_all(comm)
     if comm.rank != late:
@@ -77,7 +77,7 @@ def finish(out):
 
 @contextlib.contextmanager
 def compilations():
-    """Return a growing list of the compilations inside."""
+    """Return a list that gets an item for each compilation in this block."""
     compiled = []
 
     def listen(event, duration, **_):
@@ -95,8 +95,8 @@ def compilations():
 
 
 def told(text, odd, usual, unusual):
-    """Return whether an error states the calls of the odd rank and of another one, and
-    first their difference.
+    """Return whether an error first states the difference of two calls, and then the calls of the odd rank and of
+    another rank.
     """
     found = re.search(
         r"GroupMismatch: (.*) at rank (\d+), (.*) at rank (\d+): "
@@ -128,8 +128,7 @@ def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
     Args:
         calls: three functions.
         odd: the rank whose first call differs.
-        usual, unusual: how the description of the first call ends on the others, and on
-            that rank.
+        usual, unusual: how the description of the first call ends on the other ranks, and on the odd rank.
         check: checks a call's result.
     """
     erred = []
@@ -142,7 +141,7 @@ def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
             jaxcoded.effects_barrier()
         else:
             check(total)
-        # ranks that do not wait could be rounds ahead of the odd one
+        # ranks that do not wait could be several rounds ahead of the odd rank
         wait_for_all(comm)
         time.sleep(0.05)
     assert erred in ([0], [1], [0, 1])

@@ -41,9 +41,9 @@ class World:
     Attributes:
         now: the simulated time in seconds.
         dead: the dead ranks.
-        reported: when a rank learns of another's death, by both ranks.
+        reported: when a rank learns of another rank's death, by both ranks.
         channels: messages as (arrival time, tag, words), by sender and receiver.
-        put_out: when a caller has ordered a rank to be killed.
+        put_out: when a caller has ordered that a rank be killed.
         busy: since when a rank has been in `Roll.call` or `wait` without a stop.
         interrupts: when a signal interrupts ranks there.
     """
@@ -67,7 +67,7 @@ class World:
         self._planned.append((rank, when, seconds))
 
     def _happens(self, rank, when):
-        """Return what is planned for a rank by then."""
+        """Return what is planned for a rank up to this time."""
         for event in [each for each in self._planned if each[0] == rank]:
             _, planned, seconds = event
             if type(planned) is not type(when) or planned > when:
@@ -166,7 +166,7 @@ class Comm:
         channel = world.channels.setdefault((self.rank, to), [])
         before = channel[-1][0] if channel else 0.0
         there = max(before, world.now + world.random.uniform(0, SLOWEST))
-        # a reader sees the sender's memory as it is then
+        # a reader sees the sender's memory at the time of reading
         channel.append((there, tag, words))
         world.sent(self.rank)
         return types.SimpleNamespace(Test=lambda: there <= world.now)
@@ -270,7 +270,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     apart=st.booleans(),
     interrupts=st.dictionaries(st.integers(0, 4), st.floats(0, 12), max_size=2),
 )
-@example(  # the root decided with the answer of a rank that had given up meanwhile
+@example(  # the root had decided with the answer of a rank that had given up meanwhile
     seed=107,
     size=3,
     deaths=[],
@@ -313,9 +313,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
 def test_all_live_ranks_meet(
     seed, size, deaths, stops, failed, put_out, apart, interrupts, monkeypatch
 ):
-    """Ranks come, give up, stop and die at any time. ``failed``: a round has failed on
-    one of them.
-    """
+    """Ranks come, give up, stop and die at any time. ``failed``: a round has failed on one of these ranks."""
     random = np.random.default_rng(seed)
     world = World(size, random)
     with monkeypatch.context() as patched:

@@ -1,4 +1,4 @@
-"""All states of a model of work sharing, or random schedules of it."""
+"""Visit all states of a model of work sharing, or play random schedules of the model."""
 
 import collections
 import random
@@ -93,7 +93,7 @@ def run(model, seed, most=5000, **faults):
     rng = random.Random(seed)
     state = model.start(**faults)
     steps = []
-    share = rng.choice([0.002, 0.02, 0.2])  # share of faults among the moves
+    share = rng.choice([0.002, 0.02, 0.2])  # fraction of faults among the moves
     for step in range(most):
         if state.over:
             return True

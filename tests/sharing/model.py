@@ -1,4 +1,4 @@
-"""A model of work sharing in one family: which messages, in any order, keep the sum exact.
+"""A model of work sharing in one family. It shows which rules keep the sum exact, whatever the order of messages.
 
 The batch is cut into *blocks*. In a round each block is granted to one rank that holds
 its data. That rank's program adds the block's gradient to the rank's vector. The parent
@@ -10,7 +10,7 @@ The vectors are *lent*: they belong to the programs, and others may read them on
 their programs wait for the next block. A program adds to its vector or empties it; it
 cannot subtract a block.
 
-`Rules` switches off single rules, so that tests can show what each is for.
+`Rules` switches off single rules, so that tests can show why each rule is needed.
 
 Rank, per round: a generation, a queue of blocks, the block that its program computes,
 the vector, and the number of blocks of this generation in it.
@@ -96,8 +96,7 @@ class Rules:
         generations: reports and pieces from before a drop are ignored (5, 6).
         versions: a piece is used only if it holds the blocks in the ledger (6, 11).
         keep_added: a recalled block that is already added is not returned (3).
-        keep_running: neither is a block being computed while others are in the vector
-            (3).
+        keep_running: a recalled block that is being computed while other blocks are in the vector is not returned (3).
         drop_running: a block taken back while it is computed does not count (3, 4).
         empty: the vector of a dropped rank is emptied (4').
         wait: vectors are lent only while programs wait (6).
@@ -138,7 +137,7 @@ class Rank(NamedTuple):
     ends: bool = False  # it knows that the computation has ended,
     handed_over: bool = False  # and its program has handed the vector over
     called: bool = True
-    asks: bool = False  # whether it asks before it begins with its own blocks
+    asks: bool = False  # whether the rank asks before it begins with its own blocks
 
 
 class Account(NamedTuple):
@@ -147,11 +146,11 @@ class Account(NamedTuple):
     generation: int = 0
     known: int = 0  # generation that the rank has acknowledged
     blocks: frozenset[Block] = frozenset()  # granted and not returned
-    added: int = 0  # number of these that are added
+    added: int = 0  # number of granted blocks that are added
     recalled: frozenset[Block] = frozenset()
     out: bool = False
     called: bool = True
-    held: bool = False  # whether it was told to hold
+    held: bool = False  # whether the rank was told to hold
 
 
 class Piece(NamedTuple):
@@ -168,7 +167,8 @@ class State(NamedTuple):
     free: frozenset[Block]
     fetched: tuple[tuple[Piece | None, ...], ...]  # by rank and piece
     asked: frozenset[tuple[int, int, int, int]]  # rank, piece, generation, version
-    reads: frozenset[tuple[int, int, int, int]]  # reads of these on their way
+    # reads that are on their way for these requests
+    reads: frozenset[tuple[int, int, int, int]]
     formed: tuple[tuple[Block, ...] | None, ...]  # the blocks in each piece of the sum
     down: tuple[tuple[tuple, ...], ...]  # messages on their way, by rank
     up: tuple[tuple[tuple, ...], ...]
@@ -666,7 +666,7 @@ class Model:
 
 
 def wrong(model: Model, state: State) -> str:
-    """Return what is wrong with the pieces given out or formed; empty if nothing is."""
+    """Return what is wrong with the pieces given out or formed; empty if nothing is wrong."""
     if state.misread:
         return "a vector was given out while its program added to it"
     batch = tuple(range(len(model.holders)))

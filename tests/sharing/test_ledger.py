@@ -65,7 +65,7 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_near_the_least_time(name):
-    """In simulated time, compared with total work over total speed."""
+    """The simulated time is near total work over total speed."""
     factors, bound = SLOW[name]
     seconds = [BLOCK * f for f in factors]
     run = world(seconds, replicas=11)
@@ -77,9 +77,7 @@ def test_near_the_least_time(name):
 @pytest.mark.parametrize("shape", [1.1, 1.5, 2.5])
 @pytest.mark.parametrize(("slowest", "bound"), [(1.0, 1.1), (2.5, 1.25)])
 def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
-    """The least time is that of the most costly block on its owner, or all work over
-    all members.
-    """
+    """The least time is the time of the most costly block on its owner, or of all work divided among all members."""
     seconds = [BLOCK * f for f in np.linspace(1, slowest, WORKERS)]
     placement = Placement(tuple(range(WORKERS)), 3, BLOCKS)
     for seed in range(4):
@@ -109,9 +107,7 @@ def test_equal_costs_change_nothing():
 
 
 def test_a_rank_that_has_not_called_must_hold():
-    """Others compute its blocks. The rank asks before it begins once, and then need not
-    again.
-    """
+    """Others compute the rank's blocks. Once, the rank asks before it begins; later it need not ask."""
     run = world([BLOCK] * WORKERS)
     late = 2 * BLOCKS * BLOCK
     step = run.run(calls=[0.0] * (WORKERS - 1) + [late])
@@ -139,12 +135,13 @@ def test_a_rank_begins_before_the_order_to_hold_arrives():
     ledger.arrived(1, claims=True, now=0.2)
     (order,) = (o for o in ledger.orders(0.2) if o.member == 1)
     assert (order.kind, order.generation) == (Order.Kind.drop, 1)
-    ledger.heard(1, second.progress(0.0), 0.2)  # sent before the rank received that
+    # sent before the rank received the order
+    ledger.heard(1, second.progress(0.0), 0.2)
     assert ledger.version(1) == (1, 0)
 
 
 def test_the_only_holder_of_a_free_block_is_not_given_up():
-    """With blocks on the host no rank could compute it then, although none is dead."""
+    """With blocks on the host no rank could then compute the block, although no rank is dead."""
     ledger = Ledger([[0, 1], [1, 2], [1, 2], [2, 1]], 3, 0.02)
     ledger.begin(0.0)
     for member in range(3):
@@ -167,7 +164,7 @@ def test_the_only_holder_of_a_free_block_is_not_given_up():
 
 
 def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
-    """Its rank is given up as soon as others would finish the block earlier."""
+    """The block's rank is given up as soon as others would finish the block earlier."""
     seconds = [BLOCK] * (WORKERS - 1) + [10 * BLOCK]
     run = world(seconds, replicas=11, empties=False)
     for _ in range(3):
@@ -180,17 +177,17 @@ def test_others_take_over_the_blocks_of_a_stopped_rank_until_it_comes_back():
     run = world([BLOCK] * WORKERS)
     step = run.run(faults=[(0.05, "stop", 3)])
     assert run.orders["drop"] == 1
-    # its five blocks or so again, by the rest, and the patience
+    # the others compute its five blocks or so again, after the patience
     assert step <= BLOCK * (BLOCKS + 2) * 1.3
     run.wake(3)
-    run.run()  # was absent at the start
+    run.run()  # one member was absent at the start
     run.run()
     assert run.orders["drop"] == 0
 
 
 def test_blocks_of_a_rank_that_dies_during_a_fetch_are_computed_again():
     run = world([BLOCK] * WORKERS)
-    whole = BLOCK * BLOCKS + 2.5 * steady()  # with steps of the first member only
+    whole = BLOCK * BLOCKS + 2.5 * steady()  # if only the first member computes
     step = run.run(faults=[(whole, "die", 11)])
     assert step > BLOCK * BLOCKS + BLOCK
     assert run.computed == WORKERS * BLOCKS + BLOCKS
@@ -206,13 +203,13 @@ def test_closed_while_only_stopped_members_hold_blocks():
     faults += [(closes / 2, "give_up", m) for m in stopped]
     step = run.run(faults=faults)
     assert run.ledger.missing == sum(set(h) <= stopped for h in run.holders) > 0
-    assert closes <= step < closes + 0.03  # the patience
+    assert closes <= step < closes + 0.03  # at most the patience longer
     # all blocks of the others, including unused ones
     assert run.computed <= WORKERS * BLOCKS - run.ledger.missing + 5 * len(stopped)
 
 
 def test_closed_while_all_compute():
-    """Members finish the blocks that they have begun, and begin no more."""
+    """Members finish the blocks that they have begun, and begin no further blocks."""
     run = world([BLOCK] * WORKERS)
     step = run.run(faults=[(5.5 * BLOCK, "close", None)])
     assert run.ledger.missing == WORKERS * (BLOCKS - 6)
@@ -222,9 +219,7 @@ def test_closed_while_all_compute():
 
 
 def test_closed_while_one_takes_much_longer():
-    """The parent waits for it no longer than a usual block takes, and its blocks are
-    missing.
-    """
+    """The parent waits for the slow member no longer than a usual block takes, and the member's blocks are missing."""
     run = world([BLOCK] * (WORKERS - 1) + [50 * BLOCK], replicas=0)
     step = run.run(faults=[(15 * BLOCK, "close", None)])
     assert run.ledger.missing == BLOCKS
@@ -240,14 +235,14 @@ def test_a_block_that_no_member_holds():
 
 
 def test_a_block_that_takes_long_everywhere_is_done_at_last():
-    """An idle member takes it over, but not again and again."""
+    """An idle member takes the block over, but not again and again."""
     run = World([[0, 1, 2]], 3, [1.0] * 3, latency=steady, patience=1e-3)
     assert run.run() < 3
     assert 1 < run.computed + run.orders["recall"] < 30
 
 
 def test_a_block_does_not_go_back_and_forth_between_two_that_are_late():
-    """Their programs do not call while they compute, but their engines answer."""
+    """The programs of both ranks do not call while they compute, but their engines answer."""
     ledger = Ledger([[0, 1], [0, 1], [1, 0], [1, 0], [1, 0]], 2, 0.02)
     shares = [Share(claimed=[0, 1]), Share(claimed=[2, 3, 4])]
     ledger.begin(0.0)

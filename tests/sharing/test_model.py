@@ -83,7 +83,7 @@ def test_without_a_rule_some_schedule_is_wrong(rule, holders, faults, lends):
     ],
 )
 def test_every_schedule_with_a_deadline(holders, pieces, faults, lends):
-    """The sum may be of a part of the batch, the same part in all pieces."""
+    """The sum may lack a part of the batch, but the same part in all pieces."""
     model = Model(holders, 2, pieces, lends=lends, approximates=True)
     assert explore(model, **faults) > 100
 

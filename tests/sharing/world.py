@@ -35,8 +35,8 @@ class World:
             of member and time.
         latency: a function without arguments: the seconds that a message takes.
         empties: whether programs can empty their vectors.
-        costs: the cost of each block, known to the parent, which multiplies its
-            seconds; none: all are 1.
+        costs: the cost of each block, which the parent knows, and which multiplies the block's seconds; none: all costs
+            are 1.
         stopped, dead: the stopped and dead processes.
         orders: number of orders of each kind in this round.
         woken: how often the parent has woken up in this round without a message.
@@ -67,12 +67,12 @@ class World:
         self.events = []
         self.numbers = itertools.count()
         self.round = 0
-        self.asks = [False] * members  # whether they ask before they begin
+        self.asks = [False] * members  # whether members ask before they begin
 
     # Time.
 
     def at(self, time, action, *args, of=None, cancel=None):
-        """Do something later; ``of``: the process that does it, once it runs."""
+        """Do something later. ``of``: the process that does it, as soon as the process runs."""
         heapq.heappush(
             self.events,
             (time, next(self.numbers), action, args, of, self.round, cancel),

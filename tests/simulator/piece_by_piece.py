@@ -15,14 +15,13 @@ class Play:
     """A round that all ranks have called.
 
     Args:
-        sections: for each, its maker, the ranks whose messages form it, and its number
-            of pieces.
+        sections: for each section, its maker, the ranks whose messages form it, and its number of pieces.
         ranks: number of ranks.
         sending, receiving: seconds that a port takes for a piece.
         latency: seconds.
 
     Attributes:
-        here: when each rank has the whole sum.
+        here: the time at which each rank has the whole sum.
         sent, received: number of pieces of each rank.
     """
 
@@ -113,7 +112,7 @@ class Play:
         self.take(now, rank)
 
     def take(self, now, rank):
-        """Ask for the pieces of other ranks; each rank begins with a different one."""
+        """Ask for the pieces of other ranks; each rank begins with a different rank's pieces."""
         have, asked = self.have[rank], self.asked[rank]
         for turn in range(1, len(self.terms) + 1):
             k = (turn + rank) % len(self.terms)

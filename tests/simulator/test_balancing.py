@@ -28,7 +28,7 @@ def seconds(layout, rows, **how):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_steady_speeds_are_balanced_after_one_step(layout):
-    """After that, a step takes the total work over the total speed."""
+    """After the first step, a step takes the total work over the total speed."""
     fair = 8.0 / (1 / SLOWNESS).sum()
     usual, balanced = (
         seconds(layout, [SLOWNESS], balanced=each) for each in (False, True)
@@ -40,9 +40,7 @@ def test_steady_speeds_are_balanced_after_one_step(layout):
 
 
 def test_a_rank_slow_in_the_last_step_gets_less():
-    """Two ranks are slow in turn: each division fits the step before, and takes longer
-    than an equal one.
-    """
+    """Two ranks are slow in turn: each division fits the step before, and takes longer than an equal division."""
     rows = [[3.0, 1, 1, 1], [1, 3.0, 1, 1]]
     found = seconds(LAYOUTS["star"], rows, balanced=True)
     speeds = [np.ones(4)] + [1 / np.array(rows[step % 2]) for step in range(5)]

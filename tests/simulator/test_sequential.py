@@ -1,4 +1,4 @@
-"""Sequential gradient coding: closed forms, cases by hand, and every pattern that its authors promise."""
+"""Sequential gradient coding: closed forms, cases by hand, and every pattern that its authors promise to tolerate."""
 
 import itertools
 from fractions import Fraction
@@ -61,7 +61,7 @@ def arbitrary(late, burst, window, stragglers):
 
 
 def thinned(proposed, fits):
-    """Return as many of the proposed late workers as fit."""
+    """Return as many of the proposed late workers as the promise allows."""
     late = np.zeros_like(proposed)
     for place in zip(*np.nonzero(proposed)):
         late[place] = True
@@ -70,9 +70,7 @@ def thinned(proposed, fits):
 
 
 def decoded(scheme, late):
-    """Return the round in which each job is decoded under any rule of the master; -1:
-    never.
-    """
+    """Return the round in which each job is decoded, whatever the master's rule; -1: never."""
     jobs = len(late) - scheme.delay
     play, rounds = scheme.play(jobs), np.full(jobs, -1)
     for number, row in enumerate(late):
@@ -184,7 +182,7 @@ def test_whatever_the_delays_all_jobs_are_decoded_in_time(kind, data):
 def test_more_than_is_promised_is_not_decoded():
     """Patterns beyond the promise fail, so the tests of patterns are effective."""
     late = np.zeros((6, 4), bool)
-    late[0, :2] = late[1, 0] = True  # worker 0 is late when it repeats
+    late[0, :2] = late[1, 0] = True  # worker 0 is late when it repeats its part
     scheme = SelectiveRepeat(4, stragglers=2, burst=1, window=2)
     assert decoded(scheme, late).tolist() == [-1, 1, 2, 3, 4]
     late = np.zeros((6, 4), bool)
@@ -199,9 +197,9 @@ def test_more_than_is_promised_is_not_decoded():
 
 
 def test_selective_repeat_by_hand():
-    """s = 1, so each computes half of the batch, 1 s. Two are late with job 0, so one
-    repeats it in round 1 instead of job 1, which then lacks one part. Job 2 lacks one,
-    too. In job 3 three workers are late, more than 2, so the master waits for all.
+    """s = 1, so each worker computes half of the batch in 1 s. Two workers are late with job 0, so one of them repeats
+    it in round 1 instead of job 1, which then lacks one part. Job 2 lacks one part, too. In job 3 three workers are
+    late, more than 2, so the master waits for all.
     """
     late = np.zeros((5, 4))
     late[0, [0, 1]] = late[2, 3] = LATE
@@ -212,7 +210,7 @@ def test_selective_repeat_by_hand():
     assert job.ends.tolist() == [2 + 1, 2 + 1, 2 + 1 + 2, 2 + 1 + 2 + 6]
     assert job.used.tolist() == [3, 3, 4, 3]
     assert job.skipped.tolist() == [1, 1, 0, 1]
-    # one by one, it does not wait for the last two, of which one repeats job 3 alone
+    # one by one, the master does not wait for the last two workers; one of them repeats job 3 alone
     late[3, [0, 1, 2]] = 3.0, 4.0, 5.0
     job = sequence(scheme, late, work=2.0, one_by_one=True)
     assert job.ends.tolist() == [3, 3, 5, 5 + 4 + 1]
@@ -240,7 +238,7 @@ def test_multiplexed_by_hand():
     # tasks of 3 s: of job 0, of both in three rounds, of job 1; twice that in the first two
     assert job.ends.tolist() == [6 + 12 + 6 + 6, 6 + 12 + 6 + 6 + 3]
     assert job.used.tolist() == [3, 5, 5, 5] and job.skipped.tolist() == [2, 0, 0, 0]
-    table[2, 0] = LATE  # a third time: the master waits for it
+    table[2, 0] = LATE  # worker 0 is late a third time, and the master waits for it
     assert sequence(scheme, table, 32.0, 2).ends[0] == 6 + 12 + LATE + 6 + 6
 
 
@@ -262,8 +260,8 @@ def test_loads_that_the_authors_published(scheme, load):
 
 
 def test_load_of_multiplexed_by_counting_chunks():
-    """All chunks are the batch: n (W - 1) of one task each, and n in each of the B
-    codes. A task takes λ + 1 of those."""
+    """All chunks together are the batch: n (W - 1) chunks of one task each, and n chunks in each of the B codes. A task
+    of a code takes λ + 1 of its chunks."""
     for n, burst, more in itertools.product(range(1, 6), range(1, 4), range(1, 4)):
         window = burst + more
         for stragglers in range(n + 1):
@@ -276,8 +274,8 @@ def test_load_of_multiplexed_by_counting_chunks():
 
 @pytest.mark.parametrize("n", [3, 7])
 def test_no_rank_is_late(n):
-    """SR-SGC repeats nothing, and takes as long as gradient coding. Every task of M-SGC is computed in
-    some round, of which there are ``delay`` more than jobs."""
+    """SR-SGC repeats nothing, and takes as long as gradient coding. M-SGC computes every task in some round; there are
+    ``delay`` more rounds than jobs."""
     jobs, each, work = 5, 0.25, 4.0
     for scheme in (GradientCoding(n, 1), SelectiveRepeat(n, 2, 1, 2)):
         job = sequence(scheme, [[each] * n], work, jobs)

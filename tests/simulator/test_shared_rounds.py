@@ -39,9 +39,7 @@ def steps(shape, model=None, *, network=FREE, rounds=20, work=BATCH, payload=0.0
 
 
 def ideals(model, ranks, rounds=20):
-    """Return the seconds of each step if the work were divided so that all ranks finish
-    together.
-    """
+    """Return the seconds that each step would take if all ranks finished together."""
     drawn = itertools.islice(stragglers.as_model(model).rounds(ranks, 3), rounds)
     return np.array([BATCH / (1 / delays.factor[1:]).sum() for delays in drawn])
 
@@ -94,16 +92,16 @@ def test_no_rank_is_late(replicas):
 
 def test_by_hand():
     """Workers 1 and 2 take 1 s for a block and worker 3 takes 3 s, as in
-    docs/sharing.md. It computes one of its three, and each of the others one more."""
+    docs/sharing.md. Worker 3 computes one of its three blocks, and each of the others computes one more."""
     model = stragglers.FixedSlow(ranks=(3,), factor=3)
     assert steps(layout(4, 2, 3), model, work=9.0) == pytest.approx(4.0)
-    # no other rank has the data
+    # without replicas no other rank has the data
     assert steps(layout(4, 0, 3), model, work=9.0) == pytest.approx(9.0)
 
 
 def test_a_block_that_was_begun():
-    """On the host a program cannot return a begun block. The round waits for it unless
-    others compute it sooner; then the rank is out, and late.
+    """On the host a program cannot return a block that it has begun. The round waits for the block unless others would
+    compute it sooner; then the rank is out of the round, and late.
     """
     network, job = FREE, {"payload": 0.0, "work": 9.0, "rounds": 1}
     for factor, expected in ((4.5, 4.5), (20, 5.0)):

@@ -183,11 +183,11 @@ def test_killed(s, ends):
     assert np.isfinite(out.ends).sum() == (10 if ends else 3)
     assert np.isfinite(out.mean) == ends
     assert out.used[1] <= 3
-    assert out.skipped[1] == 0  # it is dead, not late
+    assert out.skipped[1] == 0  # rank 1 is dead, not late
 
 
 def test_stopped_rank_passes_on_nothing():
-    """Ranks below it ask further up after a while, and take part again when it does."""
+    """Ranks below the stopped rank ask further up after a while, and take part again."""
     network = Network(**FREE, **BY_ROOT)
     job = {"payload": 1e6, "work": 0.15, "rounds": 30}
     layout = Layout.balanced(13, 3, 1)
@@ -218,7 +218,7 @@ def test_star_sends_to_one_after_the_other():
     job = {"payload": 50e6, "work": 0, "rounds": 4}
     whole = Network(bandwidth=1e8, piece=50_000_000, **free)
     out = simulate(Layout.balanced(11, 10), whole, **job)
-    # 10 × 0.5 s up, and then down before the next round
+    # 10 × 0.5 s up, and then 10 × 0.5 s down before the next round
     assert out.seconds.tolist() == pytest.approx([5.0, 10.0, 10.0, 10.0])
     # pieces go down while other pieces come up
     out = simulate(Layout.balanced(11, 10), Network(bandwidth=1e8, **free), **job)

@@ -1,5 +1,5 @@
-"""Simulated sums in sections: how much each rank sends, the time, and which ranks the
-group does not wait for.
+"""Simulated sums in sections: how much each rank sends, how long sums take, and which ranks the group does not wait
+for.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def star(workers, s=0, m=1):
 
 
 def seconds(layout, network, payload, **job):
-    """Return the seconds of a round between other rounds."""
+    """Return the seconds of a round that follows other rounds."""
     job = {"work": 0.0, "rounds": 6} | job
     return simulate(layout, network, payload=payload, **job).seconds[1:].mean()
 
@@ -270,7 +270,8 @@ def test_which_ranks_form_sections():
     assert forms_sections(star(12), CABLE, 1e6)
     assert forms_sections(star(12, 1), CABLE, SECTIONS_FROM)
     assert not forms_sections(star(12), CABLE, SECTIONS_FROM - 1)
-    # inner families, too, if their parents have more than two children, and messages are as long as the sum
+    # inner families also form sections, if their parents have more than two children, and messages are as long as the
+    # sum
     assert forms_sections(Layout.balanced(13, 3), CABLE, 1e6)
     assert not forms_sections(Layout.balanced(15, 2), CABLE, 1e6)
     assert not forms_sections(Layout.balanced(31, 5, 1, 2), CABLE, 1e6)
@@ -293,7 +294,7 @@ def test_the_sum_waits_for_a_late_rank_that_it_needs(s, waits):
         assert out.mean > 50 * load
         assert out.used[12] == 20
     else:
-        # one section fewer, and so not all of them are of as many pieces
+        # there is one section fewer, so not all sections have as many pieces
         assert out.mean == pytest.approx(usual.mean, rel=0.1)
         assert out.used[12] == 0 and out.skipped[12] > 10
         assert all(out.used[1:11] == 20)
@@ -375,7 +376,7 @@ def test_figures_of_thirteen_hosts(s, late, payload, real):
     assert seconds(layout, off, payload) > 4 * taken
 
 
-# the shorter sum is closer to where a tree is faster
+# the shorter sum is closer to the length at which a tree is faster
 @pytest.mark.parametrize("payload", [2e6, more(20e6)])
 def test_the_planner_takes_a_star_for_long_sums(payload):
     ranking = search.best_plans(13, payload, 0.1, CABLE, replicas=0)
@@ -391,7 +392,7 @@ def test_the_ring_moves_as_much():
     """
     quick = dataclasses.replace(CABLE, latency=0.0, **FREE)
     ring, sections = (seconds(scheme, quick, 50e6) for scheme in (Ring(4), star(3)))
-    # whose ports are never idle
+    # the ring's ports are never idle
     assert sections == pytest.approx(ring / 0.9, rel=0.02)
     far = dataclasses.replace(CABLE, latency=0.05)
     ring, sections = (seconds(scheme, far, 1e6) for scheme in (Ring(13), star(12)))
@@ -419,7 +420,7 @@ def test_a_star_of_a_hundred_thousand_ranks():
     ],
 )
 def test_figures_of_trees(ranks, fanout, mbit, payload, real, by_parents):
-    """The same for trees. Without sections real trees take longer than simulated ones."""
+    """Figures of real rounds for trees. Without sections, real trees take longer than simulated trees."""
     network = Network(latency=1e-4, bandwidth=mbit * 0.1195e6, overhead=3e-5)
     layout = Layout.balanced(ranks, fanout, 1)
     taken = seconds(layout, network, payload)

@@ -49,7 +49,7 @@ def test_pareto():
 
 
 def test_bursty():
-    """A quarter of the time slow, for 1 / 0.3 rounds on average."""
+    """Ranks are slow for a quarter of the time, and each time for 1 / 0.3 rounds on average."""
     found = times("bursty(begin=0.1, end=0.3, factor=2)", 1000, 400) == 2
     assert found.mean() == pytest.approx(0.25, rel=0.03)
     beginnings = (found[1:] & ~found[:-1]).mean()
@@ -153,7 +153,7 @@ def test_wrong_trace(tmp_path):
         ("killed(round=0)", "round must be an integer >= 1, got 0"),
         ("stopped(round=1.5)", "round must be an integer >= 1, got 1.5"),
         ("stopped(every=0.5)", "every must be an integer >= 0, got 0.5"),
-        ("trace(path=5)", "path must be that of a file, got 5"),
+        ("trace(path=5)", "path must be the path of a file, got 5"),
         ("exponential(work=-1)", "work must be at least 0"),
         ("none + x", "model must be one of"),
     ],
@@ -169,7 +169,7 @@ def test_no_such_rank():
 
 
 def test_measured_ranks_die():
-    """Measured ranks die, also one without work, which no factor changes."""
+    """Measured ranks die, even a rank without work, which no factor changes."""
     table = np.array([[1.0, 2.0], [1.0, np.inf]])
     for model in (stragglers.Measured(table), stragglers.Measured(table, seconds=True)):
         first, second, third = itertools.islice(model.rounds(2), 3)

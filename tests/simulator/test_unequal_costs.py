@@ -53,7 +53,7 @@ def steps(layout, costs, model=None, *, work=1.0, rounds=8, **how):
     ids=repr,
 )
 def test_ranks_have_the_parts_of_an_epoch(strategy, known):
-    """The batch is the whole data set, in another order. Shared work is simulated by known costs only."""
+    """The batch is the whole data set, in another order. Shared work is simulated only with known costs."""
     plan, layout = plan_of(strategy), Layout.of(plan_of(strategy))
     costs = Costs.of(np.random.default_rng(3).pareto(1.5, 120) + 0.1, 120)
     parts = Parts(costs if known else costs.unknown, layout, seed=0)
@@ -69,7 +69,7 @@ def test_ranks_have_the_parts_of_an_epoch(strategy, known):
 @pytest.mark.parametrize("model", ["none", "pareto", "bursty(begin=0.2)"])
 def test_equal_costs_change_nothing(strategy, model):
     layout = Layout.of(plan_of(strategy))
-    size = 5040  # which all divide
+    size = 5040  # which all numbers of ranks divide
     plain, equal = (
         steps(layout, c, model) for c in (None, Costs.of(np.ones(size), size))
     )
@@ -105,7 +105,8 @@ def test_by_hand(strategy, seconds):
 
 
 def test_by_number():
-    """A rank has two examples of 5, 5, 1 and 1 s: by cost 6 s of work, by number 6 or 10 s, as the batch is drawn."""
+    """Each rank has two of the examples of 5, 5, 1 and 1 s. By cost each has 6 s of work; by number the slower rank has
+    6 or 10 s, depending on the drawn batch."""
     costs = Costs.of([5.0, 5.0, 1.0, 1.0], 4)
     for layout in (Ring(2), Layout.of(plan_of(jaxcoded.Uncoded(), 2))):
         np.testing.assert_allclose(steps(layout, costs, work=12.0), 6.0)
@@ -121,7 +122,8 @@ def test_by_number():
 )
 @bounded
 def test_no_faster_than_possible(ranks, replicas, blocks, seed):
-    """All work divided at will, and the most expensive example on the fastest rank, are bounds."""
+    """A step takes at least as long as all work divided at will, and as the most expensive example on the fastest
+    rank."""
     random = np.random.default_rng(seed)
     shared = jaxcoded.Shared(replicas=min(replicas, ranks - 1), blocks=blocks)
     costs = Costs.of(random.pareto(1.5, 200) + 0.01, 100)
@@ -138,7 +140,7 @@ def test_no_faster_than_possible(ranks, replicas, blocks, seed):
 
 @pytest.mark.parametrize("shape", [1.5, 3.0])
 def test_shared_work_is_near_the_ideal(shape):
-    """120 ms a step and 12 blocks of a rank."""
+    """With 12 blocks for each rank, shared work is near the ideal of 120 ms."""
     examples = 1 + np.random.default_rng(1).pareto(shape, 20_000)
     costs = Costs.of(examples, 13 * 12 * 8)
     layout = Layout.of(plan_of(jaxcoded.Shared(), 13))
@@ -153,7 +155,9 @@ def test_shared_work_is_near_the_ideal(shape):
 
 def test_what_is_not_simulated():
     costs = Costs.of([1.0, 2.0, 3.0], 3)
-    with pytest.raises(ValueError, match="shared work is simulated by known costs"):
+    with pytest.raises(
+        ValueError, match="shared work is simulated only with known costs"
+    ):
         steps(Layout.of(plan_of(jaxcoded.Shared())), costs.unknown)
     with pytest.raises(ValueError, match=r"Layout.of\(plan\), not Layout.balanced"):
         steps(Layout.balanced(7, 6, stragglers=1), costs)

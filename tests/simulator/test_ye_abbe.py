@@ -138,7 +138,7 @@ def test_simulated_optima(rate, shift, best, expected):
     [((0, 1), (0, 1)), ((0.5, 2), (1, 4)), ((0, 50), (0, 1))],
 )
 def test_closed_form_against_samples(compute, communicate):
-    """Equal rates, and rates far apart, are no special cases of the formula."""
+    """The formula also holds for equal rates, and for rates that are far apart."""
     rng = np.random.default_rng(0)
     shape = 200_000, 6
     work = 2 * (compute[0] + rng.exponential(1 / compute[1], shape))
@@ -149,9 +149,7 @@ def test_closed_form_against_samples(compute, communicate):
 
 
 def test_closed_form_of_many_workers():
-    """The closed form is the last but one of 2,000 exponentials if messages take no
-    time.
-    """
+    """If messages take no time, the closed form is the second largest of 2,000 exponentials."""
     harmonic = (1 / np.arange(1, 2001)).sum()
     found = expected_runtime(2000, 2, 1, compute=(0, 1), communicate=(0, 1e15))
     assert found == pytest.approx(2 * (harmonic - 1), rel=1e-10)

@@ -4,11 +4,11 @@
 
     jaxcoded plan --measured cluster.json --payload 4MB --compute 1.2
 
-Without -n it measures the ranks of the job that it is started in:
+Without -n it measures the ranks of the job in which it runs:
 
     jaxcoded run -n 4 --hosts a:2,b:2 -m jaxcoded bench --save cluster.json
 
-Ranks half the job apart exchange messages by MPI, all pairs at once. Then all ranks compute products of matrices for
+Pairs of ranks half the job apart exchange messages by MPI, all pairs at once. Then all ranks multiply matrices for
 about a second. Start as many ranks on each host as the job will have, since ranks slow each other down.
 """
 
@@ -26,7 +26,7 @@ from jaxcoded.tools.planner.measurement import Measurement
 from jaxcoded.tools.terminal import output
 from jaxcoded.tools.terminal.progress import progress
 
-_TURN = 5e-3  # seconds of a computation, which is repeated
+_TURN = 5e-3  # seconds of one computation, which is repeated
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.cli.bench"]
 _MANY = 32  # most rows of a table
 
@@ -35,7 +35,7 @@ _MANY = 32  # most rows of a table
 @click.option(
     *places.RANKS,
     type=int,
-    help="Ranks to start. Default: none, as this is a rank of a job.",
+    help="Number of ranks to start. Without it, the command measures the job that it runs in.",
 )
 @places.options
 @click.option(
@@ -55,12 +55,11 @@ def command(
     if save is not None and not pathlib.Path(save).absolute().parent.is_dir():
         raise ValueError(f"--save {save}: there is no such folder")
     if save is not None and pathlib.Path(save).is_dir():
-        raise ValueError(f"--save {save}: that is a folder: give it a name in there")
+        raise ValueError(f"--save {save}: is a folder: give the name of a file in it")
     if ranks is None:
         if any(value is not None for value in (mpirun, *where.values())):
             raise ValueError(
-                "--mpirun, --hosts and --hostfile are for ranks that are started here: how "
-                "many? Give -n"
+                "--mpirun, --hosts and --hostfile are for ranks that this command starts: give their number with -n"
             )
         seen = _measured()
     else:
@@ -96,8 +95,7 @@ def _measured() -> Measurement | None:
     comm = MPI.COMM_WORLD
     if comm.size < 2:
         raise ValueError(
-            "links are between ranks, and here is one: give -n 4, or start it with "
-            "jaxcoded run -n 4 -m jaxcoded bench"
+            "a link needs two ranks, but this job has one: give -n 4, or run jaxcoded run -n 4 -m jaxcoded bench"
         )
     with progress("measuring", quiet=comm.rank > 0) as tell:
         seen = measured(comm, _TURN, tell)
@@ -156,8 +154,8 @@ def _show(seen: Measurement) -> None:
     _rest(len(speeds), "faster ranks")
     output.say()
     output.say(
-        "speed: relative to the fastest rank; turns: times as long as the median rank's, in "
-        f"{seen.rounds} turns"
+        f"speed: relative to the fastest rank; turns: a turn's time divided by the median rank's, "
+        f"in {seen.rounds} turns"
     )
     output.say(
         f"the median link has {_format.seconds(seen.network.latency)} and "

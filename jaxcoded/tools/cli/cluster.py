@@ -20,7 +20,7 @@ from jaxcoded.tools.simulator import Costs, Network, stragglers
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _FILE = click.Path(exists=True, dir_okay=False)
 _GIGABITS = 10.0
-_NOBODY = "none, as no --model, --trace or --measured tells of any"
+_NOBODY = "none, as no --model, --trace or --measured is given"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Cluster:
     work: float  # seconds that one usual rank would take for the whole batch
     network: Network
     stragglers: stragglers.Stragglers
-    model: str  # how the user has named the stragglers
+    model: str  # the user's name of the stragglers
     seed: int  # of the draws, and of random codes
     costs: Costs | None = None  # of the examples, unless all cost the same
 
@@ -42,7 +42,7 @@ class Cluster:
         network = self.network
         links = f"{8e-9 * network.bandwidth:.3g} Gb/s"
         if network.sending != network.bandwidth:
-            links += f" and to send {8e-9 * network.sending:.3g} Gb/s"
+            links += f" to receive and {8e-9 * network.sending:.3g} Gb/s to send"
         return (
             f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
             f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(network.latency)}; stragglers: "
@@ -56,7 +56,7 @@ class Cluster:
             return ""
         each = self.costs.each
         return (
-            f"; batches of {self.costs.batch_size} of {len(each)} examples, of which the most expensive costs "
+            f"; batches of {self.costs.batch_size} of {len(each)} examples, whose most expensive example costs "
             f"{each.max():.3g} times the mean"
         )
 
@@ -89,7 +89,7 @@ def models() -> Iterator[tuple[str, str]]:
 
 
 def named_codes() -> Iterator[tuple[str, str]]:
-    """Return each code, without the arguments common to a plan, and its description."""
+    """Return each code, without the arguments that a plan gives to all codes, and its description."""
     for name in codes.NAMES:
         code = getattr(codes, name)
         yield _call(name, code, _COMMON), _sentence(code)
@@ -117,7 +117,7 @@ _OPTIONS = (
     click.Option(
         [*places.RANKS],
         type=int,
-        help=f"Ranks in the job, up to {places.MOST_RANKS:,}. Default: those of --measured.",
+        help=f"Ranks in the job, up to {places.MOST_RANKS:,}. Default: as many as in the --measured file.",
     ),
     click.Option(
         ["--payload"],
@@ -127,8 +127,8 @@ _OPTIONS = (
     click.Option(
         ["--parameters"],
         metavar="COUNT",
-        help="Instead of --payload: parameters of the model whose gradient every step sums, such as "
-        "25M or 7B (billions).",
+        help="Instead of --payload: number of parameters of the model whose gradient every step sums, such as 25M or "
+        "7B (billions).",
     ),
     click.Option(
         ["--dtype"],
@@ -145,14 +145,14 @@ _OPTIONS = (
     click.Option(
         ["--model"],
         metavar="MODEL",
-        help="Model of the stragglers: one of those below, such as 'pareto(shape=1.5)' or "
-        "'bursty(begin=0.01) + fixed(factor=3)'. Default: those of --measured, or none.",
+        help="Model of the stragglers: one of the models below, such as 'pareto(shape=1.5)' or 'bursty(begin=0.01) + "
+        "fixed(factor=3)'. Default: the stragglers in the --measured file; without one, none.",
     ),
     click.Option(
         ["--trace"],
         type=_FILE,
-        help="Instead of a model: how many times as long ranks took, a line for each step and a "
-        "column for each rank, .npy or text with commas.",
+        help="Instead of --model: a file that tells how many times as long each rank took in each step. It has a line "
+        "for each step and a column for each rank; .npy or text with commas.",
     ),
     click.Option(
         ["--measured"],
@@ -162,22 +162,24 @@ _OPTIONS = (
     click.Option(
         ["--costs"],
         type=_FILE,
-        help="What each example of the data set costs, such as its length, if costs are unequal and "
-        "known: .npy or text with commas. Batches are divided by them.",
+        help="What each example of the data set costs, such as its length, if the costs are unequal and known: .npy "
+        "or text with commas. Batches are then divided by cost.",
     ),
     click.Option(["--batch-size"], type=int, help="Examples of a batch, with --costs."),
     click.Option(
-        ["--gigabits"], type=float, help=f"Gb/s of a link. Default: {_GIGABITS:g}."
+        ["--gigabits"],
+        type=float,
+        help=f"Gb/s of a link. Default: as measured, otherwise {_GIGABITS:g}.",
     ),
     click.Option(
         ["--send-gigabits"],
         type=float,
-        help="Gb/s that a port can send. Default: the same.",
+        help="Gb/s that a port can send. Default: as much as it can receive.",
     ),
     click.Option(
         ["--latency"],
         type=float,
-        help="Seconds until a small message arrives. Default: 50e-6.",
+        help="Seconds until a small message arrives. Default: as measured, otherwise 50e-6.",
     ),
     click.Option(
         ["--seed"],
@@ -257,7 +259,7 @@ def _costs(path: str | None, batch_size: int | None) -> Costs | None:
     if path is None:
         if batch_size is not None:
             raise ValueError(
-                f"--batch-size={batch_size} goes with --costs: without, all examples cost the same"
+                f"--batch-size={batch_size} goes with --costs: without costs, all examples cost the same"
             )
         return None
     if batch_size is None:
@@ -312,7 +314,7 @@ def _stragglers(
         found, columns, trace = seen.stragglers, len(seen.speeds), measured
     if columns != ranks:
         raise ValueError(
-            f"{trace} has {columns} columns, and --ranks is {ranks}: it must have one for "
-            "each rank, or give a --model of the stragglers"
+            f"{trace} has {columns} columns, but --ranks is {ranks}: give a file with one column for each rank, or a "
+            "--model of the stragglers"
         )
-    return found, f"those of {trace}"
+    return found, f"from {trace}"

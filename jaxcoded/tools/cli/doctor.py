@@ -1,8 +1,8 @@
-"""Say whether jaxcoded has everything that it needs, and what to do otherwise.
+"""Check whether jaxcoded has everything that it needs, and name remedies.
 
     jaxcoded doctor -n 4
 
-Looks at the installation and the machine, then starts this many ranks, which sum with each other. The status is 1 if
+Examines the installation and the machine, then starts this many ranks, which compute sums together. The status is 1 if
 something is bad.
 """
 
@@ -29,7 +29,7 @@ _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.doctor.trial"]
     type=int,
     default=2,
     show_default=True,
-    help="Ranks that sum with each other.",
+    help="Number of ranks that compute sums together.",
 )
 @places.options
 @output.json_option
@@ -43,8 +43,8 @@ def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> 
         chosen = str(error)
     found = list(machine.examined(ranks, chosen))
     if isinstance(chosen, str) or any(each.state == BAD for each in found):
-        words = "were not started, for what is bad above"
-        found.append(Finding("ranks", BAD, words, "mend that first"))
+        words = "were not started, because of the bad findings above"
+        found.append(Finding("ranks", BAD, words, "apply their remedies first"))
     else:
         found += _tried(ranks, chosen, where)
     if json:
@@ -98,7 +98,7 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         yield Finding(
             "ranks",
             BAD,
-            f"{ranks} were started, and MPI sees {len(everything)}",
+            f"{ranks} were started, but MPI sees {len(everything)}",
             "use the mpirun of the MPI that mpi4py was built for: --mpirun",
         )
         return
@@ -150,7 +150,7 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         yield Finding(
             "GPUs",
             NOTE,
-            f"ranks {idle}: there is a driver of NVIDIA's, and JAX sees only CPUs",
+            f"ranks {idle}: there is an NVIDIA driver, but JAX sees only CPUs",
             'pip install "jax[cuda13]" or "jax[cuda12]", as the driver allows; and leave JAX_PLATFORMS and '
             "CUDA_VISIBLE_DEVICES unset",
         )
@@ -164,8 +164,8 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         BAD if wrong else GOOD,
         f"{wrong} of them are wrong"
         if wrong
-        else f"exact on all ranks, by {transport}; {small} for a number, {large} for 4 MiB",
-        "memory, a network or the MPI spoils numbers: find the host with fewer --hosts at a time, and try "
+        else f"exact on all ranks, over {transport}; {small} for one number, {large} for 4 MiB",
+        "memory, a network or the MPI corrupts numbers: run with fewer --hosts to find the faulty host, and try "
         "another MPI"
         if wrong
         else "",
@@ -185,6 +185,6 @@ _KINDS = {
 _REMEDIES = {
     "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "
     "mpi4jax --no-build-isolation mpi4jax",
-    "engine": "without it groups use mpi4jax, wait for everybody, and share no work. docs/engine.md",
+    "engine": "without the engine, groups use mpi4jax, wait for all ranks, and cannot share work (docs/engine.md)",
     "cuda_aware": "MPI4JAX_USE_CUDA_MPI=0, or an MPI that is built with CUDA",
 }

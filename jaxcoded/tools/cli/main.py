@@ -19,9 +19,7 @@ _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
 class _Formatter(click.HelpFormatter):
-    """Write help in the characters of standard output: click would print others to an
-    ASCII terminal.
-    """
+    """Write help in characters that standard output can encode: click would print all characters to an ASCII terminal."""
 
     def getvalue(self) -> str:
         return plain.words(super().getvalue())
@@ -32,7 +30,7 @@ class _Context(click.Context):
 
 
 class _Commands(click.Group):
-    """Commands that are imported on use; an error is one line."""
+    """Import commands on use, and print an error as one line."""
 
     context_class = _Context
 

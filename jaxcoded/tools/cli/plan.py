@@ -1,12 +1,12 @@
-"""Find the strategy of a job: whether to share its work, to take a code and which one, or neither.
+"""Find the fastest strategy for a job: share its work, use a code (and which one), or do neither.
 
 It simulates the job with shared work, with many trees and codes, and without a code (ring and trees).
-docs/planning.md says how, and what is left out.
+docs/planning.md describes the simulation and what it leaves out.
 
     jaxcoded plan -n 13 --payload 4MB --compute 1.2 --model pareto
 
-Without a --model it takes the links and ranks that jaxcoded bench has measured (--measured FILE), or assumes equal
-ones.
+--measured FILE takes links and ranks from a measurement of jaxcoded bench. Without --measured, --model and
+--trace, all ranks are equally fast.
 """
 
 import math
@@ -28,14 +28,14 @@ _HEADER = (
     *("5 … 95 %", "load", "message", "κ"),
 )
 _LEGEND = (
-    "→: the advice: the fastest, but code or share only if that is certain to be faster, and hold no more "
-    "replicas where fewer take at most 5 % longer\n"
-    "Coded: stragglers children of each parent may be late; Shared: others compute a late rank's blocks, "
-    "and replicas of them hold its data; Uncoded: all are waited for; speeds of the step before: static balancing, "
-    "with loads in proportion to them (replan after each step), to compare with\n"
+    "→: the advice: the fastest strategy; a code or shared work only if certainly faster, with as few replicas as take "
+    "at most 5 % longer\n"
+    "Coded(stragglers): how many children of each parent may be late; Shared(replicas): how many other ranks hold a "
+    "rank's data and may compute its blocks; Uncoded: a step waits for all ranks; speeds of the step before: static "
+    "balancing for comparison, by these speeds (replan after each step)\n"
     "piece: the bytes in which messages move\n"
-    "step: mean of up to {} simulated steps; 5 … 95 %: of them; load: part of the batch that the busiest rank "
-    "computes; κ: how much rounding may grow"
+    "step: mean of up to {} simulated steps; 5 … 95 %: their quantiles; load: part of the batch that the busiest rank "
+    "computes; κ: how much rounding errors may grow"
 )
 
 
@@ -43,17 +43,21 @@ _LEGEND = (
 @click.option(
     "--replicas",
     type=int,
-    help="Other ranks that may hold each rank's part of the batch, to share the work; 0: no "
-    "shared work. Default: all.",
+    help="How many other ranks may hold each rank's part of the batch, to share the work; 0: no shared work. Default: "
+    "all.",
 )
 @click.option(
     "--reading",
     metavar="SECONDS",
-    help="Time in which a rank would read the whole batch; in every step it reads what it holds. "
+    help="Time in which a rank would read the whole batch; in every step a rank reads the data that it holds. "
     "Default: 0.",
 )
 @click.option(
-    "--top", type=int, default=5, show_default=True, help="Coded plans to show."
+    "--top",
+    type=int,
+    default=5,
+    show_default=True,
+    help="Number of coded plans to show.",
 )
 @output.json_option
 def command(
@@ -120,7 +124,9 @@ def _as_text(ranking: Ranking, top: int) -> None:
     output.say()
     output.say(_LEGEND.format(max(len(e.seconds) for e in ranking.estimates)))
     if any(e.candidate.blind for e in chosen):
-        output.say("costs ignored: batches are divided by number, to compare with")
+        output.say(
+            "costs ignored: batches divided by the number of examples, for comparison"
+        )
     if ranking.best.in_sections:
         output.say(f"{ranking.best.name}: {IN_SECTIONS}")
     output.say()

@@ -1,7 +1,7 @@
 """Show which ranks straggled in a job, what coding saved, and how long other plans would have taken.
 
-Reads files of group.telemetry().save(FILE): that of the root, and those of other ranks of the job, if any. Prints a
-summary and draws pictures.
+Reads files that group.telemetry().save(FILE) wrote on the root and, if any, on other ranks of the job. Prints a summary
+and draws pictures.
 
     jaxcoded report rank-*.npz --out pictures
 """
@@ -45,7 +45,7 @@ _COLUMNS = 200  # most columns of rounds in a picture
     default="report",
     show_default=True,
     metavar="FOLDER",
-    help="Where pictures go.",
+    help="Folder for the pictures.",
 )
 @output.json_option
 def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> None:
@@ -142,10 +142,12 @@ def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
     for path, seen in zip(paths, files):
         if seen.plan != files[0].plan:
             raise ValueError(
-                f"{path} is of another job, or of another plan, than {paths[0]}"
+                f"{path} belongs to another job, or to another plan, than {paths[0]}"
             )
         if seen.rank in ranks:
-            raise ValueError(f"{path} is of rank {seen.rank}, as is a file before it")
+            raise ValueError(
+                f"{path} belongs to rank {seen.rank}, like a file before it"
+            )
         ranks.add(seen.rank)
     return sorted(files, key=lambda seen: (seen.parents[seen.rank] >= 0, seen.rank))
 
@@ -163,20 +165,20 @@ def _say(found: _Found) -> None:
             output.say(_savings_in_words(seen, found.savings[seen.rank]))
     if found.shared:
         output.say(
-            "what sharing the work saved, and how long other plans would have taken, is not "
-            "in these files: jaxcoded plan simulates it"
+            "these files do not tell what sharing the work saved, or how long other plans would have taken: jaxcoded "
+            "plan simulates that"
         )
     elif found.files[0].rank != (root := found.plan.root):
         output.say(
-            f"how other plans would have done takes the file of rank {root}, the root"
+            f"to compare with other plans, also give the file of rank {root}, the root"
         )
     elif found.plans:
         replayed = found.plans[0].seconds
         output.say(_replay_in_words(found.measured, replayed, found.off))
         if found.unknown and found.off <= analysis.WRONG:
             output.say(
-                f"{_format.ranks(found.unknown)} came too late in most rounds, and nothing here tells "
-                "how slow: how other plans would have done takes their own files, too"
+                f"{_format.ranks(found.unknown)} came too late in most rounds, but these files do not tell how slow "
+                "they are: to compare with other plans, also give their own files"
             )
         if found.ranked:
             _say_plans(found)
@@ -228,7 +230,7 @@ def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
     )
     guessed = int(saved.inferred[ended].sum())
     if guessed:
-        text += f", told in {guessed} rounds from what the last child usually takes"
+        text += f", estimated in {guessed} rounds from the last child's usual time"
     if saved.stuck is not None:
         text += f"; from round {saved.stuck} on an uncoded sum would not have ended"
     return text
@@ -236,7 +238,7 @@ def _savings_in_words(seen: Telemetry, saved: analysis.Savings) -> str:
 
 def _replay_in_words(measured: float, replayed: float, off: float) -> str:
     if not np.isfinite(measured):
-        return "how long a round took is not known, nor how near its replay comes"
+        return "it is not known how long a round took, or how accurate its replay is"
     text = f"a round took {seconds(measured)}; replayed with the same plan "
     if np.isfinite(replayed):
         text += f"{seconds(replayed)} ({replayed / measured - 1:+.1%})"
@@ -245,12 +247,14 @@ def _replay_in_words(measured: float, replayed: float, off: float) -> str:
     if off <= analysis.UNUSUAL:
         return text
     text += (
-        ". The replay knows work, messages and bandwidth; not what else ranks wait for, "
-        "such as processes that share their cores"
+        ". The replay knows work, messages and bandwidth, but not what else ranks wait for, such as processes that "
+        "share their cores"
     )
     if off <= analysis.WRONG:
-        return text + ": plans that differ by no more may come in another order"
-    return text + ". It is too far off to say how other plans would have done"
+        return (
+            text + ": plans that differ by no more than this may be in the wrong order"
+        )
+    return text + ". It is too inaccurate to compare other plans"
 
 
 def _say_plans(found: _Found) -> None:
@@ -259,8 +263,7 @@ def _say_plans(found: _Found) -> None:
         ranks = [rank for rank, origin in enumerate(took.source) if origin == source]
         if ranks:
             output.say(
-                f"of {_format.ranks(ranks)} {known} is known: their own files, or those of "
-                "their parents, may say more"
+                f"{known} is known of {_format.ranks(ranks)}: their own files, or their parents' files, may tell more"
             )
     plans = sorted(found.ranked, key=lambda plan: plan.seconds)
     output.say()
@@ -371,7 +374,7 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) 
 
 
 def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> None:
-    """Draw which ranks are late and which are slow: the worst ones."""
+    """Draw which ranks are late and which are slow, for the worst ranks."""
     speeds, known = seen.speeds, seen.measured
     shown = np.flatnonzero(known | ~np.isnan(late))
     share = np.nan_to_num(late)

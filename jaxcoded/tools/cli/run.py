@@ -1,9 +1,9 @@
-"""Start a program on many ranks, with what the MPI in use needs.
+"""Start a program on many ranks, with the settings that the MPI in use needs.
 
     jaxcoded run -n 4 train.py --steps 100
 
-If there are more ranks than cores, they take turns. Each computes with as many threads as it has cores. The GPUs of a
-host are divided among its ranks. Every line of output begins with its rank, and a terminal shows progress bars of
+If there are more ranks than cores, they take turns. Each rank computes with as many threads as it has cores. The GPUs
+of a host are divided among its ranks. Every line of output begins with its rank, and a terminal shows progress bars of
 ranks below each other. The job leaves no process and no shared memory on this host, even if this command is killed.
 docs/faults.md says what a job with --ft survives.
 """
@@ -27,25 +27,25 @@ from jaxcoded.tools.terminal import lines
     *places.RANKS,
     type=int,
     envvar="SLURM_NTASKS",
-    help="Processes to start. Default in a job of Slurm: its tasks.",
+    help="Number of processes. Default in a Slurm job: SLURM_NTASKS.",
 )
 @click.option(
     "--ft",
     "fault_tolerant",
     is_flag=True,
-    help="The others continue when a rank is killed. Needs Open MPI 5, which reports deaths.",
+    help="The other ranks continue when a rank is killed. Needs Open MPI 5, which reports deaths.",
 )
 @click.option(
     "--on-error",
     type=click.Choice(["abort", "go-on"]),
-    help="What other ranks do after an uncaught error. Default: abort; with --ft go-on.",
+    help="What the other ranks do after a rank's uncaught error. Default: abort; with --ft: go-on.",
 )
 @places.options
 @click.option(
     *("-x", "variables"),
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Pass a variable of the environment to ranks on other hosts, too. Those that begin with JAX or XLA_ are "
+    help="Pass a variable of the environment to ranks on other hosts, too. Variables that begin with JAX or XLA_ are "
     "always passed.",
 )
 @click.option(
@@ -54,8 +54,8 @@ from jaxcoded.tools.terminal import lines
 @click.option(
     "--all-gpus",
     is_flag=True,
-    help="Each rank sees all GPUs of its host instead of its share. The program must choose one, or all ranks take "
-    "the first.",
+    help="Each rank sees all GPUs of its host, instead of some of them. The program must choose one, or all ranks "
+    "take the first.",
 )
 @click.option("--plain", is_flag=True, help="Print lines without their ranks.")
 @click.option(
@@ -85,7 +85,7 @@ def command(
 ) -> int:
     """Start the job, and return its status."""
     if ranks is None:
-        raise ValueError("how many ranks? Say -n 4")
+        raise ValueError("how many ranks? Give -n 4, for example")
     ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     if timeout is not None:
         _require.positive("--timeout", timeout)
@@ -132,8 +132,7 @@ def command(
             own_files=not where.away,
             marked=marked,
         )
-    # MPICH does not always report it, and neither does Open MPI after losing its
-    # daemons
+    # MPICH does not always report a failed rank, and neither does Open MPI after losing its daemons
     status = end.status or heard.failure
     limit = timeout if end.too_long else None
     first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)
@@ -161,7 +160,7 @@ def _variable(text: str) -> tuple[str, str]:
     if not name:
         raise ValueError(f"-x {text}: must be NAME or NAME=VALUE")
     if not given and name not in os.environ:
-        raise ValueError(f"-x {text}: there is no such variable: say {text}=VALUE")
+        raise ValueError(f"-x {text}: there is no such variable: give {text}=VALUE")
     return name, value if given else os.environ[name]
 
 
@@ -177,7 +176,7 @@ def _words(
     if status == 0:
         return ""
     if status == mpirun.killed and not fault_tolerant and begun:
-        return f"a rank was killed, and the job with it (status {status}). With --ft the others go on"
+        return f"a rank was killed, and the job with it (status {status}). With --ft the other ranks continue"
     if status - 128 in signal.valid_signals():
         return (
             f"the job was ended by {ends.signal_name(status - 128)} (status {status})"

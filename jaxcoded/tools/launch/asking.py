@@ -16,7 +16,7 @@ _MARK = "jaxcoded answers "  # the line may stand among other output
 
 
 class NoAnswer(click.ClickException):
-    """The ranks have failed: what was ``found``, as text, and the ``remedy``."""
+    """The ranks have failed: ``found`` says what happened, and ``remedy`` what to do."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}\n→ {remedy}")
@@ -31,7 +31,7 @@ def answered(
     hosts: str | None = None,
     hostfile: str | None = None,
 ) -> Any:
-    """Start ``python *program`` on this many ranks, and return what rank 0 passes to `answer`. `NoAnswer` if the
+    """Start ``python *program`` on this many ranks, and return what rank 0 passes to `answer`. Raise `NoAnswer` if the
     job failed or took too long, or its answer cannot be read."""
     where = places.chosen(ranks, hosts, hostfile)
     # a user's file in this folder, such as random.py, must not replace a module
@@ -73,16 +73,16 @@ def answered(
     )
     if why := misfits.blame(mpirun):
         raise NoAnswer(f"{ranks} ranks {words}: {why[0]}", why[1])
-    remedy = "mend what that says; docs/troubleshooting.md goes by symptoms"
+    remedy = "fix what this output reports; docs/troubleshooting.md lists symptoms"
     if where.asked:
-        remedy += ", and docs/several-hosts.md tells what several hosts need"
+        remedy += ", and docs/several-hosts.md lists what several hosts need"
     raise NoAnswer(f"{ranks} ranks {words}: {said.strip()[-2000:]}", remedy)
 
 
 def unreadable(ranks: int, said: Any) -> NoAnswer:
     """Return the error for an unexpected answer of rank 0."""
     return NoAnswer(
-        f"what {ranks} ranks answer cannot be read: {_require.shown(said)}",
+        f"the answer of {ranks} ranks cannot be read: {_require.shown(said)}",
         "install the same jaxcoded on all hosts",
     )
 

@@ -1,6 +1,4 @@
-"""Collect how each rank of a job ended: its parent, `jaxcoded.tools.launch.rank`,
-reports it.
-"""
+"""Collect how each rank of a job ended. The rank's parent process, `jaxcoded.tools.launch.rank`, reports it."""
 
 import contextlib
 import pathlib
@@ -15,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from jaxcoded import _format
 from jaxcoded.tools.launch import rank
 
-# without a program's imports, which take time
+# with options that skip imports, which take time
 WRAPPER = [
     *(sys.executable, "-I", "-S"),
     str(pathlib.Path(__file__).with_name("rank.py")),
@@ -31,8 +29,8 @@ class Ends:
 
     Attributes:
         variables: the environment variables that ranks need to report.
-        told: for each rank its status, or minus the signal that killed it, and the
-            seconds; in the order of the ends.
+        told: each rank's status, or minus the number of the signal that killed it, and its seconds from the start of
+            the job to its end; in the order of these ends.
         begun: the ranks that have reported their beginning.
         sure: whether every rank that begins can report.
         of_job: set once a rank has ended the whole job.
@@ -78,7 +76,8 @@ class Ends:
                 caller.sendall(b".")
 
     def _number(self, name: str) -> int:
-        """Return the number of a rank, or of START.RANK: one of those that were started together to join."""
+        """Return the number of a rank. START.RANK names a rank that was started to join, together with other ranks of
+        the same START."""
         start, _, rank = name.rpartition(".")
         number = int(rank)
         if not start:
@@ -87,9 +86,8 @@ class Ends:
 
     @property
     def failure(self) -> int:
-        """Return the first status of a rank other than 0, ignoring signals. Without
-        one, return 1 if ranks have begun, or would have reported, and none has ended
-        with status 0; otherwise 0.
+        """Return the first status above 0 with which a rank ended. If there is none, return 1 if ranks have begun, or
+        would have reported, but none has ended with status 0; otherwise 0.
         """
         codes = [code for code, _ in self.told.values()]
         none_ended = (self.sure or bool(self.begun)) and 0 not in codes
@@ -139,11 +137,11 @@ class Ends:
         unheard = [it for it in missing if it not in self.begun]
         begun = [it for it in missing if it in self.begun and it < self.ranks]
         joined = [it for it in missing if it >= self.ranks]
-        by_others = f"those that had started them ended them, or {why}"
+        by_others = f"the ranks that had started them ended them, or {why}"
         for numbers, what in (
-            (unheard, f"no word at all: {why}"),
-            (begun, f"no word of the end: {why}"),
-            (joined, f"no word of the end: {by_others}"),
+            (unheard, f"no report at all: {why}"),
+            (begun, f"no report of the end: {why}"),
+            (joined, f"no report of the end: {by_others}"),
         ):
             if numbers:
                 lines.append(f"{_format.ranks(numbers)}: {what}")
@@ -157,8 +155,8 @@ def listening(
     """Collect the ends of ``ranks`` ranks in this block.
 
     Args:
-        hosts: the ranks' hosts, if not this one; ``None``: unknown. Without other
-            hosts, the socket is not open to them.
+        hosts: the ranks' hosts, if not this one; ``None``: unknown. For ``()``, the socket accepts connections from
+            this host only.
         sure: whether all ranks are known to be started on this host.
     """
     here = "127.0.0.1" if hosts == () else _address(hosts or ())

@@ -1,10 +1,9 @@
-"""End a job after its launcher has ended: all its processes on this host, and its
-folders.
+"""After the process that launched a job has ended, kill the job's processes on this host and remove its folders.
 
-It runs without the package: `python -I -S guardian.py NAME FOLDER...`. The launcher
-holds the other end of its standard input. So that input ends when the launcher does,
-also by SIGKILL or a crash. The guardian has a separate session and ignores all signals
-that can be ignored: a terminal's signals to the launcher do not end it.
+It runs without the package: `python -I -S guardian.py NAME FOLDER...`. The launching process holds the other end of the
+guardian's standard input. So this input ends when the launching process ends, even by SIGKILL or a crash. The guardian
+has a separate session and ignores all signals that can be ignored: a terminal's signals to the launching process do not
+end the guardian.
 """
 
 import contextlib
@@ -25,13 +24,12 @@ _PAUSE = 0.1  # seconds between two checks of mpirun
 
 
 class Guardian:
-    """A job's guardian process, for the launcher. It removes the folders, if any."""
+    """A handle of a job's guardian, for the launching process."""
 
     def __init__(self, name: str, folders: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, name, *folders],
-            # without the mark of its launcher's job, whose end must not end the
-            # guardian
+            # if a rank has started this job: without the mark of the rank's job, whose end must not end the guardian
             env={key: value for key, value in os.environ.items() if key != MARK},
             cwd="/",
             bufsize=0,
@@ -44,24 +42,25 @@ class Guardian:
         self._line = self._process.stdin
 
     def watch(self, mpirun: int) -> None:
-        """Name the process to end first, as it ends ranks on other hosts."""
+        """Tell the guardian which process is mpirun. The guardian ends it first, because mpirun ends ranks on other
+        hosts."""
         with contextlib.suppress(BrokenPipeError):  # the guardian was killed
             self._line.write(b"%d" % mpirun)
 
     def dismiss(self) -> None:
-        """End the guardian. Nothing of the job is left then."""
+        """End the guardian, once nothing of the job is left."""
         self._process.kill()
         self._process.wait()
         self._line.close()
 
 
 def main() -> None:
-    """Wait for the end of the launcher."""
+    """Wait until the launching process ends, and then end the job."""
     for each in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(each, signal.SIG_IGN)
     name, *folders = sys.argv[1:]
     mpirun = sys.stdin.buffer.read()
-    # a process that was just starting has its mark by then
+    # after this pause a process that was just starting has its mark
     time.sleep(_PAUSE)
     if mpirun:
         _end_in_order(name, int(mpirun))
@@ -86,7 +85,7 @@ def clean_up(name: str, folders: Iterable[str]) -> None:
 
 
 def kill_all(name: str) -> None:
-    """Kill a job's processes until none is left: meanwhile they may start others."""
+    """Kill a job's processes until none is left, as they may start others meanwhile."""
     end = time.monotonic() + GRACE
     while (found := processes(name)) and time.monotonic() < end:
         for place in found:
@@ -96,7 +95,7 @@ def kill_all(name: str) -> None:
 
 
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
-    """Return a job's processes, by places in /proc, with their environments."""
+    """Return the environments of a job's processes, by their folders in /proc."""
     found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
     return {it: its for it, its in found.items() if _named(its, name)}
 

@@ -19,23 +19,24 @@ from typing import IO
 from jaxcoded.tools.launch import guardian, rank
 
 TOO_LONG = 124  # the status of a job that its time limit ended, as with `timeout`
-_GRACE = guardian.GRACE  # seconds for mpirun to end it
+_GRACE = guardian.GRACE  # seconds for mpirun to end the job
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
 _SHARED_MEMORY = "/dev/shm"
 _FOLDER = re.compile(r"jaxcoded\.([0-9]+\.[0-9a-f]{8})")
-_BEGUN = 60.0  # seconds in which a launcher locks its folders
+_BEGUN = 60.0  # seconds within which the process that makes a folder has locked it
 
 
 @dataclasses.dataclass(frozen=True)
 class End:
     """How a job has ended."""
 
-    # the launcher's status. 128 plus the number of a signal that ended it, or that asked this process to end it;
-    # `TOO_LONG` after too long; 0 if it continued after a rank had ended the job.
+    # the launcher's status; 128 plus the number of the signal that ended the launcher, or that asked this process to
+    # end the job; `TOO_LONG` after the time limit; 0 if the launcher still ran after a rank had ended the job
     status: int
-    too_long: bool = False  # whether the time limit ended it
-    stopped: frozenset[int] = frozenset()  # the stopped ranks on this host at that time
+    too_long: bool = False  # whether the time limit ended the job
+    # the ranks on this host that were stopped at the time limit
+    stopped: frozenset[int] = frozenset()
 
 
 def play(
@@ -48,25 +49,22 @@ def play(
     output: IO[str] | None = None,
     marked: bool = False,
 ) -> End:
-    """Start a launcher, pass signals on to it, and wait for its end.
+    """Start a launcher (mpirun), pass signals on to it, and wait for its end.
 
-    A killed launcher leaves ranks running, and stopped ranks ignore signals. So this
-    kills all that is left of the job on this host, and a launcher that waits for such
-    ranks after a signal. A killed launcher also leaves the files of shared memory,
-    which are in a directory of the job if `jaxcoded.tools.launch.rank` starts the
-    ranks. If this process itself is killed, `jaxcoded.tools.launch.guardian` does all
-    that.
+    A killed launcher leaves ranks running, and stopped ranks ignore signals. So this function kills the job's remaining
+    processes on this host, and a launcher that after a signal still waits for stopped ranks. A killed launcher also
+    leaves shared-memory files. They are in the job's directory, which this function removes, if
+    `jaxcoded.tools.launch.rank` starts the ranks. If this process itself is killed, `jaxcoded.tools.launch.guardian`
+    does all this.
 
     Args:
         seconds: the time limit of the job.
         ended: an event that is set once a rank has ended the job. A launcher that still
             runs some seconds later, as a fault-tolerant one may, is ended.
-        own_files: whether it gets a separate directory for temporary files, which would
-            disturb a later launcher. Other hosts have no such directory.
-        output: the destination of its output and errors. Default: those of this
-            process.
-        marked: whether the launcher marks the rank of each output, for
-            `jaxcoded.tools.terminal.lines`.
+        own_files: whether the launcher gets a separate directory for its temporary files. Files that it leaves
+            elsewhere would disturb a later launcher. Other hosts have no such directory.
+        output: the file for the launcher's output and errors. Default: the output and errors of this process.
+        marked: whether the launcher marks each piece of output with its rank, for `jaxcoded.tools.terminal.lines`.
     """
     places = tempfile.gettempdir(), _SHARED_MEMORY
     for place in places:
@@ -84,12 +82,12 @@ def play(
         if own_files:
             held.append(stack.enter_context(_folder(temporary)))
             settings["TMPDIR"] = temporary
-        # if a rank has started this job, it is that of the rank's job
+        # a job that a rank has started uses the directory of the rank's job
         if not any(name in environment for name in rank.BACKING):
             with contextlib.suppress(OSError):  # a system without it
                 held.append(stack.enter_context(_folder(shared)))
                 settings[rank.SHARED_MEMORY] = shared
-        # in a separate session: a terminal would also signal the ranks
+        # in a separate session: otherwise a terminal would also signal the ranks
         to = subprocess.PIPE if marked else output
         process = subprocess.Popen(
             command,
@@ -129,8 +127,8 @@ def play(
 
 @contextlib.contextmanager
 def _folder(path: str) -> Iterator[int]:
-    """Make a folder, and return its descriptor: while a process has that open, the
-    folder is locked against `_sweep`.
+    """Make a folder, and return its descriptor: while a process has the descriptor open, the folder is locked against
+    `_sweep`.
     """
     os.mkdir(path, 0o700)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -169,7 +167,7 @@ def _lock(descriptor: int) -> None:
 
 
 def _kill_later(process: subprocess.Popen[bytes]) -> None:
-    # a process that has ended is skipped
+    # `kill` does nothing to a process that has ended
     timer = threading.Timer(_GRACE, process.kill)
     timer.daemon = True
     timer.start()

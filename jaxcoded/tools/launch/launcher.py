@@ -16,15 +16,14 @@ OPEN_MPI, MPICH = "Open MPI", "MPICH"
 _GOES_ON = {
     # 0 turns off the check by which mpirun ends the job if a daemon is gone
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
-    # its daemons form a Slurm step, which ends all of them if one ends; srun refuses
-    # "1"
+    # mpirun's daemons form a Slurm step, which otherwise ends all of them if one ends; srun refuses "1"
     "SLURM_NO_KILL": "set",
 }
 # Settings of Open MPI 5 for jobs whose ranks start others
 TAKES_IN = {
-    # the launcher survives the death of these, as of the ranks that it has started
+    # mpirun survives the death of ranks that other ranks started, as of ranks that it started itself
     "PRTE_MCA_state_base_recoverable": "1",
-    # this kind of MPI's collectives on several hosts crashes, or gives wrong values, if such ranks take part
+    # Open MPI's `han` collectives, used on several hosts, crash or give wrong values if such ranks take part
     "OMPI_MCA_coll_han_priority": "-1",
 }
 
@@ -36,22 +35,20 @@ _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 # it may drop the connection for good (ompi#3035). So it must look up all ranks as it begins.
 _KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
 
-# Whether XLA divides an operation among threads. PJRT_NPROC is their number: at least
-# two, one of which may wait for a round. With a single one, two groups called by two
-# Python threads could wait for ever.
+# Whether XLA divides an operation among threads. PJRT_NPROC is the number of threads: at least two, as one of them may
+# wait for a round. With a single thread, two groups that two Python threads call could wait for ever.
 _ONE_THREAD = "xla_cpu_multi_thread_eigen"
 
-# With these Open MPI 5 passes on the ranks' output in pieces as they come, for
-# `jaxcoded.tools.terminal.lines`. Without "xml" it does not mark the ends of pieces;
-# without "raw" it keeps a piece until its line ends. Ranks started by others get no
-# "jobid".
+# With these arguments Open MPI 5 passes on the ranks' output in pieces as they come, for
+# `jaxcoded.tools.terminal.lines`. Without "xml" it does not mark the ends of pieces; without "raw" it keeps a piece
+# until its line ends. It gives no "jobid" to the output of ranks that other ranks have started.
 _PIECES = ["--output", "tag,xml:raw"]
 
-# The user's variables that ranks on other hosts also get.
+# Prefixes of the user's variables that ranks on other hosts also get.
 _HANDED_ON = ("JAX", "XLA_")
 
-# Arrays in huge pages, if the kernel lets programs request them: other ranks read these
-# up to 1.7 times as fast, and each new array costs fewer faults.
+# These put arrays into huge pages, if the kernel lets programs request them. Other ranks read such arrays up to 1.7
+# times as fast, and a new array costs fewer page faults.
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
@@ -65,11 +62,11 @@ class Launcher:
 
     @property
     def reports_deaths(self) -> bool:
-        """Whether ranks can get reports of others' deaths, and survive them."""
+        """Return whether ranks can get reports of other ranks' deaths, and survive these."""
         return self.mpi == OPEN_MPI and self.major >= 5
 
     def built_for_deaths(self) -> bool | None:
-        """The answer of its ompi_info to that; ``None`` if unknown."""
+        """Return whether its ompi_info says that it was built to report deaths; ``None`` if unknown."""
         beside = pathlib.Path(self.path).with_name("ompi_info")
         try:
             said = asked(beside, "--parsable", "--config").stdout
@@ -80,12 +77,12 @@ class Launcher:
 
     @property
     def killed(self) -> int:
-        """The launcher's status when a rank was killed."""
+        """Return mpirun's status when a rank was killed."""
         return 9 if self.mpi == MPICH else 137
 
     def crowded(self) -> list[str]:
         """Return the launcher's arguments for jobs with more ranks than cores."""
-        # otherwise it refuses them, and keeps all threads of a rank on one core
+        # otherwise Open MPI refuses such jobs, and keeps all threads of a rank on one core
         return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
 
     def options(
@@ -98,14 +95,13 @@ class Launcher:
         hostfile: str | None = None,
         environment: Sequence[str] = (),
     ) -> list[str]:
-        """Return its arguments before the program; a ValueError if this MPI cannot do
-        that.
+        """Return mpirun's arguments that come before the program. Raise a ValueError if they contradict each other, or
+        this MPI does not support them.
 
         Args:
-            fault_tolerant: whether ranks get reports of others' deaths, and survive
-                them.
+            fault_tolerant: whether ranks get reports of other ranks' deaths, and survive these.
             named: whether each line of output begins with its rank.
-            hosts: ``"a:2,b:2"``.
+            hosts: hosts with their numbers of ranks, such as ``"a:2,b:2"``.
             hostfile: a file of hosts, in the form that this MPI reads.
             environment: variables that ranks on other hosts also get.
         """
@@ -115,7 +111,7 @@ class Launcher:
             )
         if fault_tolerant and not self.reports_deaths:
             raise ValueError(
-                f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} is of "
+                f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} belongs to "
                 f"{self.mpi} {self.major}"
             )
         out = [*self.crowded(), "-n", str(ranks)]
@@ -137,9 +133,9 @@ class Launcher:
 
 
 def found(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
-    """Return the requested mpirun, by the argument or ``JAXCODED_MPIRUN``; otherwise
-    that of this Python, in its folder or ``beside``; otherwise the one on the PATH. A
-    ValueError if none exists, or it does not run.
+    """Return the mpirun that the argument or ``JAXCODED_MPIRUN`` requests; otherwise the one at ``beside``, by default
+    in the folder of this Python; otherwise the one on the PATH. Raise a ValueError if there is none, or it does not
+    run.
     """
     beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
     named = named or os.environ.get("JAXCODED_MPIRUN")
@@ -195,12 +191,12 @@ def command(
     variables: Mapping[str, str] = {},
     **options: Any,
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that starts ``python *arguments`` on ``ranks`` ranks, and its
-    environment; a ValueError if this MPI cannot do that.
+    """Return the command that starts ``python *arguments`` on ``ranks`` ranks, and its environment. Raise a ValueError
+    if this MPI does not support the options.
 
     Args:
-        hosts, hostfile: these and the others are options of `Launcher.options`.
-        wrapper: a command that starts the one after it, for each rank.
+        hosts, hostfile, options: see `Launcher.options`.
+        wrapper: a command that each rank runs, with the command line of Python as its last arguments.
         variables: further environment variables.
     """
     here = _on_one_host(ranks, listed(hosts, hostfile))
@@ -234,7 +230,7 @@ def listed(hosts: str | None, hostfile: str | None) -> list[str]:
 
 
 def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
-    """Return the most ranks of a host: two for ``["a:2", "b slots=1"]``."""
+    """Return the largest number of ranks on one host: two for ``["a:2", "b slots=1"]``."""
     said = [re.search(r":([0-9]{1,9})$|\bslots *= *([0-9]{1,9})", it) for it in hosts]
     counts = [int(it[1] or it[2]) for it in said if it]
     if counts and len(counts) == len(hosts):
@@ -266,7 +262,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Unfit(ValueError):
-    """The ranks' MPI is not the launcher's: what was ``found``, and the ``remedy``."""
+    """The ranks' MPI is not the launcher's: ``found`` names both, and ``remedy`` says what to do."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}: {remedy}")
@@ -274,7 +270,7 @@ class Unfit(ValueError):
 
 
 def check_fits(launcher: Launcher) -> None:
-    """Raise `Unfit` unless mpi4py uses this MPI: otherwise each rank would be alone."""
+    """Raise `Unfit` unless mpi4py uses the launcher's MPI: with another MPI, each rank would be alone."""
     import mpi4py
 
     mpi4py.rc.initialize = False
@@ -285,7 +281,7 @@ def check_fits(launcher: Launcher) -> None:
     others = known - {launcher.mpi} if launcher.mpi in known else set()
     if any(theirs.startswith(other) for other in others):
         raise Unfit(
-            f"{launcher.path} is of {launcher.mpi}, but mpi4py uses "
+            f"{launcher.path} belongs to {launcher.mpi}, but mpi4py uses "
             f"{theirs.partition(',')[0].split(chr(10))[0].strip()}",
-            "give the mpirun of that with --mpirun, or install mpi4py and jaxcoded for this one",
+            "give the mpirun of mpi4py's MPI with --mpirun, or install mpi4py and jaxcoded for the other MPI",
         )

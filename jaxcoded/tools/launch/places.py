@@ -11,8 +11,7 @@ import click
 
 from jaxcoded.tools.launch import launcher
 
-# Variables by which mpirun finds hosts itself: of Slurm, PBS, LSF, Grid Engine, and
-# user files.
+# Variables from which mpirun learns hosts by itself: set by Slurm, PBS, LSF and Grid Engine, or naming a user's file.
 OTHERS = (
     *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
@@ -22,7 +21,7 @@ OTHERS = (
 # means the number of cores.
 _PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
-# The option, and its names in mpiruns.
+# The option for the number of ranks, with the names that it has in mpiruns.
 RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
 # The most ranks of a job: an mpirun takes 2**32 + 1 for 1, and the simulator needs 2 GB for this many.
 MOST_RANKS = 2_000_000
@@ -30,12 +29,12 @@ _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command ``hosts``, ``hostfile`` and ``mpirun``."""
+    """Give a command the options ``hosts``, ``hostfile`` and ``mpirun``."""
     for option in (
         click.option(
             "--mpirun",
             metavar="COMMAND",
-            help="The mpirun to use. Default: $JAXCODED_MPIRUN, that of this Python, or on the "
+            help="The mpirun to use. Default: $JAXCODED_MPIRUN, or the mpirun beside this Python, or the one on the "
             "PATH.",
         ),
         click.option(
@@ -45,8 +44,8 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--hosts",
-            help="Hosts, and how many ranks on each: a:2,b:2. Default: those of the job of Slurm, "
-            "else this one.",
+            help="Hosts, and how many ranks on each: a:2,b:2. Default: the hosts of the Slurm job, otherwise this "
+            "host.",
         ),
     ):
         command = option(command)
@@ -58,7 +57,8 @@ class Places:
     """Where to start ranks."""
 
     asked: list[str]  # the hosts that the user has named, with their numbers of ranks
-    # ``"a:2,b:2"``: these, or those of Slurm; ``None``: those of the file, or this host
+    # ``"a:2,b:2"``: the hosts that the user has named, or the Slurm job's; ``None``: the hosts in the file, or this
+    # host
     hosts: str | None
     hostfile: str | None  # a file of hosts
 
@@ -74,7 +74,7 @@ class Places:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of hosts with ranks; empty: this one; ``None``: unknown."""
+        """Return the names of the hosts with ranks: empty if only this host has ranks, ``None`` if they are unknown."""
         if not self.away:
             return ()
         if self.hosts is None:
@@ -83,8 +83,8 @@ class Places:
 
 
 def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> Places:
-    """Return where to start this many ranks: on the given hosts, otherwise on those of Slurm. A ValueError if they
-    are not hosts, have fewer places, or the file cannot be read."""
+    """Return where to start this many ranks: on the given hosts, otherwise on the Slurm job's. Raise a ValueError if a
+    host's name is invalid, the hosts have fewer places, or the file cannot be read."""
     asked = launcher.listed(hosts, hostfile)
     if hosts is not None:
         _check(ranks, hosts)
@@ -97,15 +97,14 @@ def _check(ranks: int, hosts: str) -> None:
     for each in hosts.split(","):
         if not _PLACES.fullmatch(each):
             raise ValueError(
-                f"--hosts {hosts}: {each!r} is not a host, such as a, or a host and how many "
-                "ranks it takes, such as a:2"
+                f"--hosts {hosts}: {each!r} must be a host, such as a, or a host with its number of ranks, such as a:2"
             )
     counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
     room = sum(int(count[1]) for count in counts if count)
     if all(counts) and room < ranks:  # a host without a number takes any number
         fewer = f", or say -n {room}" if room else ""
         raise ValueError(
-            f"--hosts {hosts} has room for {room} of {ranks} ranks: give it more places or hosts{fewer}"
+            f"--hosts {hosts} has room for {room} of {ranks} ranks: give more hosts, or more places on them{fewer}"
         )
 
 
@@ -131,7 +130,7 @@ def of_slurm() -> str | None:
     tasks: list[str] = []
     for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
         if found := _TASKS.fullmatch(each):
-            # one more than the hosts shows a mismatch
+            # one entry more than there are hosts is enough to show a mismatch
             tasks += [found[1]] * min(int(found[2] or 1), len(names) + 1)
     if len(tasks) != len(names):
         return ",".join(names)

@@ -1,10 +1,10 @@
-"""Start the program of a rank as a child, with the rank's GPUs and the job's shared
-memory. Report its beginning and end to `jaxcoded run`, and end in the same way.
+"""Start a rank's program as a child process, with the rank's GPUs and the job's shared memory. Report its beginning and
+end to `jaxcoded run`, and end in the same way.
 
 It runs without the package: `python -I -S rank.py COMMAND...`.
 
-Launchers signal the process group of a rank, of which both are members. So the program gets the signals that it
-would get without this process, which ignores them. A SIGKILL of this process kills the program, too.
+Launchers signal a rank's process group, to which this process and the program belong. So the program gets the same
+signals as without this process, and this process ignores them. If this process is killed, the program is killed, too.
 """
 
 import ctypes
@@ -23,14 +23,15 @@ TAKES_IN = "JAXCODED_TAKES_IN"
 # The words of this process's command before the program's, one per line: for ranks that
 # start others
 STARTER = "JAXCODED_STARTER"
-JOINS = "JAXCODED_JOINS"  # START:… for ranks that others have started, the same for all of one start
+# START:… for ranks that other ranks have started; equal for all ranks that were started together
+JOINS = "JAXCODED_JOINS"
 GOES_ON = "JAXCODED_GOES_ON"  # 1 if the others continue without a rank that ends
-# PID:FILE, this process and a file descriptor. Its child writes to it when it enters its first group, when an error
+# PID:DESCRIPTOR, this process and a pipe. The child writes to the pipe when it enters its first group, when an error
 # has ended its program, when it leaves MPI, and when it ends the job
 _PIPE = "JAXCODED_ENDS_JOB"
 _IN_GROUP, _FAILED, _LEFT_MPI, _ENDS_JOB = b"+", b"-", b".", b"!"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-# its number among the ranks of its host, and their count: for Open MPI, and for MPICH
+# a rank's number among the ranks of its host, and how many these are: for Open MPI, and for MPICH
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -81,11 +82,11 @@ def main() -> None:
     joins = JOINS in os.environ
     if joins and _IN_GROUP not in said:
         time.sleep(_SEEN)
-    # others may continue without it, while it waits for them
+    # after an error the program may kill itself, so that the other ranks continue without it: report 1
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     goes_on = os.environ.get(GOES_ON) == "1"
     can_go_on = _IN_GROUP in said or joins
-    # others wait for it to make a group with them, and Open MPI would let them
+    # the other ranks wait for this one to make a group, and Open MPI would let them wait
     ends = _ENDS_JOB in said or (code > 0 and goes_on and not can_go_on)
     _tell(f"{told} ends" if ends else told)
     alone = goes_on and can_go_on and _LEFT_MPI not in said
@@ -100,20 +101,20 @@ def main() -> None:
 
 
 def _share_in(directory: str) -> None:
-    """Set the directory of shared memory, unless the user has; other hosts lack it."""
+    """Set the directory for shared memory, unless the user has set one. Other hosts do not have the directory."""
     if os.path.isdir(directory) and not any(name in os.environ for name in BACKING):
         os.environ.update(dict.fromkeys(BACKING, directory))
 
 
 def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
-    """Return a rank's GPUs of those of its host: as many as others, or a shared one."""
+    """Return which of its host's GPUs a rank gets: as many as every other rank, or one that ranks share."""
     if each := len(gpus) // ranks:
         return gpus[rank * each : (rank + 1) * each]
     return [gpus[rank * len(gpus) // ranks]]
 
 
 def _divide_gpus() -> None:
-    """Divide the GPUs: JAX would use the first one in all ranks."""
+    """Divide the host's GPUs among its ranks: JAX would use the first GPU in all of them."""
     found = [
         [int(os.environ[name]) for name in names]
         for names in _LOCAL
@@ -127,7 +128,7 @@ def _divide_gpus() -> None:
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
     if len(gpus) >= ranks:
         return
-    # otherwise each would take most of the memory when JAX starts
+    # otherwise each rank would take most of the GPU's memory when JAX starts
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if rank == 0:
         number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
@@ -140,7 +141,7 @@ def _is_number(text: str) -> bool:
 
 
 def _visible_gpus() -> list[str]:
-    """Return the GPUs that CUDA can use here, as its variable names them."""
+    """Return the GPUs that CUDA can use here, as CUDA_VISIBLE_DEVICES names them."""
     if _VISIBLE in os.environ:  # set by the user or the scheduler
         gpus = []
         for each in map(str.strip, os.environ[_VISIBLE].split(",")):
@@ -163,7 +164,7 @@ def number(variables: "os._Environ[str] | dict[str, str]") -> str:
 
 
 def _tell(code: int | str) -> None:
-    """Report an end, if possible: without a listener the job continues."""
+    """Report the rank's beginning or end. Without a listener the job continues."""
     rank = number(os.environ)
     import socket
 
@@ -173,7 +174,8 @@ def _tell(code: int | str) -> None:
         host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())
-            line.recv(1)  # received before the launcher ends the others
+            # wait until the report is received, before the launcher ends other ranks
+            line.recv(1)
     except (OSError, ValueError, OverflowError):  # or an invalid address
         pass
 

@@ -1,4 +1,4 @@
-"""Find the hosts that `ssh` cannot reach, by which mpirun starts its daemons."""
+"""Find hosts that `ssh` cannot reach, as mpirun starts its daemons by ssh."""
 
 import concurrent.futures
 import contextlib
@@ -23,14 +23,14 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
         return None
     those = ", ".join(f"{name} ({words})" for name, words in away.items())
     remedy = (
-        f"`ssh {next(iter(away))} true` must end without a question: check the names of the hosts, their sshd "
-        "and your keys: docs/several-hosts.md"
+        f"`ssh {next(iter(away))} true` must succeed without a question: check the hosts' names, their sshd and your "
+        "keys (docs/several-hosts.md)"
     )
-    return f"ssh does not get to {those}", remedy
+    return f"ssh does not reach {those}", remedy
 
 
 def failures(hosts: Sequence[str]) -> dict[str, str]:
-    """Return what `ssh` says about hosts that it cannot reach, if mpirun uses it."""
+    """Return ssh's error for each host that it cannot reach; nothing if mpirun does not use ssh."""
     if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
         return {}
     names = {re.split(r"[\s:]", each)[0] for each in hosts}
@@ -41,10 +41,10 @@ def failures(hosts: Sequence[str]) -> dict[str, str]:
 
 
 def _is_here(name: str) -> bool:
-    """Return whether it is this host, on which mpirun needs no ssh."""
+    """Return whether a name belongs to this host, for which mpirun needs no ssh."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):  # no name that there can be
+    except (OSError, UnicodeError):  # an impossible name
         return False
     for family, kind, _, _, address in addresses:
         with (

@@ -45,7 +45,8 @@ class Automatic:
         return {"plan": "auto", **vars(self), "work": how}
 
     def first(self, options: Options | None, hosts: Sequence[str]) -> Plan:
-        """Return the first plan, for a rank on each of these hosts. Raise a ValueError if an argument is invalid."""
+        """Return the plan to measure with; ``hosts`` has the host of each rank. Raise a ValueError if an argument is
+        invalid."""
         size, work = len(hosts), self.work
         if options is not None and options.piece_bytes is not None:
             raise ValueError(
@@ -73,7 +74,7 @@ class Automatic:
         """Measure, and return the choice of rank 0. Collective. Raise a RuntimeError on every rank if ``work`` failed
         on one, and a ValueError if rank 0 could not plan."""
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
-        # if messages are compared, the root forms the sum
+        # with a check of the messages, the root forms the whole sum
         whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
         not_shared = why_not_shared(transport, reasons)
         return self.measured(comm, not_shared, 0 if whole else options.sections_from)
@@ -81,7 +82,8 @@ class Automatic:
     def measured(
         self, comm: MPI.Intracomm, not_shared: str, sections_from: int | None
     ) -> Choice:
-        """Measure and choose, see `choose`. With ``sections_from=None``, also choose from which size sections pay."""
+        """Measure and choose, see `choose`. With ``sections_from=None``, also choose the size from which sections
+        pay."""
         size = comm.size
         if size == 1:
             alone = make_plan(1, Uncoded())
@@ -121,7 +123,7 @@ class Automatic:
                     piece = None if best.piece == PIECE else best.piece
                     words = _words(seen, seconds, ranking)
                     answer = [plan.to_json(), piece, pays_from, words]
-                except Exception as error:  # noqa: BLE001  # the others wait for an answer
+                except Exception as error:  # noqa: BLE001  # the other ranks wait for an answer
                     answer = f"{type(error).__name__}: {error}"
         answer = told(comm, answer)
         if isinstance(answer, str):
@@ -135,7 +137,7 @@ class Automatic:
 
 def _words(seen: Measurement, seconds: float, ranking: Ranking) -> str:
     best, network = ranking.best_tree, seen.network
-    trees = (e for e in ranking.estimates if e.candidate.tree)  # a ring is no group
+    trees = (e for e in ranking.estimates if e.candidate.tree)  # no group is a ring
     of_groups = dataclasses.replace(ranking, estimates=tuple(trees))
     spread = np.percentile(seen.stragglers.factors, [5, 50, 95, 100])
     words = (

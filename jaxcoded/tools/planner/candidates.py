@@ -20,7 +20,7 @@ _MOST_SHARING = 64  # ranks in jobs whose work may be shared
 _BLOCK = 5e-3  # seconds of the shortest block
 _MOST_BLOCKS = 12  # of a rank
 _MOST_CHILDREN = 1024  # codes are matrices with a row for each child
-# children of codes that are drawn at random, which costs time and digits
+# most children of a parent with a random code: larger ones cost time and digits
 MOST_DRAWN = 64
 
 
@@ -28,11 +28,11 @@ MOST_DRAWN = 64
 class Candidate:
     """One way to sum over the ranks of a job."""
 
-    strategy: Strategy | None  # None: a ring all-reduce, of which there is no group
+    strategy: Strategy | None  # None: a ring all-reduce, which no group does
     piece: int = PIECE  # bytes in which messages move
     # Whether loads follow the speeds of the step before, as with `CodedGroup.replan` after each step.
     balanced: bool = False
-    blind: bool = False  # whether batches are divided by number, though costs are known
+    blind: bool = False  # whether batches are divided by number, not by the known costs
 
     @property
     def tree(self) -> bool:
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def coded(self) -> bool:
-        """Return whether it has a code."""
+        """Return whether this candidate has a code."""
         return isinstance(self.strategy, Coded)
 
     @property
@@ -56,7 +56,7 @@ class Candidate:
 
     @property
     def fanout(self) -> int:
-        """Return the most children of a parent; 0 without any."""
+        """Return the fan-out of its tree; 0 without one."""
         return getattr(self.strategy, "fanout", None) or 0
 
     @property
@@ -66,7 +66,7 @@ class Candidate:
 
     @property
     def slices(self) -> int:
-        """Return by which factor its code shortens messages."""
+        """Return the factor by which its code shortens messages."""
         return getattr(self.strategy, "slices", 1)
 
     @property
@@ -95,7 +95,7 @@ class Candidate:
         )
         if not strategy.root_computes:
             return layout
-        # the root takes as much as the busiest of the others
+        # the root computes as much as the busiest other rank
         loads = layout.loads / (1 + layout.loads.max())
         loads[0] = loads.max()
         return dataclasses.replace(layout, loads=loads)
@@ -106,7 +106,7 @@ class Candidate:
 
     @property
     def base(self) -> "Candidate":
-        """Return the candidate of which this is one of the `variants`."""
+        """Return the candidate whose `variants` include this one."""
         strategy: Any = self.strategy
         return Candidate(
             strategy and dataclasses.replace(strategy, root_computes=False)
@@ -118,7 +118,7 @@ class Candidate:
             yield self
             return
         longer = [piece for piece in _PIECES if piece < payload]
-        # beyond the payload all are one
+        # all pieces that are longer than the payload are equivalent
         pieces = dict.fromkeys([*longer, *_PIECES[len(longer) : len(longer) + 1]])
         for piece, root_computes in itertools.product(pieces, (False, True)):
             strategy: Any = self.strategy
@@ -145,7 +145,7 @@ def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
     """Return the ring, trees and codes for this many ranks, without `variants` (``docs/planning.md``)."""
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}
-    # parents with equal numbers of children more often have repetition, without κ
+    # if all parents have the same number of children, their codes are more often repetition, whose κ is 1
     fitting |= {n for n in range(2, min(below, _MOST_CHILDREN + 1)) if below % n == 0}
     for depth in range(1, ranks):
         fitting.add(fanout := _smallest_fanout(ranks, depth))
@@ -169,8 +169,8 @@ def checked_replicas(replicas: int, ranks: int) -> int:
     replicas = _require.integer("replicas", replicas, 0)
     if replicas >= ranks:
         raise ValueError(
-            f"replicas={replicas}: of {ranks} ranks only {ranks - 1} others can hold a "
-            f"rank's part of the batch: give replicas={ranks - 1} or less"
+            f"replicas={replicas} does not fit {ranks} ranks: only {ranks - 1} other ranks can hold a rank's part of "
+            f"the batch; give replicas={ranks - 1} or less"
         )
     return replicas
 
@@ -180,18 +180,18 @@ def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
     if most == 0:
         return "is left out by replicas=0"
     if not 3 <= ranks <= _MOST_SHARING:
-        return f"is looked at for 3 to {_MOST_SHARING} ranks"
+        return f"is compared only for 3 to {_MOST_SHARING} ranks"
     if (part := work / ranks) < 2 * _BLOCK:
         return (
-            f"needs two blocks of {_format.seconds(_BLOCK)} or more for each rank, whose "
-            f"part of the batch takes {_format.seconds(part)}"
+            f"needs two blocks of at least {_format.seconds(_BLOCK)} for each rank, but a rank's part of the batch "
+            f"takes {_format.seconds(part)}"
         )
     return ""
 
 
 def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
-    """Return ways to share the work, without `variants`. ``work``: seconds of one usual rank; ``most``: other ranks
-    that may hold each block, by default all."""
+    """Return ways to share the work, without `variants`. ``work``: seconds that one usual rank would take for the whole
+    batch; ``most``: how many other ranks may hold each block, by default all."""
     if why_not_shared(ranks, work, most):
         return []
     blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
@@ -226,8 +226,8 @@ def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:
 def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
     """Return whether κ is above a bound, as far as that is known without drawing codes.
 
-    Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above its square with more.
-    With slices that holds if ``s + m`` does not divide ``n``; otherwise the code consists of small blocks.
+    Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above ``(n / 2)²`` with more.
+    With slices this holds if ``s + m`` does not divide ``n``; otherwise the code consists of small blocks.
     """
     strategy = candidate.strategy
     if not isinstance(strategy, Coded):

@@ -54,7 +54,7 @@ class Measurement:
             "work": self.work,
             "links": [link._asdict() for link in self.links],
             "hosts": list(self.hosts),
-            # times have fewer than six digits
+            # no time is measured to more than six digits
             "factors": [
                 [float(f"{factor:.6g}") for factor in row]
                 for row in self.stragglers.factors.tolist()
@@ -74,7 +74,7 @@ class Measurement:
             if not (np.isfinite(factors.factors) & (factors.factors > 0)).all():
                 raise ValueError("factors must be finite numbers > 0")
             if len(hosts) != factors.factors.shape[1]:
-                raise ValueError("it has not as many ranks as hosts")
+                raise ValueError("its numbers of ranks and hosts differ")
             return cls(
                 Network(**fields["network"]),
                 _require.positive("work", fields["work"]),
@@ -86,7 +86,7 @@ class Measurement:
             raise ValueError(f"{type(error).__name__}: {error}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file of JSON."""
+        """Write the measurement to a JSON file."""
         with replacing(path) as file:
             file.write(json.dumps(self.to_fields(), ensure_ascii=False).encode())
 

@@ -30,14 +30,15 @@ def measured(
     twice. No other messages may be under way in ``comm``. Raises a RuntimeError on every rank if ``work`` failed on
     one.
 
-    ``work`` computes once; it is called once to compile, and then for a second. If it is a number of seconds, a loop
-    measures only the spread. ``progress`` gets the part that is done."""
+    ``work`` computes once; it is called once to compile, and then repeatedly for a second. If it is a number of
+    seconds, a loop of matrix products measures only how much ranks and times differ. ``progress`` is called with the
+    part that is done."""
     compute = _loop(comm, work) if isinstance(work, float) else work
     failure: Exception | None = None
     times: list[float] = []
     try:
         jax.block_until_ready(compute())
-    except Exception as error:  # noqa: BLE001  # the others wait for an answer
+    except Exception as error:  # noqa: BLE001  # the other ranks wait for an answer
         failure = error
     wait(comm.Ibarrier())
     links = _links(comm)
@@ -72,12 +73,12 @@ def _summary(
 ) -> Measurement:
     columns = [row[~np.isnan(row)] for row in table[:, :_ROUNDS]]
     if isinstance(work, float):
-        # as many loops as the work takes are one round, if enough rounds are left
+        # join as many loops as the work would take into one round, if enough rounds are left
         loops = round(work / statistics.median(float(np.median(c)) for c in columns))
         columns = [_added(column, max(loops, 1)) for column in columns]
     typical = statistics.median(float(np.median(column)) for column in columns)
     rounds = max(map(len, columns))
-    # a slow rank has computed less often
+    # a slow rank has computed less often, so its times are repeated
     factors = np.stack([np.resize(column, rounds) for column in columns], axis=1)
     links = tuple(
         Link(rank, _partner(rank, len(table)), latency, rate)
@@ -119,8 +120,8 @@ def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
 
 
 def _links(comm: MPI.Intracomm) -> tuple[float, float]:
-    """Measure the seconds of a small message, and the bytes per second of a large one; 0 for a rank that only
-    answers. Neighbours are often on one host, so each rank talks to the one that is half the job away."""
+    """Return the measured seconds of a small message, and the bytes per second of a large one; zeros on a rank that
+    only answers. Neighbours are often on one host, so each rank exchanges messages with the rank half the job away."""
     partner = _partner(comm.rank, comm.size)
     if partner <= comm.rank:
         if partner < comm.rank:

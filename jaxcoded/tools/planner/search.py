@@ -26,13 +26,13 @@ from jaxcoded.tools.simulator.sections import forms_sections
 from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.transport.options import PIECE
 
-_GAIN = 0.01  # a smaller gain is no reason to use a code
+_GAIN = 0.01  # a smaller gain does not justify a code
 _MORE_DATA = 0.05  # the gain that justifies holding data on more ranks
 _NEAR = 1.2  # shared work within this factor of the best time may still win
 _BATCHES = 16  # batches of consecutive rounds, whose means are nearly independent
 _KEPT = 8  # coded candidates in the last rung
-_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)  # seconds for each rung, about
-_MOST_LEFT_OUT = 20_000  # ranks; of more, codes that κ rules out are not compared
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)  # about how many seconds each rung takes
+_MOST_LEFT_OUT = 20_000  # most ranks for which codes that κ rules out are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +84,8 @@ class Estimate:
 
     def faster_than(self, other: "Estimate") -> bool:
         """Return whether this candidate is faster by more than 1 %, and not by chance. The gain must exceed twice its
-        standard error. Or it must be positive in 3 of 4 batches of rounds, for tails too heavy for a standard
-        error."""
+        standard error, or be positive in 3 of 4 batches of rounds. The second rule is for tails too heavy for a
+        standard error."""
         if not math.isfinite(other.step):
             return math.isfinite(self.step)
         if self.step >= (1 - _GAIN) * other.step:
@@ -98,13 +98,14 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A code that would be faster, but rounds too much or takes too long to find.
+    """A code that would be faster, but whose rounding errors are too large, or that takes too long to find.
 
     Attributes:
-        candidate: the candidate, whose κ is above the bound, or not known.
-        gain: the step time of the best candidate divided by its own; infinite if steps of the best never end.
-        ranks: the next larger number of ranks for which it would not be left out; 0 if none is near.
-        drawn: whether κ is known to be above the bound; otherwise a parent has too many children.
+        candidate: the candidate, whose κ is above the bound or unknown.
+        gain: the step time of the best candidate divided by this candidate's; infinite if steps of the best never end.
+        ranks: the smallest larger number of ranks, at most ``2 fanout`` more, for which the candidate would not be left
+            out; 0 if there is none.
+        drawn: whether κ is known to be above the bound; if not, a parent has too many children for a random code.
     """
 
     candidate: Candidate
@@ -122,7 +123,7 @@ class Ranking:
         payload: bytes that are summed.
         work: seconds that one usual rank would take for the whole batch.
         estimates: estimates of the best coded and uncoded candidates, the fastest first.
-        amplification: the largest κ of a plan.
+        amplification: the largest κ that a plan may have.
         left_out: the fastest code that was left out, if it is faster than `best`.
         not_shared: why no candidate shares the work, in words that follow "shared work".
     """
@@ -143,7 +144,7 @@ class Ranking:
     @property
     def best(self) -> Estimate:
         """Return the fastest candidate. It is uncoded, unless a code or shared work is certain to be faster. Shared
-        work has the fewest replicas with which a step takes up to 5 % longer."""
+        work has the fewest replicas with which a step takes at most 5 % longer than with the best number."""
         return self._better_than(self.uncoded)
 
     @property
@@ -175,7 +176,7 @@ class Ranking:
         )
         words += self._balanced + self._by_cost
         if not (best.shared or best.stragglers) and math.isfinite(self.best.step):
-            words += ". So all ranks wait for each: one that is stuck or dead stops all"
+            words += ". So every step waits for all ranks: a stuck or dead rank stops the job"
         return words
 
     @property
@@ -188,11 +189,11 @@ class Ranking:
             if math.isfinite(left_out.gain)
             else "with which steps would end"
         )
-        there = f"; {left_out.ranks} ranks could have it" if left_out.ranks else ""
+        there = f"; {left_out.ranks} ranks could use it" if left_out.ranks else ""
         why = (
             f"kappa is above {self.amplification:g}"
             if left_out.drawn
-            else f"such codes are not looked for where a parent has more than {MOST_DRAWN} children"
+            else f"such codes are not searched if a parent has more than {MOST_DRAWN} children"
         )
         return f". Left out, as {why}: {left_out.candidate.name}, {gain}{there}"
 
@@ -208,9 +209,7 @@ class Ranking:
             times = uncoded.step / best.step
             if math.isinf(times):
                 return f"code: without a code ({uncoded.name}) a step would never end"
-            return (
-                f"code: {times:.3g} times as fast as the best uncoded, {uncoded.name}"
-            )
+            return f"code: {times:.3g} times as fast as the best uncoded strategy, {uncoded.name}"
         coded = next((e for e in self.estimates if e.candidate.coded), None)
         if coded is None:
             return "do not code: no code fits"
@@ -230,9 +229,9 @@ class Ranking:
         found = next((e for e in self.estimates if e.candidate.balanced), None)
         if found is None or not found.faster_than(self.uncoded):
             return ""
-        # less than 1 is no chance, but this is a group with other calls
+        # less than 1 is not chance; but static balancing needs other calls in the program
         times = found.step / self.best.step
-        return f". Static balancing: {found.name}, takes {times:.3g} times as long"
+        return f". Static balancing, {found.name}, takes {times:.3g} times as long"
 
     @property
     def _by_cost(self) -> str:
@@ -249,7 +248,7 @@ class Ranking:
             if math.isfinite(other.step)
             else f"with the best {what}, {other.name}, a step would never end"
             for what, other in (
-                ("uncoded", self.uncoded),
+                ("uncoded strategy", self.uncoded),
                 ("code", next((e for e in self.estimates if e.candidate.coded), None)),
             )
             if other is not None
@@ -302,12 +301,12 @@ def best_plans(
             with 10 Gb/s.
         stragglers: a model, or the text that names a model. Default: no stragglers.
         seed: the seed of the draws and of random codes; at least 0.
-        amplification: the largest κ of a plan; 1,000 leaves four digits in float32.
-        replicas: other ranks that may hold each rank's part of the batch; 0: no shared work (``docs/sharing.md``).
-            Default all.
-        reading: seconds in which a rank would read the whole batch; in every step it reads what it holds.
-        costs: of the examples in the batches, by which each is divided; default: all cost the same.
-        progress: gets the part that is done.
+        amplification: the largest κ that a plan may have; 1,000 leaves four digits in float32.
+        replicas: how many other ranks may hold each rank's part of the batch; 0: no shared work (``docs/sharing.md``).
+            Default: all.
+        reading: seconds in which a rank would read the whole batch; in every step a rank reads the data that it holds.
+        costs: the costs of examples, by which each batch is divided. Default: all examples cost the same.
+        progress: is called with the part of the search that is done.
 
     Raises:
         ValueError: a number is out of its range.
@@ -394,7 +393,7 @@ class _Search:
             )
             (entering if fits else self.amplified).append(candidate)
         first = self._rung(entering, _SHARES[0], least=4, most=64)
-        # rare or rising delays may not show yet, so every s stays
+        # rare or rising delays may not show yet, so a candidate with each s stays
         entering = _each(first, lambda c: (c.stragglers, c.slices))
         entering += [c for c in first if c.coded][:24]
         entering += [c for c in first if not c.coded][:4]
@@ -417,7 +416,7 @@ class _Search:
         final += [c for c in shared if c is shared[0] or fourth[c] < near]
         fewest = 128 if shared else 48
         out = self._estimates(final, plans, least=fewest, most=1024)
-        # four times as many rounds for those that may yet be faster than the fastest
+        # four times as many rounds for candidates that may yet be faster than the fastest
         least = (1 - _GAIN) * out[0].step
         doubt = [e for e in out[1:] if e.step - 2 * e.error < least][:6]
         if doubt and self.ranks <= 20_000:
@@ -534,7 +533,7 @@ class _Search:
             candidate: float(seconds.mean())
             for candidate, seconds in self._simulated(entering, share, least, most)
         }
-        # unusual pieces must gain something
+        # unusual sizes of pieces must gain something
         return dict(
             sorted(
                 times.items(),
@@ -550,12 +549,13 @@ class _Search:
         most: int,
         costs: Costs | None = None,
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
-        """Yield the seconds of as many rounds as take about this share of a second."""
+        """Yield each candidate with the seconds of its rounds: as many rounds as all together take about ``share``
+        seconds."""
         cost = max(len(entering), 1) * (1.5e-4 + 1e-7 * self.ranks)
-        # a message at a time
+        # shared work is simulated message by message
         events = sum(candidate.shared for candidate in entering) * self.ranks
         cost += events * (5e-5 + 2e-6 * self.ranks)
-        if self.ranks > 2000 and least < most:  # whose rounds differ less
+        if self.ranks > 2000 and least < most:  # rounds of many ranks differ less
             least = max(least * 2000 // self.ranks, least // 3)
         rounds = min(max(int(share / cost), least), most)
         start, self.done = self.done, self.done + share / sum(_SHARES)
@@ -563,7 +563,7 @@ class _Search:
             layout = candidate.layout(self.ranks)
             part = number / len(entering)
             self.progress(min(1.0, start + (self.done - start) * part))
-            if costs and candidate.coded:  # which examples a rank has
+            if costs and candidate.coded:  # for the examples that each rank has
                 layout = Layout.of(candidate.plan(self.ranks))
             outcome = simulate(
                 layout,

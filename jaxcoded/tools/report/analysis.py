@@ -1,7 +1,7 @@
 """Analyse a job's telemetry: which ranks straggled, what coding saved, and how long other plans would have taken.
 
-A late rank is served from the history and reports nothing to its parent about the rounds that it missed. So a
-parent's record lacks exactly those that matter. This module estimates them from the child's next message, its
+A late rank is served from the history and reports nothing to its parent about the rounds that it missed. So a parent's
+record lacks exactly the rounds that matter. This module estimates the late rank's times from its next message, its
 reported step time, and files of other ranks, if given.
 """
 
@@ -21,7 +21,8 @@ from jaxcoded.tools.simulator.stragglers import Measured, Stragglers
 _SLOW = 1.2
 # Replays of real jobs were within 15 % (benchmarks/README.md); the report names larger differences.
 UNUSUAL = 1.15
-# A code costs, or gains, a factor of 1.2 to 1.6 (benchmarks/README.md), so a replay must be nearer to rank plans.
+# A code makes rounds faster or slower by a factor of 1.2 to 1.6 (benchmarks/README.md). Only a replay that is nearer to
+# the job can rank plans.
 WRONG = 1.5
 _FANOUTS = 2, 4, 8, 16, 32
 _MOSTLY = 0.5  # of all rounds
@@ -29,13 +30,14 @@ _MOSTLY = 0.5  # of all rounds
 
 @dataclasses.dataclass(frozen=True)
 class Savings:
-    """Times of a parent's rounds, as they were and if it had waited for all children. Arrays ``(Q,)``."""
+    """Times of a parent's rounds: the actual times, and the times if the parent had waited for all children. Arrays
+    ``(Q,)``."""
 
     rounds: np.ndarray  # int64, numbers of the rounds with a sum
-    coded: np.ndarray  # seconds from the result before until the sum was complete
-    # seconds until the last child's message would have come; infinite if none came any more
+    coded: np.ndarray  # seconds from the previous result until the sum was complete
+    # seconds until the last child's message would have come; infinite if it never came again
     uncoded: np.ndarray
-    inferred: np.ndarray  # whether the last child's time is what it usually takes
+    inferred: np.ndarray  # whether the last child's time is estimated as its usual time
 
     @property
     def avoided(self) -> float:
@@ -45,7 +47,7 @@ class Savings:
 
     @property
     def share(self) -> float:
-        """Return them as a part of the seconds of waiting for all."""
+        """Return the avoided seconds as a part of the seconds that waiting for all would have taken."""
         total = self.uncoded[np.isfinite(self.uncoded)].sum()
         return self.avoided / float(total) if total > 0 else 0.0
 
@@ -81,9 +83,9 @@ class Predicted:
 def spans(seen: Telemetry) -> np.ndarray:
     """Return the seconds from a round's beginning until each child's message came, float64 ``(R, C)``.
 
-    A round begins with the result of the one before. Unknown times are NaN: in the first round, and in rounds that a
-    child began late or skipped. A late child's time ends with its next message, less the work for the round of that
-    message. It is infinite if no message follows."""
+    A round begins with the previous result. Unknown times are NaN: in the first round, and in rounds that a child began
+    late or skipped. A late child's time ends with its next message, less the work for the round of that message. It is
+    infinite if no message follows."""
     begun, over = _begun(seen), _over(seen)
     arrived = seen.arrived
     out = np.full(arrived.shape, np.nan)
@@ -91,7 +93,7 @@ def spans(seen: Telemetry) -> np.ndarray:
         return out
     before = np.vstack([np.full(arrived.shape[1], np.nan), arrived[:-1]])
     on_time = before <= begun[:, None]
-    # a message that is the first one of a later round, too, came with that one
+    # an arrival that is also recorded for the next round belongs to that round
     own = arrived != np.vstack([arrived[1:], np.full(arrived.shape[1], np.nan)])
     known = on_time & ((arrived <= over[:, None]) | (own & ~np.isnan(arrived)))
     known &= ~np.isnan(seen.decided)[:, None]
@@ -108,7 +110,7 @@ def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
     """Return what a parent saved by not waiting for all of its children.
 
     A round that a child missed counts with the child's usual time. If ``others`` has the telemetry of a child without
-    children, that gives the time. The price of the code, more work on every rank, is charged by `compare`."""
+    children, that telemetry gives the time. `compare` charges the price of the code: more work on every rank."""
     took = spans(seen)
     by_rank = {other.rank: other for other in others}
     inferred = np.isnan(took)
@@ -134,7 +136,7 @@ def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
 
 
 def too_late(files: Sequence[Telemetry]) -> np.ndarray:
-    """Return the share of rounds in which each rank's message missed its parent's sum: float64 ``(N,)``, NaN for
+    """Return the fraction of rounds in which each rank's message missed its parent's sum: float64 ``(N,)``, NaN for
     ranks whose parents have no file."""
     shares = np.full(len(files[0].parents), np.nan)
     for seen in files:
@@ -145,7 +147,8 @@ def too_late(files: Sequence[Telemetry]) -> np.ndarray:
 
 
 def unknown(files: Sequence[Telemetry]) -> list[int]:
-    """Return the ranks of unknown speed, without file and step time, that were too late in most rounds."""
+    """Return the ranks that were too late in most rounds, and whose speed is unknown, as they have neither a file nor a
+    step time."""
     late, untold = too_late(files), np.isnan(files[0].step_times)
     there = {file.rank for file in files}
     ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
@@ -163,9 +166,10 @@ def step_seconds(seen: Telemetry) -> float:
 def work(files: Sequence[Telemetry]) -> Work:
     """Return the seconds of each rank in each round of the first file.
 
-    A rank's own file is the best source. Parents know when messages came; those of a rank with children wait for
-    these, so they are scaled to its reported step time. A rank with only a step time takes that in every round. An
-    unknown rank takes as long for its load as the median of the others. A rank's usual time fills gaps.
+    A rank's own file is the best source, then the arrivals of its messages at its parent. A rank with children waits
+    for their messages, so its times are scaled to its reported step time. A rank of which only the step time is known
+    takes it in every round. An unknown rank takes as long for its load as the median of the others. A rank's usual time
+    fills gaps.
     """
     seen = files[0]
     rows = ~np.isnan(seen.work)
@@ -219,14 +223,14 @@ def network(seen: Telemetry) -> tuple[Network, float]:
 def alternatives(
     plan: Plan, speeds: np.ndarray | None = None
 ) -> list[tuple[str, Plan | Ring]]:
-    """Return the plan as it was, first, and others for the same ranks and slices, with their names. Others have the
-    same tree with other numbers of stragglers, or loads in proportion to ``speeds``. Or they have other fan-outs, or
-    are the uncoded ring."""
+    """Return the job's plan, and then other plans for the same ranks and slices, with their names. The others have the
+    same tree with other numbers of stragglers, or with loads in proportion to ``speeds``, or other fan-outs. The last
+    one is the uncoded ring."""
     was = plan.strategy
     out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
     if plan.size < 2:
         return out
-    assert isinstance(was, CodeTree)  # those with blocks are not replayed
+    assert isinstance(was, CodeTree)  # plans with blocks are not replayed
     most = max(map(len, plan.tree.children))
     s, star, slices = was.stragglers, plan.size - 1, was.slices
     asked = [(plan.parents, other, plan.speeds) for other in (0, 1, 2, 3) if other != s]
@@ -261,11 +265,11 @@ def alternatives(
 
 
 def compare(files: Sequence[Telemetry]) -> list[Predicted]:
-    """Replay the job's work with its plan, which comes first, and with others. The result is empty for fewer than two
-    rounds.
+    """Replay the job's work with its plan, which comes first, and with other plans. The result is empty for fewer than
+    two rounds.
 
-    A rank's time is that in the job (`work`), in proportion to its load; without data, its time between calls.
-    Deadlines are not replayed. The root's telemetry must come first, if it is given. Raises a ValueError for an
+    A rank takes as long as in the job (`work`), in proportion to its load; a rank without data takes its time between
+    calls. Deadlines are not replayed. The root's telemetry must come first, if it is given. Raises a ValueError for an
     invalid plan in the telemetry."""
     seen = files[0]
     plan = Plan.from_json(seen.plan)
@@ -306,7 +310,7 @@ def _model(took: Work, loads: np.ndarray) -> Stragglers:
     loaded = loads > 0
     factors = np.zeros(took.seconds.shape)
     factors[:, loaded] = took.seconds[:, loaded] / loads[loaded]
-    # should they get data
+    # for plans in which these ranks get data
     factors[:, ~loaded] = _of_others(factors[:, loaded])[:, None]
     fixed = np.where(loaded, 0.0, took.seconds)
     return Measured(factors) + Measured(fixed, seconds=True)
@@ -345,7 +349,7 @@ def _named(plan: Plan) -> str:
 
 
 def _begun(seen: Telemetry) -> np.ndarray:
-    """Return when each round could begin: with the result of the one before."""
+    """Return when each round could begin: with the previous result."""
     return seen.started - np.maximum(seen.work, 0.0)
 
 
@@ -369,7 +373,7 @@ def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
 
 
 def _aligned(have: np.ndarray, values: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return rows of some rounds as rows of others, filled up with NaN."""
+    """Return the values of the rounds ``have`` for the rounds ``want``; NaN for rounds without values."""
     out = np.full((len(want), *values.shape[1:]), np.nan)
     _, theirs, ours = np.intersect1d(have, want, return_indices=True)
     out[ours] = values[theirs]
@@ -387,7 +391,7 @@ def _largest(table: np.ndarray) -> np.ndarray:
 
 
 def _told(seen: Telemetry) -> np.ndarray:
-    """Return each rank's reported seconds of work, float64 ``(N,)``. For a rank that has not finished any since its
+    """Return each rank's reported seconds of work, float64 ``(N,)``. For a rank that has finished no work since its
     first round, return how long it has been silent; NaN if it has reported nothing."""
     silent = np.where(seen.silent > 0, seen.silent, np.nan)
     return np.where(np.isnan(seen.step_times), silent, seen.step_times)
@@ -410,7 +414,7 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
     came = seen.arrived[:, column]
     again = np.flatnonzero(came == came[row])  # none if it has not come
     if len(again):
-        # it worked for the round in which it came, once it had caught up with it
+        # the child worked for the round of its next message once it had caught up with that round
         done = came[row] - (usual if usual >= 0 else 0.0)
         done = np.clip(done, over[max(again[-1] - 1, row)], came[row])
         return max(float(done - begun), 0.0)
@@ -438,13 +442,13 @@ def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
         return rows
     begun, end = _begun(seen), float(seen.ended[-1])
     a_round = _median(_over(seen) - begun)
-    # its silence must not measure itself
+    # a usual time that comes from the silence itself must not measure the silence
     usual = float("nan") if np.isnan(seen.step_times[seen.children[column]]) else usual
     patience = TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
     alive = end - _heard(seen, column) <= patience
     if alive and (missing.all() or usual > _SLOW * a_round):
         return rows  # always late
-    # how long it was absent before, and came again
+    # how long it was absent before it came again
     absent = _largest((seen.arrived[:first, column] - begun[:first])[None])[0]
     since = seen.started[first] if np.isnan(begun[first]) else begun[first]
     return first if end - since > np.fmax(patience, 2 * absent) else rows

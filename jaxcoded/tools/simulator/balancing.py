@@ -8,7 +8,7 @@ import numpy as np
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.ring import Ring
 
-_SLOWEST = 1e-3  # of the fastest, as in `jaxcoded.Uncoded`
+_SLOWEST = 1e-3  # of the fastest rank's speed, as in `jaxcoded.Uncoded`
 
 
 def check_waits(layout: Layout | Ring) -> None:
@@ -22,7 +22,7 @@ def check_waits(layout: Layout | Ring) -> None:
 
 
 def rebalanced(loads: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the next loads, after a round that took these seconds; infinite: a rank did not end."""
+    """Return the next loads, after a round that took these seconds, which are infinite for a rank that did not end."""
     known = (loads > 0) & (seconds > 0)
     speeds = np.divide(loads, seconds, out=np.zeros(len(seconds)), where=known)
     if not known.any() or not speeds.max() > 0:

@@ -4,7 +4,7 @@ import numpy as np
 
 
 class Bursts:
-    """The late workers of the last rounds, and those that may be late in the next one.
+    """Record the late workers of the last rounds, and tell which may be late in the next round.
 
     In any ``window`` rounds in a row at most ``stragglers`` different workers are late, each of them
     within ``burst`` rounds in a row.
@@ -13,7 +13,8 @@ class Bursts:
     def __init__(self, workers: int, burst: int, window: int, stragglers: int) -> None:
         self.stragglers = stragglers
         self.late = np.zeros((window - 1, workers), bool)  # by round, the oldest first
-        self.over = self.late[: window - burst]  # a burst that began here has ended
+        # rounds so long ago that their bursts have ended
+        self.over = self.late[: window - burst]
 
     def allow(self, late: np.ndarray) -> bool:
         """Return whether these workers may be late in the next round."""

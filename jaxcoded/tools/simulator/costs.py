@@ -10,7 +10,7 @@ from jaxcoded.plan.costs import checked, divided
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.ring import Ring
 
-_MOST = 1 << 17  # examples to divide, but 8 to 64 batches
+_MOST = 1 << 17  # examples in all batches together, of which there are 8 to 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,8 +41,9 @@ class Costs:
             batch_size: from 1 to ``examples``.
 
         Raises:
-            TypeError: ``costs`` are no numbers.
-            ValueError: there are none, one is negative or not finite, all are 0, or a batch has more examples.
+            TypeError: ``costs`` are not numbers.
+            ValueError: there are no costs, one is negative or not finite, all are 0, or ``batch_size`` is larger than
+                their number.
         """
         if not np.size(costs):
             raise ValueError("costs must have one number for each example, got none")
@@ -54,11 +55,11 @@ class Costs:
 
     @property
     def unknown(self) -> "Costs":
-        """Return the same costs, but batches are divided by number."""
+        """Return the same costs for batches that are divided by the number of examples."""
         return dataclasses.replace(self, known=False)
 
     def batches(self, seed: int) -> np.ndarray:
-        """Return batches of shuffled epochs, float64 ``(batches, batch_size)``, which a simulation plays in turn."""
+        """Return batches of shuffled epochs, float64 ``(batches, batch_size)``, which a simulation uses in turn."""
         random = np.random.default_rng([seed, len(self.each)])
         count = min(max(_MOST // self.batch_size, 8), 64)
         used = len(self.each) // self.batch_size * self.batch_size
@@ -68,15 +69,16 @@ class Costs:
 
 
 class Parts:
-    """What the ranks compute of each batch, as parts of a usual batch. ``balanced``: each round they have other numbers
-    of examples, whatever these cost."""
+    """The cost of each rank's examples in each batch, as a part of a usual batch's cost. ``balanced``: in each round
+    ranks have other numbers of examples, whatever these cost."""
 
     def __init__(
         self, costs: Costs, layout: Layout | Ring, seed: int, balanced: bool = False
     ) -> None:
         size = costs.batch_size
         self.batches = costs.batches(seed)
-        self._shares: list[np.ndarray] | None = None  # parts that are not neighbours
+        # each rank's examples, if not neighbours
+        self._shares: list[np.ndarray] | None = None
         self._starts = np.zeros(1, np.int64)  # of blocks
         if isinstance(layout, Layout) and layout.plan and not balanced:
             plan = layout.plan
@@ -98,7 +100,7 @@ class Parts:
             for batch in self.batches:
                 batch[:] = batch[np.concatenate(divided(batch, rooms))]
         elif len(self._starts) > 1:
-            raise ValueError("shared work is simulated by known costs only")
+            raise ValueError("shared work is simulated only with known costs")
         self._known: dict[int, np.ndarray] = {}
 
     def loads(self, number: int, loads: np.ndarray) -> np.ndarray:
@@ -123,6 +125,6 @@ class Parts:
 
 
 def _bounds(loads: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first example of each rank, and that after its last one, with neighbouring parts of the batch."""
+    """Return each rank's first example, and the one after its last, if ranks have neighbouring parts of the batch."""
     ends = np.floor(np.cumsum(loads) / loads.sum() * size + 1e-9).astype(np.int64)
     return np.concatenate([[0], ends[:-1]]), ends

@@ -11,7 +11,7 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class GradientCoding(Scheme):
     """Gradient coding (Tandon et al. 2017) whose master waits as in the other schemes.
 
-    To wait for any ``n − s`` workers, simulate `Layout.balanced` with ``fresh=True``.
+    If the master shall wait for any ``n − s`` workers, simulate `Layout.balanced` with ``fresh=True``.
     """
 
     def __post_init__(self) -> None:

@@ -17,10 +17,10 @@ def ideal_seconds(
     costs: Costs | None = None,
 ) -> np.ndarray:
     """Return the seconds of ideal steps: all ranks compute until all work is done, and messages take no time. This is
-    ``w / Σ_i v_i`` (``docs/theory.md``), but with ``costs`` at least the time of the most costly example on the rank
-    that does it first, as an example is not divided.
+    ``w / Σ_i v_i`` (``docs/theory.md``). With ``costs`` it is at least the shortest time in which a rank computes the
+    most costly example, as an example is not divided.
 
-    A rank begins after what the model adds to its work, and is as slow as the model says.
+    A rank begins after the seconds that the model adds, and is slowed down by the model's factor.
 
     Args:
         size: number of ranks.
@@ -43,7 +43,8 @@ def ideal_seconds(
     rounds = _require.integer("rounds", rounds, 1)
     work = _require.not_negative("work", work)
     drawn = as_model(stragglers).rounds(size, _require.integer("seed", seed, 0))
-    works, largest = np.array([work]), np.zeros(1)  # of each batch, and of its examples
+    # of each batch, and of its most costly example
+    works, largest = np.array([work]), np.zeros(1)
     if costs is not None:
         batches = work * costs.batches(seed)
         works, largest = batches.mean(axis=1), batches.max(axis=1) / costs.batch_size
@@ -54,7 +55,7 @@ def ideal_seconds(
         with np.errstate(divide="ignore", invalid="ignore"):
             speeds = np.where(np.isfinite(begins), 1 / delays.factor[order], 0.0)
             head_start = np.cumsum(np.where(speeds > 0, begins * speeds, 0.0))
-            # with the first one, two, … ranks that begin: one too many only helps
+            # with the first one, two, … ranks that begin: counting too few or too many makes the time longer
             at = number % len(works)
             all_work = np.nanmin(
                 (works[at] + head_start) / np.cumsum(speeds), initial=np.inf

@@ -1,4 +1,4 @@
-"""A plan without coefficients: which rank sends what to which, and how many messages suffice."""
+"""A plan without coefficients: which rank sends what to which rank, and how many messages suffice."""
 
 import dataclasses
 import functools
@@ -19,16 +19,17 @@ class Layout:
     Ranks are in breadth-first order, so that the children of a rank are neighbours.
 
     Attributes:
-        parents: int64 ``(N,)``, not falling; -1 at the root, rank 0.
+        parents: int64 ``(N,)``, in non-decreasing order; -1 at the root, rank 0.
         loads: float64 ``(N,)``, the part of the batch that each rank computes.
-        needs: int64 ``(N,)``, the number of children, or of classes of them, that each
-            parent waits for; 0 at leaves.
+        needs: int64 ``(N,)``, the number of children, or of classes of children, that each parent waits for; 0 at
+            leaves.
         copies: int64 ``(N,)``, how many neighbouring children send the same message (fractional repetition); 1
             without copies.
         messages: float64 ``(N,)``, the length of each rank's message as a part of the
             payload.
-        ranks: int64 ``(N,)``, the number that each of them has in the job.
-        plan: of which it is, if any. With shared work ``loads`` are those of steps in which nobody is late.
+        ranks: int64 ``(N,)``, the number of each rank in the job.
+        plan: the plan of this layout, if any. With shared work, ``loads`` are the loads of steps in which no rank is
+            late.
     """
 
     parents: np.ndarray
@@ -86,8 +87,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """Return the layout of a plan. If neither number nor copies decide what is decodable, any ``n − s`` children
-        count as enough.
+        """Return the layout of a plan. If a code decodes by more than the number or the copies of its children, any
+        ``n − s`` children count as enough.
 
         Example:
             >>> import jaxcoded
@@ -97,7 +98,7 @@ class Layout:
         """
         order: list[int] = [plan.root]
         needs, copies = [], []
-        for rank in order:  # grows while it is walked
+        for rank in order:  # the list grows during the loop
             coding = plan.codings[rank]
             if coding is None:
                 needs.append(0)
@@ -106,7 +107,7 @@ class Layout:
             children = plan.coded_children(rank)
             needs.append(coding.needs)
             copies.append(coding.copies)
-            if coding.copies > 1:  # beside each other
+            if coding.copies > 1:  # put copies beside each other
                 by_class = np.argsort(coding.code.classes, kind="stable")
                 children = tuple(children[row] for row in by_class)
             order.extend(children)
@@ -139,7 +140,7 @@ class Layout:
             slices: ``m``.
 
         Raises:
-            ValueError: no such tree.
+            ValueError: there is no such tree.
 
         Example:
             >>> from jaxcoded.tools.simulator import Layout

@@ -12,15 +12,15 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class Multiplexed(Scheme):
     """Multiplexed (M-SGC, Krishnan et al. 2023).
 
-    A worker has one task of each job in ``W − 1 + B`` rounds. First come ``W − 1`` chunks that no other worker has.
-    In the ``B`` tasks after them it computes a missed chunk, if any, or its part of a gradient code that tolerates
-    ``λ`` workers. The scheme tolerates the bursty model (`Bursts`). It also tolerates ``λ`` late workers in ``W − 1 + B``
-    rounds in a row, each late in at most ``B``. A dead worker ends it, as nobody else has its chunks. Each worker
-    sends ``W − 1 + B`` vectors in a round.
+    Each job lasts ``W − 1 + B`` rounds, and each worker has one task of the job in each of these rounds. Its first
+    ``W − 1`` tasks are chunks that no other worker has. In its last ``B`` tasks it computes a chunk that it missed, if
+    any, or its part of a gradient code that tolerates ``λ`` workers. The scheme tolerates the bursty model (`Bursts`).
+    It also tolerates ``λ`` late workers in ``W − 1 + B`` rounds in a row, each late in at most ``B``. A dead worker
+    stops the scheme, as no other worker has its chunks. Each worker sends ``W − 1 + B`` vectors in a round.
 
     Attributes:
-        stragglers: ``λ``, how many workers are late in a window at most.
-        burst: ``B``, for how many rounds in a row a worker is late at most.
+        stragglers: ``λ``, the most workers that are late in a window.
+        burst: ``B``, the most rounds in a row in which a worker is late.
         window: ``W``, above ``B``.
 
     Example:
@@ -42,7 +42,8 @@ class Multiplexed(Scheme):
     def task(self) -> float:
         """Return the part of a batch in one task: a chunk, or ``λ + 1`` smaller chunks of the code."""
         own = self.window - 1
-        if self.stragglers == self.workers:  # no code: all may be late, and repeat
+        # no code: all workers may be late, and repeat chunks
+        if self.stragglers == self.workers:
             return 1 / (self.workers * own)
         copies = self.stragglers + 1
         return copies / (self.workers * (self.burst + own * copies))
@@ -64,8 +65,10 @@ class _Multiplexing(Play):
         self.scheme, self.jobs = scheme, jobs
         self.round = -1
         self.own = scheme.window - 1
-        self.chunks = np.zeros((jobs, scheme.workers), np.int64)  # returned, its own
-        self.coded = np.zeros((jobs, scheme.burst), np.int64)  # returned, coded
+        # how many of its own chunks each worker has returned
+        self.chunks = np.zeros((jobs, scheme.workers), np.int64)
+        # how many workers have returned each coded task
+        self.coded = np.zeros((jobs, scheme.burst), np.int64)
         self.bursts = Bursts(
             scheme.workers, scheme.burst, scheme.window, scheme.stragglers
         )

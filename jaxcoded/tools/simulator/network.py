@@ -10,12 +10,12 @@ class Network:
     """Equal ports and links: a port receives, and sends, one message at a time.
 
     Attributes:
-        latency: seconds until a message is there.
+        latency: seconds until a message has arrived.
         bandwidth: bytes per second that a port can receive.
         send_bandwidth: bytes per second that a port can send; default ``bandwidth``.
-        overhead: seconds of a processor for one message or piece.
+        overhead: processor seconds for one message or piece.
         combine: bytes per second that a rank can add up.
-        call: seconds that every call of a round takes apart from the protocol.
+        call: seconds that every call takes in addition to the protocol.
         trips: messages in sequence until a piece has moved: 3 between hosts (offer, request, piece), 1 if ranks read
             each other's memory.
         piece: bytes in which the engine moves long messages.

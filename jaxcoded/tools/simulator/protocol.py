@@ -1,12 +1,12 @@
 """Simulate rounds of the engine's protocol, for all ranks of a layer at a time.
 
-They follow ``docs/engine.md``. Ranks tell their parents what they have. A parent that has called fetches from the
-first children that suffice, piece by piece, adds up and tells its parent. Results go down in the same way. A rank
-that calls a decided round leaves out its work and takes the result. Ports serve one message at a time. Long sums
-are formed in sections (`sections`). A round is a few array operations per layer, so that millions of ranks take
-well under a second.
+The rounds follow ``docs/engine.md``. Ranks announce their messages to their parents. A parent that has called the round
+fetches the messages of the first children that suffice, piece by piece. It adds them up and announces its own message.
+Results go down in the same way. A rank that calls a decided round leaves out its work and takes the result. Ports serve
+one message at a time. Long sums are formed in sections (`sections`). A round is a few array operations per layer, so
+that millions of ranks take well under a second.
 
-The bound of the history, control messages, and processors that ranks share are left out.
+The simulation leaves out the bound of the history, control messages, and processors that ranks share.
 """
 
 import dataclasses
@@ -27,7 +27,8 @@ from jaxcoded.tools.simulator.sharing import Sharing
 from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.tools.simulator.way_up import Parents, WayUp
 
-_PATIENCE = 0.1  # seconds, and 4 median rounds, until an orphan asks further up
+# an orphan asks further up after this many seconds and 4 median rounds, whichever is longer
+_PATIENCE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Outcome:
         ends: float64 ``(rounds,)``, when the root had each result, in seconds from the beginning; infinite if it
             never has.
         used: int64 ``(N,)``, the number of rounds in which each rank's message entered the sum.
-        skipped: int64 ``(N,)``, the number in which each rank was behind and left its work out.
+        skipped: int64 ``(N,)``, the number of rounds in which each rank was behind and left out its work.
     """
 
     ends: np.ndarray
@@ -74,24 +75,24 @@ def simulate(
     """Simulate rounds of an all-reduce, with computation before each.
 
     Args:
-        layout: of the tree, see `Layout`; or a `Ring`.
-        network: of equal ports and links.
+        layout: the tree, as a `Layout`; or a `Ring`.
+        network: the ports and links.
         payload: bytes that are summed.
-        work: seconds that one usual rank would take for the whole batch; each takes its
-            load's part of it, slowed down by ``stragglers``.
+        work: seconds that one usual rank would take for the whole batch; each rank takes its load's part of this time,
+            slowed down by ``stragglers``.
         stragglers: a model, or the text that names one; default none.
-        rounds: how many.
-        seed: of the model.
-        fresh: whether all ranks begin each round when the root has the result of the one before, as in the papers'
-            models. Then no rank is behind, and the way down takes no time.
-        balanced: whether loads are in proportion to the speeds in the round before; for layouts that wait for all
-            ranks. Then known costs are ignored.
-        costs: of the examples in the batches; default: all cost the same.
+        rounds: the number of rounds.
+        seed: the seed of the model's draws.
+        fresh: whether all ranks begin each round when the root has the previous result, as in the papers' models. Then
+            no rank is behind, and the way down takes no time.
+        balanced: whether loads are in proportion to the speeds in the round before; only for layouts that wait for all
+            ranks. Known costs are then ignored.
+        costs: the costs of the examples in the batches. Default: all examples cost the same.
 
     Raises:
         TypeError: ``layout`` is something else, such as a plan.
         ValueError: a number is negative, there are no rounds, or ``balanced`` is given for a layout with a code or
-            shared work. Or there are ``costs`` for `Layout.balanced` with a code, or unknown ones for shared work.
+            shared work. Or there are ``costs`` for `Layout.balanced` with a code, or unknown costs for shared work.
 
     Example:
         >>> from jaxcoded.tools.simulator import stragglers
@@ -218,9 +219,9 @@ class _Below:
             period = period + np.maximum(piece / network.bandwidth, port)
             # until an announced piece has arrived
             there += (network.trips - 1) * network.latency
-        # of a piece, and of those after the first
+        # seconds for the first piece, and for all later ones
         self.period, self.rest = there + period, (pieces - 1) * period
-        if in_sections:  # once all of it is there
+        if in_sections:  # a rank has the result once all of it has arrived
             most = int(children.max())
             self.period, self.rest = in_a_layer(layout, network, payload, most), 0.0
         # the same port sends results down and the sum up
@@ -230,13 +231,13 @@ class _Below:
 
 
 class _Job:
-    """What does not change from round to round."""
+    """The parts of a simulated job that are the same in every round."""
 
     def __init__(
         self, layout: Layout, network: Network, payload: float, in_sections: bool
     ) -> None:
         self.layout, self.network, self.payload = layout, network, payload
-        # of the root's sum
+        # the sections of the root's sum
         self.sections = (
             Sections(layout.family, network, payload) if in_sections else None
         )
@@ -246,7 +247,7 @@ class _Job:
             for layer in reversed(layout.layers[1:] if in_sections else layout.layers)
             for parents in self._alike(np.arange(layer.start, layer.stop))
         ]
-        # the result is of equal length everywhere
+        # the result has the same length on all ranks
         self.pieces = max(1, int(np.ceil(payload / network.piece)))
         self.below = [
             _Below(layout, network, payload, self.pieces, ranks, in_sections)
@@ -287,14 +288,14 @@ class _Job:
             ranks = self.family
             busy = np.maximum(busy[ranks], last[ranks])
             first[ranks], last[ranks], used[ranks] = self.sections.up(last[ranks], busy)
-        # a late rank leaves out those below it, too
+        # without a late rank's message, the ranks below it are missing, too
         for layer in self.layout.layers[2:]:
             used[layer] &= used[self.layout.parents[layer]]
         return WayUp(first, last, used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
-        """Return when each rank has the result. ``frozen``: until when it passes on nothing. After ``patience``
-        seconds ranks below it ask further up, until it passes on results again."""
+        """Return when each rank has the result. ``frozen``: until when each rank passes on nothing. After ``patience``
+        seconds the ranks below a frozen rank ask further up, until it passes on results again."""
         first, last = up.first.copy(), up.last.copy()
         if self.sections:
             family = WayUp(*(column[self.family] for column in up))
@@ -336,6 +337,6 @@ class _Job:
         new = late & np.isinf(asked)
         asked[new] = begun[new] + patience
         asked[~late] = -np.inf
-        # by ranks above them, once ranks below them ask there
+        # ranks above the frozen ones pass results on, once the ranks below ask there
         until = np.minimum(still, asked)
         return np.maximum(begun, until), np.maximum(done, until)

@@ -7,11 +7,11 @@ from jaxcoded import _require
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """All ranks in a circle, each with an equal part of the batch. ``N − 1`` steps sum the ``N`` pieces of the
-    payload, and ``N − 1`` steps hand them round.
+    """A ring of all ranks, each with an equal part of the batch. ``N − 1`` steps sum the ``N`` pieces of the payload,
+    and ``N − 1`` more steps pass the sums round.
 
-    Every step needs the neighbour's, so with equal links the ring ends ``2 (N − 1)`` steps after the last rank has
-    begun.
+    Every step needs the neighbour's previous step, so with equal links the ring ends ``2 (N − 1)`` steps after the last
+    rank has begun.
 
     Attributes:
         size: number of ranks ``N``.

@@ -1,8 +1,8 @@
 """Simulate sections: the ranks of a family form a long sum together (``docs/engine.md``).
 
-The root chooses the messages and cuts the sum into sections. The maker of each fetches its part of these messages,
-and every rank fetches all sections. All ports are in use at the same time, so the time is that of the busiest one,
-in any order. The shares of the makers minimize it.
+The root chooses the messages and cuts the sum into sections. The maker of each section fetches its part of these
+messages, and every rank fetches all sections. All ports are in use at the same time. So in any order, forming the sum
+takes the time of the busiest port. The sizes of the sections minimize this time.
 """
 
 from typing import NamedTuple
@@ -17,18 +17,18 @@ from jaxcoded.tools.simulator.way_up import WayUp
 IN_SECTIONS = "long sums are formed in sections"  # in words
 
 # As in the engine (``node.h``):
-# seconds that the root waits at least for latecomers
+# seconds for which the root at least waits for latecomers
 _STALL = 0.002
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
 
-# The part of the time in which the busiest port is busy, but for the first and last pieces. Measured
-# on 13 hosts with 200 Mbit/s, whose figures are in tests/simulator/test_simulated_sections.py. In
-# rounds that are played piece by piece there, without processors that others need, it is 0.9 to 1.
+# The part of the time in which the busiest port is busy, apart from the first and last pieces. Measured on 13 hosts
+# with 200 Mbit/s; tests/simulator/test_simulated_sections.py has the figures. In that file's rounds, which are played
+# piece by piece with processors that are always free, it is 0.9 to 1.
 _BUSY = 0.9
 
 
 class Traffic(NamedTuple):
-    """Bytes that each rank's port carries in a round, float64 ``(N,)``, and which messages count."""
+    """Bytes that each rank's port carries in a round, float64 ``(N,)``, and which messages enter the sum."""
 
     terms_sent: np.ndarray  # of its message, to the makers
     terms_received: np.ndarray  # of other messages, for its section
@@ -38,8 +38,8 @@ class Traffic(NamedTuple):
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
-    """Return whether the engine forms a sum in sections: a long one, if that makes ports move less. All ranks are
-    hosts."""
+    """Return whether the engine forms a sum in sections: if it is long, and sections make ports move less. Every rank
+    counts as a host."""
     least = network.sections_from
     if not least or payload < least or _pieces(layout, network, payload) < 2:
         return False
@@ -56,9 +56,9 @@ def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
 def in_a_layer(
     layout: Layout, network: Network, payload: float, children: int
 ) -> float:
-    """Return the seconds in which a parent below the root forms its message from sections of this many children. They
-    need as long to get the result from it. Its port moves the vector once, in pieces; control messages and first
-    pieces come before, last pieces after."""
+    """Return the seconds in which a parent below the root forms its message in sections, with this many children. The
+    children need as long to get the result from the parent. Its port moves the vector once, in pieces; control messages
+    and first pieces come before, last pieces after."""
     pieces = _pieces(layout, network, payload)
     moving = payload / min(network.bandwidth, network.sending)
     turns = (children - 1) * payload / pieces / network.bandwidth
@@ -73,24 +73,24 @@ def _pieces(layout: Layout, network: Network, payload: float) -> int:
 
 
 class Sections:
-    """What does not change from round to round."""
+    """The parts of the simulated sections that are the same in every round."""
 
     def __init__(self, layout: Layout, network: Network, payload: float) -> None:
         self.layout, self.network, self.payload = layout, network, payload
         self.children = layout.size - 1
         self.needs, self.copies = int(layout.needs[0]), int(layout.copies[0])
         self.pieces = _pieces(layout, network, payload)
-        # of each rank's vector, relative to the sum
+        # lengths of the ranks' messages, relative to the sum
         self.lengths = np.append(1.0, layout.messages[1:])
         self.sends_root = bool(layout.loads[0] > 0)  # zeros are not sent
-        self._late = 0  # ranks, in this round
-        self._lasted = 0.0  # seconds, the last time that a sum was formed
-        # when the root has sent results to late ranks
+        self._late = 0  # number of late ranks in this round
+        self._lasted = 0.0  # seconds in which the latest sum was formed
+        # until when the root sends results to late ranks
         self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """Return the sum of a round, formed by the ranks in time. ``called``: when each rank has its message, minus
-        infinity without one; ``busy``: until when it computes."""
+        """Return the way up of a round, whose sum the ranks form that are in time. ``called``: when each rank has its
+        message, minus infinity without one; ``busy``: until when it computes."""
         network, latency = self.network, self.network.latency
         heard = called[1:] + latency
         comes = np.maximum(called, busy)[1:] + latency
@@ -101,7 +101,7 @@ class Sections:
         joins = np.zeros(self.children, bool)
         traffic = self.traffic(there, has_message, joins)
         root, everybody = self._moving(traffic)
-        # the root's plan, a piece to form, and a formed piece
+        # latency of the root's plan, of a piece to form, and of a formed piece
         begun += 2 * network.trips * latency
         joins = ~there & (comes <= begun + root)
         if joins.any():
@@ -133,8 +133,9 @@ class Sections:
     def traffic(
         self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
     ) -> Traffic:
-        """Return what ports carry. Bool ``(N − 1,)``: children ``there`` in time form sections, those with
-        ``has_message`` contribute, and those that ``joins`` marks come later and fetch the sum, too."""
+        """Return what ports carry. Each argument is bool ``(N − 1,)`` and marks children: ``there`` those that come in
+        time and form sections, ``has_message`` those that contribute, and ``joins`` those that come later and only
+        fetch the sum."""
         usable = np.append(self.sends_root, there & has_message)
         serves, terms = self._serves(usable)
         own = self._sections(np.append(True, there), usable, serves, terms)
@@ -175,8 +176,8 @@ class Sections:
         return float(waits.max() + overhead * len(heard))
 
     def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return for which part of the sum each rank's message is used, float64 ``(N,)``, and the total length of
-        these. Copies and surplus ranks take turns."""
+        """Return for which part of the sum each rank's message is used, float64 ``(N,)``, and the total length of the
+        used messages. Ranks with copies, or surplus ranks, are used for equal parts."""
         children = usable[1:]
         if self.copies > 1:
             table = children.reshape(-1, self.copies)
@@ -192,9 +193,10 @@ class Sections:
     def _sections(
         self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: float
     ) -> np.ndarray:
-        """Return the part of the sum that each maker forms, float64 ``(N,)``, in whole pieces: the busiest port moves
-        as little as possible. A port sends its message, less what it uses itself, and its section to all others. It
-        receives messages for its section, and the other sections. Both grow with its section."""
+        """Return the part of the sum that each maker forms, float64 ``(N,)``, in whole pieces, so that the busiest port
+        moves as little as possible. A maker sends its message, except the part that it uses itself, and sends its
+        section to all others. It receives messages for its section, and the other sections. Both amounts grow with its
+        section."""
         receivers = np.count_nonzero(makers) - 1
         own_message = usable * self.lengths
         sends = np.maximum(receivers - own_message, 1e-9)[makers]
@@ -228,10 +230,10 @@ class Sections:
         # pieces that come and go, and their announcements
         handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
         handling = float(handled.max()) * self.pieces / self.payload * network.overhead
-        # until first pieces are formed, and while all take the last one of each maker
+        # until first pieces are formed, and while all ranks take the last piece of each maker
         ranks = np.count_nonzero(sections)
         turns = (ranks - 1) * self.payload / self.pieces / network.bandwidth
-        return (  # the root waits for what others send, not for what it sends them
+        return (  # the root waits for what others send, not for what it sends
             handling + float(others + turns / 2) / _BUSY,
             handling + float(max(others, sent[0]) + turns) / _BUSY,
         )

@@ -13,13 +13,13 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class SelectiveRepeat(Scheme):
     """Selective repeat (SR-SGC, Krishnan et al. 2023).
 
-    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` workers. If more miss job ``t``, some
-    compute its part in round ``t + B`` instead of that of job ``t + B``. It tolerates the bursty model (`Bursts`),
-    and any ``s`` workers in each round.
+    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` workers. If more workers miss job ``t``,
+    some of them compute their part of job ``t`` in round ``t + B``, instead of their part of job ``t + B``. The scheme
+    tolerates the bursty model (`Bursts`), and any ``s`` late workers in each round.
 
     Attributes:
-        stragglers: ``λ``, how many workers are late in a window at most.
-        burst: ``B``, for how many rounds in a row a worker is late at most.
+        stragglers: ``λ``, the most workers that are late in a window.
+        burst: ``B``, the most rounds in a row in which a worker is late.
         window: ``W``; ``W − 1`` is a multiple of ``B``.
 
     Example:
@@ -82,7 +82,8 @@ class _Repeating(Play):
         return np.where(works, self.scheme.load, 0.0)
 
     def harmless(self, late: np.ndarray) -> bool:
-        """Return whether neither the round's own job nor an older one needs them. Then nothing is repeated."""
+        """Return whether no job needs these workers, neither the round's own nor an older one. Then nothing is repeated
+        for them."""
         return bool(not self.repeat.any() and late.sum() <= self.scheme.tolerance)
 
     def tolerates(self, late: np.ndarray) -> bool:

@@ -1,8 +1,9 @@
 """Schemes whose jobs last several rounds, and the rule by which their master waits.
 
 In sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023) job ``t`` begins in round ``t``. It must be
-decoded ``delay`` rounds later, so that later rounds make up for late workers. A round ends ``1 + mu`` times after its
-fastest worker. A worker that is late then loses its work of the round, and begins the next round with the others.
+decoded at most ``delay`` rounds later, so that later rounds make up for late workers. If the scheme tolerates the late
+workers, a round ends at ``1 + mu`` times the fastest worker's time. A late worker loses its work of the round, and
+begins the next round with the others.
 """
 
 import abc
@@ -27,7 +28,8 @@ class Play(abc.ABC):
 
     @abc.abstractmethod
     def tolerates(self, late: np.ndarray) -> bool:
-        """Return whether all jobs are decoded in time if the round ends without these workers, or some of them."""
+        """Return whether all jobs are decoded in time if the round ends without these workers, or without some of
+        them."""
 
     @abc.abstractmethod
     def end(self, late: np.ndarray) -> Iterable[int]:
@@ -39,7 +41,7 @@ class Scheme(abc.ABC):
     """Which worker computes what in which round.
 
     Attributes:
-        workers: how many; the master computes nothing.
+        workers: the number of workers; the master computes nothing.
         stragglers: how many may be late (``s`` of gradient coding, ``λ`` of the others).
     """
 
@@ -58,7 +60,7 @@ class Scheme(abc.ABC):
     @property
     @abc.abstractmethod
     def delay(self) -> int:
-        """Return how many rounds after its first one a job is decoded at the latest."""
+        """Return the most rounds from the first round of a job to the round in which it is decoded."""
 
     @abc.abstractmethod
     def play(self, jobs: int) -> Play:
@@ -79,15 +81,15 @@ def simulate_sequence(
 
     Args:
         scheme: `GradientCoding`, `SelectiveRepeat` or `Multiplexed`.
-        work: seconds that one usual worker would take for a whole batch; each takes its load's part of
-            it, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
+        work: seconds that one usual worker would take for a whole batch; each worker takes its load's part of this
+            time, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
         stragglers: a model, or the text that names one; default none. The delays that the authors
             published are ``trace(path=…, seconds=True)``: the seconds of each worker with load 0.
-        jobs: how many.
+        jobs: the number of jobs.
         mu: a worker is late if it takes more than ``1 + mu`` times as long as the fastest.
         one_by_one: if the scheme does not tolerate the late workers, wait for one after the other until
             it does. The authors' program waits for all of them at once.
-        seed: of the model.
+        seed: the seed of the model's draws.
 
     Returns:
         When the master has the results of each job and all jobs before; infinite if it waits for a dead worker. Also
@@ -122,12 +124,12 @@ def simulate_sequence(
     for delays in itertools.islice(drawn, jobs + scheme.delay):
         loads = play.loads()
         works = loads > 0
-        # a worker without work is not waited for, even if its process stands still
+        # the master does not wait for a worker without work, even if its process makes no progress
         times = np.where(works, delays.time(work * loads), 0.0)
         patience = (1 + mu) * times[works].min(initial=np.inf)
         later = np.unique(times[times > patience])
         ends_at = [patience, *later[0 if one_by_one else -1 :]]
-        # if late workers are tolerated, so are fewer of them; none always is
+        # if a set of late workers is tolerated, so is every part of it; the empty set always is
         enough = bisect.bisect_left(
             ends_at, True, key=lambda until: play.tolerates(times > until)
         )

@@ -1,8 +1,8 @@
 """Simulate a round of shared work: which rank computes which blocks, and when all are computed.
 
-It follows ``docs/engine.md``, on the host. Every rank begins with its own blocks, unless others have begun some of
-them. A rank that begins its last one gets a free block, or one recalled from the rank that would finish last. There
-is an event for every message that may make the ledger decide something, and none for the others.
+It follows ``docs/engine.md``, for blocks that are computed on the host. Every rank begins with its own blocks, unless
+others have begun some of them. A rank that begins its last block gets a free block, or a block that is recalled from
+the rank that would finish last. Only messages that may make the ledger decide something are events.
 
 The simulated ledger knows how long a block takes each rank in this round; a real one measures it with the first
 block.
@@ -24,9 +24,11 @@ from jaxcoded.tools.simulator.stragglers import Delays
 
 # As in the engine (``ledger.cpp``, ``node.h``).
 _PATIENCE = 0.05  # seconds until a rank that does not answer a recall is given up
-_WORTH = 0.1  # of a block: by this another rank must be faster to take it back
+_WORTH = (
+    0.1  # part of a block's time by which a rank must be faster to take the block back
+)
 _SHORTEST = 1e-12  # seconds of a block
-_MORE = 1 + 1e-6
+_MORE = 1 + 1e-6  # equally fast ranks must not take blocks from each other in turn
 
 
 class Shared(NamedTuple):
@@ -34,11 +36,11 @@ class Shared(NamedTuple):
 
     # when each rank hands over its sum; minus infinity if that is empty, infinite if some blocks are never computed
     called: np.ndarray
-    busy: np.ndarray  # when it is done with what it computes, also if nobody needs it
+    busy: np.ndarray  # when it is done with what it computes, even if no rank needs it
 
 
 class Sharing:
-    """What does not change from round to round."""
+    """The parts of a simulated job that are the same in every round."""
 
     def __init__(self, layout: Layout, network: Network, work: float) -> None:
         at = {rank: place for place, rank in enumerate(layout.ranks.tolist())}
@@ -47,7 +49,7 @@ class Sharing:
         ]
         self.held: list[set[int]] = [set() for _ in at]
         self.owned: list[set[int]] = [set() for _ in at]
-        # of each block among those of its owner
+        # of each block among the blocks of its owner
         self.place = [b % layout.placement.blocks for b in range(len(self.holders))]
         for block, ranks in enumerate(layout.placement.holders):
             self.owned[at[ranks[0]]].add(block)
@@ -56,13 +58,13 @@ class Sharing:
         self.work = work
         self.seconds = work / len(self.holders)
         self.costs = [1.0] * len(self.holders)  # of each block, in `seconds`
-        # until a message is there and understood; the root sends itself none
+        # seconds until a message has arrived and is handled; the root sends itself none
         self.trips = [network.latency + network.overhead] * layout.size
         self.trips[0] = 0.0
         self.call = network.call
 
     def cost(self, blocks: np.ndarray) -> None:
-        """Take what the blocks cost in the next round, as parts of a usual batch."""
+        """Set what the blocks cost in the next round, as parts of a usual batch."""
         self.seconds = self.work * float(blocks.mean())
         self.costs = relative(blocks.tolist())
 
@@ -72,7 +74,8 @@ class Sharing:
         begun = float(free[0])
         if not math.isfinite(begun + delay.stopped[0] * delay.seconds[0]):
             return Shared(np.full(len(free), math.inf), free)
-        played = Round(self, free - begun, delay)  # times are small, so none is lost
+        # relative times are small, so no digits are lost
+        played = Round(self, free - begun, delay)
         over = played.play() + self.call
         called = [
             over + member.trip if member.blocks else -math.inf
@@ -97,16 +100,18 @@ class _Member:
         self.costs = costs  # of all blocks
         self.trip = trip
         self.seconds = seconds  # for a block of cost 1
-        self.ready = called + late  # nothing is computed before
-        self.answers = -math.inf  # its engine says nothing before
+        self.ready = called + late  # it computes nothing before this time
+        self.answers = -math.inf  # its engine answers nothing before this time
         self.here = False
         self.blocks: list[int] = []
         self.first = 0
         self.done: list[float] = []  # costs up to each block from the first on
         self.begins = self.ends = called
-        self.busy = called  # with what is not used, until then
-        self.recalled: dict[int, int] = {}  # blocks, unanswered, and for whom
-        self.kept: set[int] = set()  # recalled, but its rank had added it
+        self.busy = called  # until when it computes what is not used
+        # blocks with unanswered recalls, and the ranks that they are for
+        self.recalled: dict[int, int] = {}
+        # recalled blocks that it kept, as it had begun them
+        self.kept: set[int] = set()
         self.promised = 0  # blocks that are recalled for it
 
     def begins_at(self, place: int) -> float:
@@ -121,7 +126,7 @@ class _Member:
         return self.first + bisect.bisect_right(self.done, done)
 
     def known(self, now: float) -> int:
-        """Return how many of them the root knows."""
+        """Return how many computed blocks the root knows of."""
         return self.added(now - self.trip)
 
     def left(self, now: float) -> int:
@@ -150,14 +155,16 @@ class Round:
         for place in np.flatnonzero(delay.stopped).tolist():
             self.members[place].answers = self.members[place].ready
         self.free = set(range(len(job.holders)))
-        self.taken = [0] * len(job.holders)  # how often while it was computed
-        self.asks: set[int] = set()  # who has little left
-        self.waits: set[int] = set()  # and has got nothing
-        self.silent: set[int] = set()  # who has not answered for too long
+        # how often each block was taken from a rank that computed it
+        self.taken = [0] * len(job.holders)
+        self.asks: set[int] = set()  # ranks with little left to compute
+        self.waits: set[int] = set()  # ranks that asked and have got nothing
+        # ranks that have not answered a recall for too long
+        self.silent: set[int] = set()
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = itertools.count()
         self.fastest = min(seconds)
-        # the root decides nothing before
+        # the root decides nothing before this time
         self.opens = max(0.0, self.members[0].answers)
 
     def play(self) -> float:
@@ -185,7 +192,7 @@ class Round:
         self.asks.add(m)
         own = self.free & self.job.owned[m]
         if own:
-            # it has begun without asking, unless others have begun some of them
+            # the rank has begun its own blocks without asking, unless others have begun some of them
             begun = len(own) == len(self.job.owned[m])
             self.grant(m, sorted(own), now, self.members[m].begins if begun else None)
 
@@ -201,7 +208,7 @@ class Round:
         """Take the answer to a recall, which reached its rank at ``reached``."""
         member = self.members[v]
         if block not in member.recalled:
-            return  # it was given up
+            return  # the rank was given up
         m = member.recalled.pop(block)
         self.members[m].promised -= 1
         self.silent.discard(v)
@@ -235,7 +242,7 @@ class Round:
             if not member.here or member.left(now) + member.promised > 1:
                 continue
             if block := self.free & self.job.held[m]:
-                # the one that its owner would reach last; of equals the first
+                # the block that its owner would reach last; the first of several
                 last = max(sorted(block), key=self.job.place.__getitem__)
                 self.grant(m, [last], now)
             elif not self.take_back(m, now):
@@ -244,7 +251,7 @@ class Round:
     def grant(
         self, m: int, blocks: Iterable[int], now: float, there: float | None = None
     ) -> None:
-        """Give a rank blocks, which arrive a message later or at a given time."""
+        """Grant blocks to a rank. They arrive one message later, or at the time ``there``."""
         member = self.members[m]
         there = now + member.trip if there is None else there
         if member.ends <= there:  # it has nothing to do
@@ -257,10 +264,10 @@ class Round:
         self.at(max(now, member.ends + member.trip), self.heard, m)
 
     def take_back(self, m: int, now: float) -> bool:
-        """Get a block for a rank from the rank that would end last, if that ends sooner. Return whether there is
-        one."""
+        """Get a block for rank ``m`` from the rank that would end last, if rank ``m`` would end the block sooner.
+        Return whether there is such a block."""
         member, held = self.members[m], self.job.held[m]
-        # recalled, returned and granted; and not in turn by equals
+        # after three messages: recall, return and grant
         begins = max(now + 3 * member.trip, member.ends)
         idle = member.left(now) == 0
         later = [v for v, other in enumerate(self.members) if other.ends > begins]
@@ -270,7 +277,7 @@ class Round:
             left = len(other.blocks) - added
             if not other.here or v == m or left <= len(other.recalled):
                 continue
-            last = left == 1  # it computes it already
+            last = left == 1  # the rank computes the block already
             for block in reversed(other.blocks[added if last else added + 1 :]):
                 if block not in held or block in other.recalled:
                     continue
@@ -291,19 +298,19 @@ class Round:
         return False
 
     def worth(self, v: int, mine: float, now: float) -> bool:
-        """Return whether another rank, which would need ``mine`` seconds, should compute again the last block of
-        rank ``v``."""
+        """Return whether another rank, which would need ``mine`` seconds, should compute the last block of rank ``v``
+        again."""
         other = self.members[v]
         block = other.blocks[-1]
         times = (1 + _WORTH) * 2.0 ** self.taken[block]
         gain = other.ends - now
         if gain <= times * mine or not (other.known(now) or block in other.kept):
             return gain > times * mine
-        # what is in its vector goes, too
+        # the blocks in the rank's vector are lost, too
         return gain > times * self.anew(v, now) and self.replaceable(v)
 
     def anew(self, v: int, now: float) -> float:
-        """Return in how many seconds the others would compute all that one was granted."""
+        """Return in how many seconds the other ranks would compute all blocks that rank ``v`` was granted."""
         ends = {
             m: max(now, each.ends)
             for m, each in enumerate(self.members)
@@ -327,7 +334,7 @@ class Round:
         self.at(now + _PATIENCE, self.unanswered, v, block)
 
     def replaceable(self, v: int) -> bool:
-        """Return whether others can compute what it has, and what else it might get."""
+        """Return whether other ranks can compute the blocks of rank ``v``, and the free blocks that it might get."""
         return all(
             any(
                 each != v and self.members[each].here

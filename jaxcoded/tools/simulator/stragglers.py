@@ -18,7 +18,7 @@ import numpy as np
 from jaxcoded import _parse, _require
 from jaxcoded._files import table
 
-# Quotes that follow are in pairs.
+# Matches outside of quotes: the quotes that follow are in pairs.
 _UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
 
 
@@ -44,7 +44,7 @@ class Delays(NamedTuple):
 
 
 class Stragglers(abc.ABC):
-    """A model. ``a + b`` is both at once: factors multiply, seconds add up."""
+    """A model of stragglers. ``a + b`` applies both models: factors multiply, seconds add up."""
 
     @abc.abstractmethod
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
@@ -74,13 +74,13 @@ def _delays(
 
 @dataclasses.dataclass(frozen=True)
 class Both(Stragglers):
-    """Two models at once; what ``first + second`` makes."""
+    """Two models at once: the result of ``first + second``."""
 
     first: Stragglers
     second: Stragglers
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        # equal models that are added are independent of each other
+        # equal models in a sum must be independent of each other
         seeds = np.random.SeedSequence(seed).generate_state(2)
         pairs = zip(
             self.first.rounds(size, int(seeds[0])),
@@ -94,7 +94,7 @@ class Both(Stragglers):
 
 @dataclasses.dataclass(frozen=True)
 class NoStragglers(Stragglers):
-    """Every rank takes exactly its work."""
+    """Every rank takes exactly as long as its work."""
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         return itertools.repeat(_delays(size))
@@ -133,9 +133,8 @@ class Pareto(Stragglers):
     ``P(x > t) = (1 + t / scale) ** -shape``.
 
     Attributes:
-        shape: the smaller the heavier the tail; infinite mean up to 1, infinite variance
-            up to 2.
-        scale: of ``x``, a multiple of the work.
+        shape: the smaller, the heavier the tail. Up to 1 the mean is infinite, up to 2 the variance.
+        scale: the scale of ``x``, as a multiple of the work.
     """
 
     shape: float = 1.5
@@ -156,8 +155,8 @@ class FixedSlow(Stragglers):
 
     Attributes:
         ranks: their numbers, negative ones from the end.
-        factor: what multiplies their work.
-        seconds: that are added to it.
+        factor: the factor that multiplies their work.
+        seconds: the seconds that are added to their work.
     """
 
     ranks: tuple[int, ...] = (-1,)
@@ -212,7 +211,7 @@ class Bursty(Stragglers):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Measured(Stragglers):
-    """Numbers that were measured, over and over again.
+    """Measured numbers, repeated without end.
 
     Attributes:
         factors: float64 ``(rounds, ranks)``, multiply the work; infinite for a dead rank. Columns repeat if there are
@@ -243,14 +242,14 @@ class Measured(Stragglers):
             dead = np.isinf(row)
             if self.seconds:
                 yield _delays(size, None, row, dead)
-            else:  # not as a factor: of a rank without work it would make no time
+            else:  # not as a factor, which would not delay a rank without work
                 factor = np.where(dead, 1.0, row)
                 yield _delays(size, factor, np.where(dead, np.inf, 0.0), dead)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace(Stragglers):
-    """`Measured`, from a file.
+    """Measured numbers from a file, repeated without end (`Measured`).
 
     Attributes:
         path: a file of numbers, one line for each round and a column for each rank: ``.npy``, or text with commas.
@@ -263,7 +262,7 @@ class Trace(Stragglers):
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike):
-            raise ValueError(f"path must be that of a file, got {self.path!r}")  # noqa: TRY004
+            raise ValueError(f"path must be the path of a file, got {self.path!r}")  # noqa: TRY004
         _require.boolean("seconds", self.seconds)
 
     @property
@@ -281,9 +280,9 @@ class Stopped(Stragglers):
 
     Attributes:
         ranks: their numbers, negative ones from the end.
-        round: in which they are stopped, from 1.
-        seconds: for how long.
-        every: again after this many rounds; 0 for never.
+        round: the round in which they are stopped, from 1.
+        seconds: how long they are stopped.
+        every: they are stopped again after this many rounds; 0: never.
     """
 
     ranks: tuple[int, ...] = (-1,)
@@ -314,7 +313,7 @@ class Killed(Stragglers):
 
     Attributes:
         ranks: their numbers, negative ones from the end.
-        round: their last one, from 1.
+        round: their last round, from 1.
     """
 
     ranks: tuple[int, ...] = (-1,)
@@ -351,10 +350,10 @@ def named(text: str) -> Stragglers:
 
     Args:
         text: such as ``"pareto(shape=1.5, scale=0.2)"``: a key of `MODELS`, with keyword
-            arguments that are Python literals; several joined by ``+``.
+            arguments that are Python literals. Several such texts may be joined by ``+``.
 
     Raises:
-        ValueError: no such name or argument. The message has the text.
+        ValueError: there is no such name or argument. The message contains the text.
 
     Example:
         >>> from jaxcoded.tools.simulator import stragglers
@@ -364,7 +363,7 @@ def named(text: str) -> Stragglers:
     """
     _parse.check_text("model", text)
     models = []
-    # not that of a number such as 1e+3, nor one in quotes
+    # not at the plus of a number such as 1e+3, nor at one in quotes
     for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, text):
         name, arguments = _parse.parsed("model", part, MODELS)
         _parse.check_arguments("model", part, MODELS[name], arguments)

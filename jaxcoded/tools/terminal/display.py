@@ -28,11 +28,11 @@ class Source(NamedTuple):
 
 
 class File:
-    """Writes whole lines, and now and then the state of running bars, to a file descriptor."""
+    """Write whole lines to a file descriptor, and every 30 s the state of progress bars."""
 
     _every = 30.0  # seconds between two states
-    _pause = 0.0  # seconds of output that is written together
-    _foresees = False  # of `Page`
+    _pause = 0.0  # seconds for which output is collected before it is written
+    _foresees = False  # an argument of `Page`
 
     def __init__(self, to: int) -> None:
         self._to = to
@@ -61,11 +61,11 @@ class File:
                 raise self._error
 
     def busy(self) -> bool:
-        """Return whether something waits for its reader."""
+        """Return whether some output is not yet written."""
         return self._error is None and (self._fresh or self._writing)
 
     def end(self) -> None:
-        """Write lines without an end, and wait until all is written."""
+        """Write the last, incomplete lines, and wait until all output is written."""
         with self._changed:
             for source, page in sorted(self._pages.items()):
                 self._lines += [source.prefix + row for row in page.end()]
@@ -104,18 +104,20 @@ class File:
 
     def _write(self, left: bytes) -> None:
         while left:
-            select.select([], [self._to], [])  # others may have made it non-blocking
+            # other processes may have made it non-blocking
+            select.select([], [self._to], [])
             with contextlib.suppress(BlockingIOError):
                 left = left[os.write(self._to, left) :]
 
 
 class Terminal(File):
-    """Redraws rows that may still change, below the lines that cannot.
+    """Redraw rows that may still change, below the lines that cannot change any more.
 
     The cursor stays visible behind the last row, where the user's input appears.
 
-    If only a part of the output goes to the terminal (not ``alone``), another program such as `tee` may write the
-    rest to it, and move the cursor. So only the last row of the latest source is redrawn."""
+    If only one of the two streams goes directly to the terminal (``alone=False``), another program such as `tee` may
+    write the other stream to the terminal, and move its cursor. So only the last row of the latest source is
+    redrawn."""
 
     _pause = 0.03
     _foresees = True

@@ -14,7 +14,7 @@ _PIECE = re.compile(
     rb'<(stdout|stderr|stddiag)( (?:jobid|nspace)="[^"<>]*")?(?: rank="([0-9]{0,9})[^"<>]*")?[^<>]*>([^<]*)</\1>\n?'
     rb"|</?[a-z]+run>\n"
 )
-# some versions write & as &ap;, and bytes beyond 127 as negative numbers
+# some versions write & as &ap;, and bytes above 127 as negative numbers
 _REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
 
 
@@ -39,7 +39,7 @@ def _byte(reference: re.Match[bytes]) -> bytes:
 
 
 class HandedOn:
-    """Hands pieces from pipes on to the file descriptor of each pipe."""
+    """Pass the output in each pipe on to the file descriptor that belongs to the pipe."""
 
     def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
         shown = _displays(pipes)
@@ -67,7 +67,7 @@ def _read(pipe: IO[bytes], display: File) -> None:
     with pipe, contextlib.suppress(OSError):
         for line in pipe:
             for source, data in pieces(line):
-                # a rank in MPI_Abort ends its words with a zero byte, and mpirun adds others
+                # a rank in MPI_Abort ends its message with a zero byte, and mpirun adds more zero bytes
                 if data := data.replace(b"\0", b""):
                     display.add(source, data)
 
@@ -86,7 +86,7 @@ def _displays(files: Iterable[int]) -> dict[int, File]:
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """Return variables with the terminal's size for this many ranks, if there is a terminal."""
+    """Return variables with the size that a terminal leaves to each of this many ranks; none without a terminal."""
     for number in (1, 2):
         if output.is_terminal(number) and not {"COLUMNS", "LINES"} & {*os.environ}:
             width, height = size(number)

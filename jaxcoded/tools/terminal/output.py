@@ -1,4 +1,4 @@
-"""Print results on a terminal, or as plain text of one width."""
+"""Print results on a terminal, or as plain text of a fixed width."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from jaxcoded.tools.terminal import plain
 
 _WIDTH = 120  # without a terminal
 _GAP = 2  # between columns
-# The output of its ranks looks like a terminal to them.
+# Open MPI sets this variable for its ranks, to which their output looks like a terminal.
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK"
 
 
@@ -26,7 +26,7 @@ json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
 
 
 def say(words: str = "") -> None:
-    """Print a statement. It is wrapped on a terminal, and otherwise in one line."""
+    """Print a statement: wrapped on a terminal, otherwise on one line."""
     console = _console()
     console.print(Text(plain.words(words)), soft_wrap=not console.is_terminal)
 
@@ -38,7 +38,7 @@ def code(line: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal for what the command waits."""
+    """Show on a terminal what the command waits for."""
     console = Console(stderr=True)
     with (
         console.status(what, spinner="line")
@@ -63,8 +63,8 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     wraps: Collection[str] = (),  # columns whose texts may take several lines
-    extra: Sequence[str] = (),  # that a narrow terminal lacks, the first of them first
-    best: int | None = None,  # the row to look at first
+    extra: Sequence[str] = (),  # columns that a narrow terminal omits, in this order
+    best: int | None = None,  # the row to highlight
 ) -> None:
     """Print rows below a header."""
     header, wraps, extra = (
@@ -73,7 +73,7 @@ def table(
     rows = [[plain.words(str(text)) for text in row] for row in rows]
     widths = []
     for name, *texts in zip(header, *rows):
-        if name in wraps:  # but never within a word
+        if name in wraps:  # lines are never broken within a word
             texts = [word for text in texts for word in text.split()]
         widths.append(max(map(len, [name, *texts])))
     kept = list(range(len(header)))

@@ -13,19 +13,19 @@ _CUT = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)\Z")
 _LONGEST = 4096  # the most characters of a token that has not arrived completely
 _MOST_ROWS = 100
 _HIDE_CURSOR = "\x1b[?25l"
-_REDRAWN = 10  # rows that a program without cursor is likely to redraw
+_REDRAWN = 10  # rows that a program is likely to redraw if it hides the cursor
 RESET = "\x1b[0m"
 
 
 class Page:
     """Rows of text in which a cursor moves: a carriage return rewrites a row, and rows above can be rewritten, too.
 
-    Text after a carriage return replaces the whole row, as progress bars write the whole row. ``foresees``: expect
-    that more bars follow below a bar. Then a line above a bar ends later."""
+    Text after a carriage return replaces the whole row, as progress bars write the whole row. ``foresees``: expect that
+    more bars follow below a bar, and treat the rows above as changeable for longer."""
 
     def __init__(self, foresees: bool = False) -> None:
         self._foresees = foresees
-        # they may still change: the last one has not ended, or the cursor has been above it
+        # rows that may still change: the last row, and rows that the cursor may still reach
         self.rows = [""]
         self._rewritten = False
         self._at = 0  # the cursor's row
@@ -79,7 +79,7 @@ class Page:
         if which == "\r":
             self._over = self._returned = True
         elif which == "\n":
-            # or others' rows would look like it
+            # otherwise the rows of other ranks would have this style, too
             self.rows[self._at] += RESET * bool(self._style and row)
             self._go(1)
         elif not self._over and "\x1b" not in row:

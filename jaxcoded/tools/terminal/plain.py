@@ -27,7 +27,7 @@ _PLAIN = {
     "ε": "epsilon",
     "κ": "kappa",
     "λ": "lambda",
-    "\N{REPLACEMENT CHARACTER}": "?",  # of what another program has printed
+    "\N{REPLACEMENT CHARACTER}": "?",  # in the output of another program
 }
 _ERRORS = "jaxcoded-plain"
 
@@ -37,7 +37,8 @@ def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]
-    if "\udc80" <= character <= "\udcff":  # a byte of a file name, as it is there
+    # a byte of a file name, which is written unchanged
+    if "\udc80" <= character <= "\udcff":
         return bytes([ord(character) - 0xDC00]), error.start + 1
     other = character.encode("ascii", "backslashreplace").decode()
     return _PLAIN.get(character, other), error.start + 1
@@ -54,6 +55,6 @@ def use() -> None:
 
 
 def words(text: str) -> str:
-    """Return the text as standard output will show it, to lay it out."""
+    """Return the text as standard output will show it, to compute a layout."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     return text.encode(encoding, _ERRORS).decode(encoding, "surrogateescape")
