@@ -10,7 +10,7 @@ import os
 import random
 
 import _nodes
-from simulation import Call, World
+from simulation import DONE, FAILED, Call, World
 
 from jaxcoded import DEBUG, Coded, make_plan
 
@@ -113,5 +113,37 @@ def offer(number):
     return fails
 
 
-for play in compare, share, offer:
+def alert(number):
+    """Let MPI lose a rank's offer and tell the rank, and let the allocation with this number fail as the root, which has
+    not called, receives the rank's alert. Return whether there was such an allocation.
+    """
+    world = World(make_plan(3, Coded(stragglers=0)), [CALL] * 2, random.Random(0))
+    root, node, queue = world.nodes[0], world.nodes[1], world.queues[1, 0]
+    world.open = 1
+    for rank in (1, 2):
+        world.submit(rank)
+        world.advance(rank)
+    queue.clear()
+    node.lost_message(0)
+    while len(queue) > 1:
+        world.deliver((1, 0))
+    message = queue.popleft()
+    malloc.fail_after(number)
+    try:
+        root.deliver(1, message)
+    except MemoryError:
+        root.lack_memory()
+        queue.appendleft(message)
+    fails = bool(malloc.failed())
+    world.settle()
+    world.open = 2
+    world.settle()
+    world.clock += 1000
+    world.settle()
+    for ends in world.ends:
+        assert [ends[n].outcome for n in (1, 2)] == [FAILED, DONE], number
+    return fails
+
+
+for play in compare, share, offer, alert:
     print(sum(1 for _ in itertools.takewhile(play, itertools.count())))

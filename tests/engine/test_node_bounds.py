@@ -224,6 +224,31 @@ def test_history_of_a_parent_that_has_not_got_all_of_its_message():
     assert world.nodes[1].next_round() == rounds + 1
 
 
+def test_messages_for_a_stopped_parent_of_a_late_rank():
+    """The rank calls only rounds that are decided, so it offers its parent nothing. Its
+    step times do not pile up at the parent.
+    """
+    plan = make_plan(
+        6, Coded(parents=(-1, 0, 0, 1, 3, 3), code={0: "fractional_repetition"})
+    )
+    calls = [Zeros((("float32", 128),), seed) for seed in range(40)]
+    world = World(plan, calls, random.Random(1), limits={"piece_bytes": 256})
+    for world.open in range(1, 41):
+        if world.open == 4:
+            world.frozen.add(1)
+        if world.open >= 4:
+            world.idle = {3}
+            for _ in range(8):
+                world.sweep_all()
+                world.clock += 10 * world.limits.orphan_seconds
+            world.idle = set()
+        world.sweep_all()
+        world.clock += 2 * world.limits.step_times_seconds
+        world.sweep_all()
+    world.assert_done(set(range(6)) - {1})
+    assert len(world.queues[3, 1]) <= 3
+
+
 def test_memory_for_long_vectors():
     """Rounds reuse the same memory, and need little memory."""
     plan = make_plan(13, Coded(fanout=3))

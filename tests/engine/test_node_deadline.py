@@ -18,6 +18,7 @@ from simulation import (
     FAILED,
     Call,
     World,
+    Zeros,
     _engine,
     random_plan,
     random_script,
@@ -452,6 +453,34 @@ def one_round(world, late, seconds):
     world.idle.clear()
     world.sweep_all()
     return world.ends[world.plan.root][world.open]
+
+
+@pytest.mark.parametrize(
+    "deadline", [{"deadline_rounds": 3.0}, {"deadline_seconds": 5.0}]
+)
+def test_a_rank_that_skips_beside_an_approximation(deadline):
+    """Two dead ranks leave their parent with an approximation, and the root's code does
+    not tolerate the skipped message, too. Nothing better can come, so the root
+    approximates also where there is no deadline yet.
+    """
+    plan = make_plan(7, Coded(parents=(-1, 0, 0, 0, 1, 1, 1), stragglers=1))
+    world = World(
+        plan,
+        [Zeros((("float32", 48),), seed) for seed in range(3)],
+        random.Random(0),
+        limits={"on_deadline": _engine.OnDeadline.approximate} | deadline,
+    )
+    world.open = 1
+    world.settle()
+    for rank in (4, 5):
+        world.kill(rank, known=True)
+    world.skips.add((2, 2))
+    for world.open in (2, 3):
+        for _ in range(4):
+            world.settle()
+            world.clock += SECONDS
+    for rank in (0, 1, 2, 3, 6):
+        assert [world.ends[rank][n].outcome for n in (2, 3)] == [DONE] * 2
 
 
 def test_a_multiple_is_of_the_same_call():

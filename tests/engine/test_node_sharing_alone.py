@@ -13,7 +13,7 @@ pytest.importorskip("_nodes", reason="built without the engine")
 import test_node_sharing
 from simulation import ASK, DESYNCHRONIZED, DONE, FAILED, Call
 from test_node_deadline import SECONDS, limits
-from test_node_sharing import HERE, Sum
+from test_node_sharing import HERE, PartialSum, Sum
 from test_node_silent import TICK, ended, pass_time
 
 from jaxcoded import Shared, make_plan
@@ -130,6 +130,26 @@ def test_blocks_lost_by_a_snapshot_are_not_summed_as_zero():
         assert ends[2].error.endswith(": repeat the step")
         assert "skip=True" not in ends[2].error
     assert_goes_on(world)
+
+
+@pytest.mark.parametrize("deadline", [{"deadline_rounds": 3.0}, {}])
+def test_a_rank_that_leaves_with_its_blocks(deadline):
+    """The others continue without them, also where there is no deadline yet."""
+    plan = make_plan(3, Shared(replicas=1, blocks=1))
+    script = [Call((), 0), PartialSum(SEGMENTS, 1)]
+    its = limits("approximate")
+    if deadline:
+        its = its | deadline | {"deadline_seconds": 0}
+    world = World(plan, script, random.Random(0), shared={1}, limits=its)
+    world.open = 1
+    world.settle()
+    world.open = 2
+    world.leave(1)
+    for _ in range(4):
+        world.settle()
+        world.clock += SECONDS
+    for rank in (0, 2):
+        assert world.ends[rank][2].outcome == DONE
 
 
 def shared(size, action, **more):

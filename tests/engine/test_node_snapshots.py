@@ -1,6 +1,7 @@
 """Ranks later than their ancestors' history continue from a snapshot."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ pytest.importorskip("_nodes", reason="built without the engine")
 from simulation import (
     DESYNCHRONIZED,
     DONE,
+    RESULT,
     Call,
     World,
+    Zeros,
     comparing,
     random_plan,
     random_world,
@@ -300,6 +303,79 @@ def chain(ranks, far):
     )
     world.open = 0
     return world
+
+
+def test_a_rank_that_has_gone_back_no_longer_has_what_it_announced():
+    """Rank 3 is late and hands a part of a result on to rank 4. Then its program calls, and
+    goes on from a snapshot, past that round. Rank 4 gets the whole result from a rank
+    further up, although that rank is further away.
+    """
+    history, step = 30, 0.02
+    plan = make_plan(
+        7,
+        Coded(
+            parents=(-1, 0, 0, 1, 3, 1, 1),
+            stragglers=1,
+            code={0: "fractional_repetition"},
+        ),
+    )
+    world = World(
+        plan,
+        [Zeros((("float32", 64),), seed) for seed in range(3 * history)],
+        random.Random(0),
+        hosts=list(range(7)),
+        limits={
+            "piece_bytes": 32,
+            "announced_bytes": 32,
+            "sections_from": 0,
+            "history_bytes": 0,
+            "history_rounds": history,
+        },
+    )
+    world.snapshots = [1] * plan.size
+    world.open = 0
+
+    def play(rounds, turns=10):
+        for _ in range(rounds):
+            world.open += 1
+            for _ in range(turns):
+                world.sweep()
+                world.clock += step / turns
+
+    play(3)
+    world.idle = {3}
+    play(history + 6)
+    world.open = cut = world.open + 1
+    while not re.search(f"rank 3 has [1-7] of {cut}", world.nodes[4].status()):
+        for rank in (0, 1, 2, 5, 6, 3, 4):
+            if world.may_call(rank):
+                world.submit(rank)
+            for link in world.queues:
+                if link[1] == rank and world.queues[link]:
+                    world.deliver(link)
+            for request in [it for it in world.requests if it[1] == rank][:1]:
+                world.requests.remove(request)
+                world.answer(request)
+            for answer in [it for it in world.answers if it[0] == rank][:1]:
+                world.answers.remove(answer)
+                world.arrive(answer)
+            world.advance(rank)
+    # the rest of that result reaches rank 3 only after its program has gone on
+    ask, mine = world._ask, lambda it: it[0] == 3 and it[2:4] == (RESULT, cut)
+    held = [it for it in world.requests if mine(it)]
+    world.requests = [it for it in world.requests if not mine(it)]
+    world.answers = [it for it in world.answers if not mine(it)]
+    world._ask = lambda it: held.append(it) if mine(it) else ask(it)
+    play(3)
+    world.idle = set()
+    while not world.restored.get(3):
+        play(1)
+    world._ask = ask
+    for request in held:
+        ask(request)
+    play(history // 2)
+    assert world.nodes[4].next_round() > world.open - 5
+    assert world.ends[4][cut].outcome == DONE
 
 
 def test_a_rank_that_offers_a_round_again_gets_an_answer():

@@ -33,5 +33,5 @@ def test_a_failed_allocation_leaves_no_damage(tmp_path):
         env=os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": str(HERE.parent)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    compared, shared, offered = map(int, done.stdout.split())
-    assert compared > 20 and shared > 2 and offered > 0
+    compared, shared, offered, alerted = map(int, done.stdout.split())
+    assert compared > 20 and shared > 2 and offered > 0 and alerted > 2
