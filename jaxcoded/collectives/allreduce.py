@@ -1,6 +1,5 @@
 """The coded collectives, for use inside and outside ``jit``."""
 
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,11 @@ from jaxcoded import _require
 from jaxcoded._jax_compat import ShapedArray
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives import floats
-from jaxcoded.collectives.arguments import checked_operands, divided_by
+from jaxcoded.collectives.arguments import (
+    checked_operands,
+    divided_by,
+    levels_to_the_user,
+)
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.plan import Plan, atoms
@@ -75,7 +78,9 @@ def coded_allreduce(
             in `coded_value_and_grad`. Required unless contributions simply add up: in
             an uncoded group, or after a loop over ``group.blocks``. After such a loop,
             leave ``weights`` out.
-        divisor: a number by which the sum is divided, such as the global batch size. Default: no division.
+        divisor: a number by which the sum is divided, such as the global batch size. All ranks pass the same number;
+            outside ``jit`` they compare it. So a new number compiles a new program there: if it changes from call to
+            call, divide the sum yourself. Default: no division.
         erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must
             still make the call. A parent's coefficients for the other messages come
             from its code in float64. Do not name late ranks here: the engine does not
@@ -102,7 +107,7 @@ def coded_allreduce(
             its value is never read. In one compiled function, pass a token to all calls of a group or to none.
 
     Returns:
-        A pytree like ``x``, or like the gradient that was encoded. With a ``residual``
+        A pytree like ``x``, or like the gradient that was encoded. With a ``divisor``, integers become floating point. With a ``residual``
         or a ``token``, a `Result` with this pytree, the residual and the token for the
         next call. The residual is a float32 number, or float64 if ``x`` has float64. It
         is the same on all ranks up to its last digits.
@@ -279,7 +284,7 @@ def prepared(
         words: a text on which all ranks must agree, too.
         does: other fields of the `Round`.
     """
-    words = divided_by(divisor) + words
+    words = divided_by(divisor, group) + words
     operands, fields = checked_operands(
         group, divisor=divisor, erasures=erasures, skip=skip, token=token
     )
@@ -448,13 +453,5 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
         warnings.warn(
             f"messages in {dtype} with the plan's amplification "
             f"kappa = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
-            stacklevel=_levels_to_the_user(),
+            stacklevel=levels_to_the_user(),
         )
-
-
-def _levels_to_the_user() -> int:
-    """Return the ``stacklevel`` of the line that calls this library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
-        frame, level = frame.f_back, level + 1
-    return level

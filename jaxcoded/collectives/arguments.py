@@ -1,6 +1,8 @@
 """Check the arguments of a coded sum."""
 
 import math
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ from jaxcoded.transport import tokens
 from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.primitive import placed
 from jaxcoded.transport.round import Operands
+
+_MOST_DIVISORS = 16  # of one group outside `jit` before a warning
 
 
 def checked_operands(
@@ -47,7 +51,7 @@ def checked_operands(
     )
 
 
-def divided_by(divisor: Any) -> str:
+def divided_by(divisor: Any, group: CodedGroup) -> str:
     """Return ``divisor`` as text. The value of a traced divisor is not known."""
     if divisor is None:
         return ""
@@ -70,7 +74,24 @@ def divided_by(divisor: Any) -> str:
         raise ValueError(
             f"divisor must be the number to divide by, > 0 and finite, got {divisor!r}"
         )
+    known = group._session.divisors
+    if not _jax_compat.tracing() and len(known) < _MOST_DIVISORS:
+        known.add(float(divisor))
+        if len(known) == _MOST_DIVISORS:
+            warnings.warn(
+                f"this group has divided by {_MOST_DIVISORS} numbers outside jit, the last one {divisor}: each compiles a program, which stays in "
+                "memory. Divide the sum yourself, or call the collective in jit",
+                stacklevel=levels_to_the_user(),
+            )
     return f", divided by {float(divisor)}"
+
+
+def levels_to_the_user() -> int:
+    """Return the ``stacklevel`` of the line that calls this library."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def checked_erasures(erasures: Any, size: int) -> Any:

@@ -1,9 +1,10 @@
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from jaxcoded import _jax_compat, _require
@@ -170,7 +171,7 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
         if not any(depends):
             continue
         reached.update(equation.outvars)
-        if equation.primitive.name == "div" and depends[1]:
+        if _divides(equation, depends):
             raise ValueError(
                 "per_example(params, data, weights) divides by its weights, as an average does: return the weighted "
                 "sum, and divide the total by batch.weights.examples"
@@ -180,6 +181,19 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
         if inner is not None and len(inner.invars) == len(depends):
             _reached(inner, {x for x, it in zip(inner.invars, depends) if it})
     return reached
+
+
+def _divides(equation: Any, by: Sequence[bool]) -> bool:
+    """Return whether one of these operands is a divisor, or has a negative power."""
+    name, operands = equation.primitive.name, equation.invars
+    if name == "pow":
+        power = operands[1]
+        return by[0] and isinstance(power, Literal) and bool(np.all(power.val < 0))
+    return (
+        (name == "div" and by[1])
+        or (name == "integer_pow" and equation.params["y"] < 0)
+        or name == "rsqrt"
+    )
 
 
 def _evaluated(

@@ -185,14 +185,20 @@ mlir.register_lowering(sum_p, _lowering)
 def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
     """Raise an error if the examples or their weights are differentiated or batched."""
     if any(sum.parts(moved)[1]):
-        hint = (
-            " JAX differentiates functions for jax.lax.custom_root, and functions with a custom rule, with respect to "
-            "all that they close over or take: in such a function, sum over jax.lax.stop_gradient(batch)."
-        )
+        if what == "differentiated":
+            hint = (
+                "JAX differentiates functions for jax.lax.custom_root, and functions with a custom rule, with respect "
+                "to all that they close over or take: in such a function, sum over jax.lax.stop_gradient(batch)."
+            )
+        else:
+            hint = (
+                "jax.vmap of jax.lax.cond with a batched predicate batches all that the branches use, also the batch: "
+                "sum outside of the cond, or take jnp.where of the sum."
+            )
         raise NotImplementedError(
             f"{sum.name}: the batch is {what}, but its examples are this rank's own. Compute what depends on "
-            "parameters inside of per_example, from params and from examples that do not depend on them."
-            f"{hint if what == 'differentiated' else ''}"
+            "parameters inside of per_example, from params and from examples that do not depend on them. "
+            f"{hint}"
         )
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from jaxcoded import _jax_compat
+from jaxcoded import _jax_compat, _require
 from jaxcoded.collectives import floats
 from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport.kernels import accumulator
-from jaxcoded.transport.leaves import named
+from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.order import ORDER
 
 
@@ -85,7 +85,17 @@ def _losses_of_examples(
         values, aux = out if has_aux else (out, None)
         if values is None:
             raise TypeError("losses returned None: its `return` is missing")
-        return jnp.asarray(values), aux
+        try:
+            values = jnp.asarray(values)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"losses returned {_require.kind(values)}: return one array, the loss of each example or their mean, and "
+                "anything else as aux, with has_aux=True"
+            ) from None
+        aux = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: array(leaf, named("aux", path)), aux
+        )
+        return values, aux
 
     def of_one(example: Any) -> tuple[Any, Any]:
         return pair(params, jax.tree.map(lambda leaf: leaf[None], example))

@@ -99,6 +99,12 @@ def coded_value_and_grad(
     check_open(group)
     with group._session.failing(_NAME):
         _require.function("losses", losses)
+        for name, value in {
+            "has_aux": has_aux,
+            "mean": mean,
+            "residual": residual,
+        }.items():
+            _require.boolean(name, value)
         wire_dtype = checked_wire_dtype(wire_dtype)
     strategy = group.plan.strategy
     known: set[Any] = set()

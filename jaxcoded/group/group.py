@@ -536,6 +536,7 @@ class CodedGroup:
         and `recovered` return continue to call it.
         """
         check_open(self)
+        _require.function("callback", callback)
         self._callback = callback
         transport = Engine.of(self._session.transport, "telemetry needs")
         report(transport.reports(), callback)
@@ -556,8 +557,10 @@ class CodedGroup:
             the same.
 
         Raises:
-            ValueError: there is no such plan, or the strategy takes no speeds. Raised on every
-                rank; this group stays open.
+            ValueError: there is no plan for the root's speeds, or the strategy takes no speeds.
+                Raised on every rank; this group stays open.
+            TypeError, ValueError: this rank's own ``speeds`` are no numbers, or not one for
+                each rank. Raised on this rank only, which has not replanned.
             GroupMismatch: other ranks made a different call. By then the root's speeds
                 may have reached only some ranks. Until all ranks have replanned, sums
                 of ranks with different plans raise this error, too.
@@ -572,7 +575,12 @@ class CodedGroup:
         check_open(self)
         self._session.check_alike()
         with self._session.failing("replan"):
-            mine = np.array(speeds, np.float64)
+            try:
+                mine = np.array(speeds, np.float64)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"speeds must be numbers, one for each rank, got {_require.shown(speeds)}"
+                ) from None
             if mine.shape != (self.size,):
                 raise ValueError(
                     f"speeds must have shape ({self.size},), one for each rank, got "

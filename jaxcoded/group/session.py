@@ -71,6 +71,7 @@ class Session:
             a replan.
         spreads: whether `jaxcoded.spread` was called; otherwise a sum has no reverse
             mode.
+        divisors: the first numbers by which sums outside ``jit`` were divided.
         blocks: whether the program loops over blocks, whose sums need no weights.
         hands_on: whether the root must send its state to the other ranks. The engine
             knows whether it has done so.
@@ -91,6 +92,7 @@ class Session:
         self.record = record or Record(None, None)
         self.planned = self.words = ""
         self.hands_on = self.spreads = self.blocks = False
+        self.divisors: set[float] = set()
         self._kept: dict[Any, Any] = {}
         given = Options() if options is None else options
         wanted = (given if isinstance(given, Options) else Options()).complete()

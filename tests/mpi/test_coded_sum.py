@@ -777,6 +777,10 @@ def test_axes_of_a_vmap_around_it(group):
         over = jax.vmap(lambda theta, total=total: total(theta, batch), axis_name="i")
         with pytest.raises(NotImplementedError, match=r"axes \['i'\] of a vmap"):
             over(np.stack([THETA, DIRECTION]))
+    total = coded_sum(values, group)
+    branch = lambda it: jax.lax.cond(it, lambda: total(THETA, batch)[0], lambda: 0.0)
+    with pytest.raises(NotImplementedError, match=r"take jnp.where of the sum"):
+        jax.vmap(branch)(np.array([True, False]))
     inside = lambda theta, x: jax.vmap(
         lambda row: values(theta, row) / jax.lax.psum(1, "i"), axis_name="i"
     )(x)
@@ -906,10 +910,15 @@ def test_a_first_axis_that_is_as_long_by_chance(strategy):
 def test_an_average_instead_of_a_sum(strategy):
     average = lambda w, x, weights: jnp.average(w * x, axis=0, weights=weights)
     batch = strategy.batch(np.ones((BATCH, 3)))
-    for function in (average, jax.checkpoint(average)):
+    power = lambda w, x, weights: weights @ (w * x) * weights.sum() ** -1
+    root = lambda w, x, weights: weights @ (w * x) * jax.lax.rsqrt(weights.sum())
+    for function in (average, jax.checkpoint(average), power, root):
         total = jaxcoded.coded_sum(function, strategy, weighted=True)
         with pytest.raises(ValueError, match="divides by its weights, as an average"):
             total(1.0, batch)
+    outer = lambda w, x, weights: (jnp.sqrt(weights) * w * x[:, 0]) @ jnp.sqrt(weights)
+    total = jaxcoded.coded_sum(outer, strategy, weighted=True)
+    np.testing.assert_allclose(total(1.0, batch), BATCH)
     right = jax.checkpoint(lambda w, x, weights: weights @ (w * x))
     total = jaxcoded.coded_sum(right, strategy, weighted=True)
     np.testing.assert_allclose(total(1.0, batch), BATCH)

@@ -480,6 +480,21 @@ def test_mean_must_be_one_number(group):
 
 
 @once
+def test_many_divisors(comm, transport):
+    """Outside ``jit`` each compiles a program, also if the group's ranks agree."""
+    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
+        divide = lambda by: coded_allreduce(np.ones(2), group, divisor=by)
+        mean = jax.jit(divide)
+        for by in range(1, 16):
+            for _ in range(2):
+                np.testing.assert_allclose(divide(by), comm.size / by)
+            np.testing.assert_allclose(mean(by), comm.size / by)
+        with pytest.warns(UserWarning, match="divided by 16 numbers outside jit"):
+            divide(16)
+        divide(17)
+
+
+@once
 @pytest.mark.parametrize(
     ("mask", "got"),
     [

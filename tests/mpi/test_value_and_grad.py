@@ -668,8 +668,20 @@ def test_arguments_in_another_place(comm, transport, call, words):
 
 
 @once
-def test_losses_without_a_return(comm, transport):
-    with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
-        f = jaxcoded.coded_value_and_grad(lambda w, x: None, group)
-        with pytest.raises(TypeError, match="losses returned None"):
-            f(1.0, group.batch(np.arange(20.0)))
+@pytest.mark.parametrize(
+    ("losses", "options", "words"),
+    [
+        (lambda w, x: None, {}, "losses returned None"),
+        (lambda w, x: {"l": x - w}, {}, "losses returned a dict: return one array"),
+        (lambda w, x: (x - w, {"k": "x"}), {"has_aux": True}, r"aux\['k'\] is a str"),
+        (lambda w, x: x - w, {"mean": "x"}, "mean must be True or False, got 'x'"),
+        (lambda w, x: x - w, {"has_aux": 1}, "has_aux must be True or False, got 1"),
+    ],
+)
+def test_losses_of_another_kind(comm, transport, losses, options, words):
+    with (
+        jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group,
+        pytest.raises(TypeError, match=words),
+    ):
+        f = jaxcoded.coded_value_and_grad(losses, group, **options)
+        f(1.0, group.batch(np.arange(20.0)))
