@@ -96,14 +96,21 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   }
   if (!calm) {
     limits.on_deadline = random.pick({OnDeadline::wait, OnDeadline::raise, OnDeadline::approximate});
-    limits.deadline_seconds = deadline;
+    if (random.chance(0.5)) {
+      limits.deadline_seconds = deadline;
+    } else {
+      limits.deadline_rounds = random.pick({1.5, 3.0});
+    }
   }
   out.partial = limits.on_deadline == OnDeadline::approximate;
   out.compares = !shares && !out.partial && !group.comparing.empty() && random.chance(0.4);
   if (out.compares) {
+    limits.compares = random.pick({Compares::what_has_come, Compares::until_deadline, Compares::all});
     limits.on_contradiction =
         random.pick({OnContradiction::raise, OnContradiction::warn, OnContradiction::drop});
   }
+  limits.waits_for_all = shares && random.chance(0.3);
+  limits.telemetry_rounds = random.pick({0u, 3u, 1024u});
   out.inline_bytes = random.pick<std::vector<std::size_t>>({{0}, {0}, {64}, {1 << 20}, {0, 32, 1 << 20}});
   out.in_place = random.pick({0.0, 0.0, 0.5, 1.0});
   out.twice = random.pick({0.0, 0.1});
