@@ -240,7 +240,7 @@ def effects_barrier(told: Collection[str] = ()) -> None:
             failed.append(str(error))
     _runtime_tokens.clear()
     for text in dict.fromkeys(failed):
-        # compare without the class: a later computation may have raised the error
+        # compare without the status, such as INTERNAL: a later computation may have reported the error with another one
         said = text.partition(": ")[2] or text
         if not any(said in it for it in told):
             logger.warning("a round had failed: %s", text)

@@ -285,8 +285,8 @@ class GradientCode:
         rounding can grow, 1 at best.
 
         The maximum is over all answered sets with at most ``stragglers`` missing, and
-        the sets of the `promises`. If there are more than 256 such sets, it is over 256
-        samples.
+        the sets of the `promises`. If there are more than 256 such sets, the maximum is
+        over 256 random samples of them.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)

@@ -532,8 +532,8 @@ class CodedGroup:
 
         The function runs on a separate thread, in the order of the rounds, and delays no round. If 65,536 rounds wait
         for the function, it misses the oldest. Errors that it raises are logged. A group has only one such function:
-        the latest. After the group is closed, the function still gets all remaining rounds. The groups that `replan`
-        and `recovered` return continue to call it.
+        the latest. After the group is closed, the function still gets all remaining rounds. A group returned by
+        `replan`, `recovered` or `extended` continues to call the function.
         """
         check_open(self)
         _require.function("callback", callback)
@@ -546,8 +546,8 @@ class CodedGroup:
 
         The call is a round like any other: all ranks call it between the same two rounds, and no rank waits for a
         late rank. Only the root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: use
-        the new group's `epoch`, and compile the step with the new group. At its end, a ``with`` block of this group
-        closes the new group.
+        the new group's `epoch`, and compile the step with the new group. A ``with`` block of this group
+        closes the new group when the block ends.
 
         Args:
             speeds: relative speed of each rank, positive; see `Coded`.
@@ -608,8 +608,8 @@ class CodedGroup:
 
         All living ranks call it between the same two rounds. It waits for all of them, so call it only every few
         steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: use the new
-        group's `rank`, `size` and `epoch`, and compile the step with the new group. At its end, a ``with`` block of
-        this group closes the new group. Ranks keep their order, except for a new root. Parameters and state stay on
+        group's `rank`, `size` and `epoch`, and compile the step with the new group. A ``with`` block of this group
+        closes the new group when the block ends. Ranks keep their order, except for a new root. Parameters and state stay on
         their ranks.
 
         After a failed step, call it if the root has died. Some ranks may have received
@@ -674,8 +674,8 @@ class CodedGroup:
                 number, params, state = jaxcoded.tree_bcast((number, params, state), group)
 
         The call closes this group: use the new group's `rank`, `size` and `epoch`, and
-        compile the step with the new group. At its end, a ``with`` block of this group
-        closes the new group. The root stays the root. The other ranks keep their order,
+        compile the step with the new group. A ``with`` block of this group
+        closes the new group when the block ends. The root stays the root. The other ranks keep their order,
         and new ranks come after them. Use ``group.comm`` instead of MPI.COMM_WORLD, which
         does not change on old ranks, and has only the new ranks on a new rank.
 

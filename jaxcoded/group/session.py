@@ -219,8 +219,9 @@ class Session:
         """Record an error in this rank's arguments, which prevents a round on this rank.
 
         Other ranks may be in that round already. They get the error when this rank
-        begins its next round. If all ranks had errors, all continue. A computation that
-        JAX repeats to locate NaN has already had its round.
+        begins its next round. If all ranks had errors, all continue. While
+        JAX repeats a computation to locate a NaN, no error is recorded: that computation
+        has already had its round.
         """
         return _Failing(self, call)
 

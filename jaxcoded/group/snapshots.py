@@ -125,7 +125,7 @@ def _digest(pytree: Any) -> np.ndarray:
     table = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         its = _aval(leaf)
-        # not the structure, which may contain addresses of functions
+        # the path in place of the pytree's structure, whose text may contain addresses of functions
         name = jax.tree_util.keystr(path)
         order = getattr(
             its.dtype, "byteorder", ""

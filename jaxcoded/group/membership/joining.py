@@ -88,8 +88,8 @@ class Invitation:
         return {"extended": [self.size, self.ranks]}
 
     def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
-        """Return the new group's communicator: the old ranks, with the old root at its
-        place, and then the new ranks. Collective. Raise a CodedError if the number of
+        """Return the new group's communicator: the old ranks, with the old root as rank
+        ``place``, and then the new ranks. Collective. Raise a CodedError if the number of
         ranks differs from the invitation.
         """
         if both.size != self.size + self.ranks:

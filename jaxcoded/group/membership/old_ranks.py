@@ -280,7 +280,7 @@ def starter(names: Sequence[str], root: int) -> int:
 
 
 def checked(command: Sequence[str] | None) -> list[str]:
-    """Return a command as a list of words, which is empty without a command. Raise a
+    """Return the command as a list of words, or an empty list for ``None``. Raise a
     TypeError if the command does not consist of words."""
     if command is None:
         return []

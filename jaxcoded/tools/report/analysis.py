@@ -83,7 +83,7 @@ class Predicted:
 def spans(seen: Telemetry) -> np.ndarray:
     """Return the seconds from a round's beginning until each child's message came, float64 ``(R, C)``.
 
-    A round begins with the previous result. Unknown times are NaN: in the first round, and in rounds that a child began
+    A round begins when the parent has the previous result. Unknown times are NaN: in the first round, and in rounds that a child began
     late or skipped. A late child's time ends with its next message, less the work for the round of that message. It is
     infinite if no message follows."""
     begun, over = _begun(seen), _over(seen)

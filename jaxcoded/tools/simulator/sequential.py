@@ -83,8 +83,8 @@ def simulate_sequence(
         scheme: `GradientCoding`, `SelectiveRepeat` or `Multiplexed`.
         work: seconds that one usual worker would take for a whole batch; each worker takes its load's part of this
             time, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
-        stragglers: a model, or the text that names one; default none. The delays that the authors
-            published are ``trace(path=…, seconds=True)``: the seconds of each worker with load 0.
+        stragglers: a model, or the text that names one; default none. For the delays that the authors
+            published (the seconds of each worker with load 0), pass ``trace(path=…, seconds=True)``.
         jobs: the number of jobs.
         mu: a worker is late if it takes more than ``1 + mu`` times as long as the fastest.
         one_by_one: if the scheme does not tolerate the late workers, wait for one after the other until

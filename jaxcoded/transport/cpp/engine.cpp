@@ -754,7 +754,7 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
 template <class Done>
 bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double until) {
   WakeUp& wake_up = page_->wake_up;
-  // While this thread is inside, and then until it releases the lock, what `done` reads stays valid.
+  // What `done` reads stays valid while `inside_` counts this thread, and then until it releases the lock.
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;

@@ -85,7 +85,7 @@ ffi::Error start_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order
   });
 }
 
-// Operands after the number are not used. They must only be computed before the call.
+// Operands after the number are not used: they are passed so that XLA computes them before this call.
 ffi::Error done_impl(ffi::RemainingArgs args, ffi::RemainingRets results, std::int64_t group) {
   return guarded(group, false, [&] {
     auto [call, number] = done_call(args, results);
