@@ -122,7 +122,7 @@ void Node::tell_share() {
   }
   const Rank parent = family_.ancestors.front();
   if (!begin_offer()) return;
-  const bool ready = up_.lent && up_.share.sealed() && up_.share.version().blocks;
+  const bool ready = !up_.call.skipped && up_.lent && up_.share.sealed() && up_.share.version().blocks;
   Message message{header(Kind::offer, next_)};
   message.header.fingerprint = up_.call.fingerprint;
   message.header.flags = shares;
