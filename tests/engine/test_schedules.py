@@ -8,6 +8,7 @@ pytest.importorskip("_nodes", reason="built without the engine")
 
 import _nodes
 import groups
+from test_node_memory import measurable
 
 from jaxcoded import Coded, Shared, make_plan
 
@@ -26,6 +27,19 @@ def test_faults_of_mpi_are_found(fault):
         seed, _ = _nodes.play_many(ranks, schedule, 10)
         found += seed is not None
     assert found > 20
+
+
+def test_allocations_fail():
+    """Allocations of the engine fail in schedules of disorder: tests/nodes/memory.cpp is linked as it must be."""
+    if not measurable():
+        pytest.skip("a sanitizer has memory of its own")
+    failed = 0
+    for number in range(10):
+        ranks, schedule = groups.drawn(number)
+        seed, seen = _nodes.play_many(ranks, schedule, 20)
+        assert seed is None
+        failed += seen["allocations that fail"]
+    assert failed > 10
 
 
 THOUSAND = {

@@ -122,6 +122,10 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   out.recovers = calm || shares || random.chance(0.5);
   // with more steps, float16 would overflow
   out.chained = calm && !shares && group.amplification < 1e3;
+  if (!calm) {
+    out.failures = random.pick({0u, 1u, 2u});
+    out.failing = random.pick({0.002, 0.01, 0.05});
+  }
   out.damaged = schedule.damaged;
   out.vanishing = schedule.vanishing;
   return out;

@@ -9,6 +9,8 @@
 #include <limits>
 #include <new>
 
+#include "memory.h"
+
 namespace jaxcoded {
 
 constexpr double rest_times = 20;   // in units of `orphan_seconds`: a second of an idle group
@@ -67,17 +69,27 @@ class World::SimulatedWire : public Wire, Source {
  public:
   SimulatedWire(World& world, Rank rank) : world_(world), rank_(rank) {}
 
-  void send(Rank to, const Message& message) override { world_.sent(rank_, to, message); }
+  // As in MPI's wire, sending and fetching take memory of this rank.
+  void send(Rank to, const Message& message) override {
+    const auto sent = std::make_unique<Message>(message);
+    const memory::Exempt simulated;
+    world_.sent(rank_, to, std::move(*sent));
+  }
   Fetch fetch(Rank from, Object object, std::uint32_t piece, std::uint64_t address, std::byte* to,
               std::size_t bytes, Copy) override {
-    return world_.fetch({rank_, from, object, piece}, address, to, bytes);
+    const auto request = std::make_unique<const Request>(rank_, from, object, piece);
+    const memory::Exempt simulated;
+    return world_.fetch(*request, address, to, bytes);
   }
   void withdraw(Object::What what, Round first_valid) override {
     valid[static_cast<std::size_t>(what)] = first_valid;
   }
   Source& memory() override { return *this; }
   std::byte* allocate(std::size_t bytes) override {
-    if (world_.short_of_memory.has(rank_)) throw std::bad_alloc();
+    if (world_.short_of_memory.has(rank_)) {
+      world_.lacked_memory_.set(rank_);
+      throw std::bad_alloc();
+    }
     return heap.allocate(bytes);
   }
   void release(std::byte* data, std::size_t bytes) override { heap.release(data, bytes); }
@@ -102,7 +114,7 @@ World::World(const Group& group, std::vector<Planned> script, const Settings& se
       group_(group), script_(std::move(script)), settings_(settings), random_(random),
       links_seed_(random.bits()), inboxes_(group.size()), requests_(group.size()), answers_(group.size()),
       running_(group.size()), left_behind_(group.size()), given_back_(group.size()), steps_(group.size()),
-      restored_(group.size()) {
+      restored_(group.size()), lacked_memory_(group.size()) {
   const auto& families = settings.limits.sections_from ? group.delegating : group.families;
   for (Rank rank = 0; rank < size(); ++rank) {
     Limits limits = settings.limits;
@@ -118,18 +130,49 @@ World::World(const Group& group, std::vector<Planned> script, const Settings& se
 
 World::~World() = default;
 
-// Give a rank a turn. As in the engine, a call fails if the turn runs out of memory. Returns whether there was
-// enough memory.
+// Let a rank act. Returns whether there was enough memory.
 template <class Act>
-bool World::turn(Rank rank, Act act) {
+bool World::attempt(Rank rank, Act act) {
+  std::optional<std::size_t> succeed;
+  if (seen.failed_allocations < settings_.failures && random_.chance(settings_.failing)) {
+    succeed = random_.below(random_.pick({4u, 12u, 40u}));
+  }
+  const memory::Failing failing(succeed);
+  bool enough = true;
   try {
     const Timer timer(timed(rank));
     act(node(rank));
-    return true;
   } catch (const std::bad_alloc&) {
-    node(rank).lack_memory();
-    return false;
+    enough = false;
   }
+  if (failing.happened()) {
+    ++seen.failed_allocations;
+    lacked_memory_.set(rank);
+    if (asking_.contains(rank)) ask_again_.insert(rank);
+    if (traced) std::cerr << clock << ": an allocation of rank " << rank << " fails\n";
+  }
+  return enough;
+}
+
+// Give a rank a turn. As in the engine, a call fails if the turn runs out of memory, and the engine reports this
+// to the node until there is enough memory for the report. `for_call`: see `Node::lack_memory`. Returns whether
+// there was enough memory.
+template <class Act>
+bool World::turn(Rank rank, Act act, bool for_call) {
+  if (attempt(rank, act)) return true;
+  const auto report = [&](Node& its) { its.lack_memory(for_call); };
+  if (!attempt(rank, report)) report(node(rank));
+  return false;
+}
+
+// Give a rank a turn that the engine repeats until there is enough memory for it.
+template <class Act>
+void World::turn_to_the_end(Rank rank, Act act) {
+  if (!turn(rank, act)) {
+    check_end(rank);
+    act(node(rank));
+  }
+  check_end(rank);
 }
 
 // --- The wires ---
@@ -139,7 +182,7 @@ bool World::linked(Rank from, Rank to) const {
   return has(from, to) || has(to, from) || (from != to && group_.parents[index(from)] == group_.parents[index(to)]);
 }
 
-void World::sent(Rank from, Rank to, const Message& message) {
+void World::sent(Rank from, Rank to, Message message) {
   check(linked(from, to), "rank", from, "sends a message to rank", to);
   ++costs[index(from)].messages;
   costs[index(from)].bytes += sizeof message.header + message.body.size();
@@ -148,7 +191,7 @@ void World::sent(Rank from, Rank to, const Message& message) {
     const auto progress = message.values<std::uint32_t>(0, 2);
     versions_[from] = std::uint64_t{progress[0]} << 32 | progress[1];
   }
-  if (!random_.chance(settings_.vanishing)) inboxes_[index(to)][from].push_back(message);
+  if (!random_.chance(settings_.vanishing)) inboxes_[index(to)][from].push_back(std::move(message));
 }
 
 Wire::Fetch World::fetch(const Request& request, std::uint64_t address, std::byte* to, std::size_t bytes) {
@@ -195,8 +238,8 @@ void World::answer(const Request& request) {
 
 void World::arrive(const Answer& answer) {
   ++(answer.data.empty() ? seen.pieces_gone : seen.pieces_sent);
-  turn(answer.asker, [&](Node& its) { its.arrived(answer.source, answer.object, answer.piece, answer.data); });
-  check_end(answer.asker);
+  turn_to_the_end(answer.asker,
+                  [&](Node& its) { its.arrived(answer.source, answer.object, answer.piece, answer.data); });
 }
 
 Message World::take_message(Rank from, Rank to) {
@@ -228,15 +271,7 @@ void World::deliver_once(Rank from, Rank to, const Message& message) {
               << " round " << message.header.round << " last " << message.header.last << " done "
               << message.header.done << '\n';
   }
-  try {
-    const Timer timer(timed(to));
-    node(to).deliver(from, message);
-  } catch (const std::bad_alloc&) {
-    node(to).lack_memory();
-    check_end(to);
-    node(to).deliver(from, message);
-  }
-  check_end(to);
+  turn_to_the_end(to, [&](Node& its) { its.deliver(from, message); });
 }
 
 // --- What is right ---
@@ -365,6 +400,10 @@ void World::check_end(Rank rank) {
   const std::string& error = node(rank).error();
   if (outcome == Outcome::desynchronized && error.find("alone") == std::string::npos) {
     check_lost(rank, ended.round);
+  }
+  for (Rank other = 0; other < size() && error.find(" has too little memory") != std::string::npos; ++other) {
+    const bool named = error.find("rank " + std::to_string(other) + " has too little memory") != std::string::npos;
+    check(!named || lacked_memory_.has(other), "rank", rank, "has an error without a reason:", error);
   }
   const bool followed = ended.call->shared && ended.call->segments.empty();
   const Round next = ended.round + 1;
@@ -535,7 +574,7 @@ void World::submit(Rank rank) {
                .examples = {},
                .audits = {}};
   seen.skipped += made.skipped;
-  node(rank).submit(std::move(made));
+  turn(rank, [&](Node& its) { its.submit(std::move(made)); });
   check_end(rank);
 }
 
@@ -560,7 +599,7 @@ void World::submit_shared(Rank rank) {
   made.message = made.total = call.segments;
   made.complete = false;
   made.shared = true;
-  node(rank).submit(std::move(made));
+  turn(rank, [&](Node& its) { its.submit(std::move(made)); });
   come_for_block(rank);
   check_end(rank);
 }
@@ -572,7 +611,7 @@ void World::come_for_block(Rank rank) {
     std::ranges::copy(vector, running.own[s].begin());
   }
   if (running.call->segments.empty()) computed_[running.round + 1][rank] = running.sums;
-  node(rank).come_for_block(running.own_at(0, running.own.size()));
+  turn(rank, [&](Node& its) { its.come_for_block(running.own_at(0, running.own.size())); });
 }
 
 bool World::computes_blocks(Rank rank) const {
@@ -586,7 +625,7 @@ bool World::may_extend(Rank rank) {
   if (!running->call->shared) return running->known < running->own.size() && !leaving.has(rank);
   if (running->over) return false;
   if (!running->work) {
-    running->work = node(rank).take_block();
+    turn(rank, [&](Node& its) { running->work = its.take_block(); });
     if (running->work) {  // other ranks no longer use the vector
       for (Bytes& vector : running->own) std::ranges::fill(vector, std::byte{255});
     }
@@ -600,10 +639,11 @@ void World::extend(Rank rank) {
   if (running.call->shared) return compute_block(rank);
   const std::size_t first = running.known;
   running.known = std::min(first + running.call->segments.size(), running.own.size());
-  turn(rank, [&](Node& its) { its.extend(running.own_at(first, running.known)); });
-  if (running.known == running.own.size()) {
-    turn(rank, [&](Node& its) { its.complete(running.out_at()); });
-  }
+  const auto act = [&](Node& its) {
+    its.extend(running.own_at(first, running.known));
+    if (running.known == running.own.size()) its.complete(running.out_at());
+  };
+  if (!turn(rank, act, true)) running.known = running.own.size();  // the program passes no more parts
   check_end(rank);
 }
 
@@ -611,7 +651,7 @@ void World::compute_block(Rank rank) {
   Running& running = *running_[index(rank)];
   if (!running.work) {
     running.over = true;
-    node(rank).complete(running.out_at());
+    turn(rank, [&](Node& its) { its.complete(running.out_at()); }, true);
     return check_end(rank);
   }
   const auto [block, fresh, audit] = *std::exchange(running.work, std::nullopt);
@@ -631,8 +671,7 @@ void World::compute_block(Rank rank) {
 void World::leave_blocks(Rank rank) {
   Running& running = *running_[index(rank)];
   running.left = running.over = true;
-  node(rank).leave_call();
-  check_end(rank);
+  turn_to_the_end(rank, [](Node& its) { its.leave_call(); });
 }
 
 // Give a rank a turn. Returns whether it wants another turn at once; otherwise it sleeps.
@@ -654,11 +693,14 @@ bool World::advance(Rank rank) {
 }
 
 // Fetch a snapshot if a rank needs one, and continue from it. Returns whether anything was done. If the root is
-// dead, no round is decided, so no program goes back to repeat rounds.
+// dead, no round is decided, so no program goes back to repeat rounds. A rank that may have had too little memory
+// for a snapshot asks again, as its error says.
 bool World::recover(Rank rank) {
   Node& its = node(rank);
   if (!settings_.recovers || dead.has(group_.root())) return false;
-  if (!its.desynchronized() || its.state_missing()) return false;
+  if (!its.desynchronized()) return false;
+  if (its.state_missing() && ask_again_.erase(rank)) asking_.erase(rank);
+  if (its.state_missing() && asking_.contains(rank)) return false;
   if (asking_.insert(rank).second) {
     its.ask_state();
     return true;
@@ -714,15 +756,13 @@ void World::report_death(Rank rank) {
 
 void World::report_death(Rank rank, Rank to) {
   if (!linked(rank, to)) return;
-  node(to).lost(rank);
-  check_end(to);
+  turn_to_the_end(to, [&](Node& its) { its.lost(rank); });
 }
 
 void World::lose(Rank from, Rank to, Rank told) {
   ++seen.losses;
   take_message(from, to);
-  node(told).lost_message(told == from ? to : from);
-  check_end(told);
+  turn_to_the_end(told, [&](Node& its) { its.lost_message(told == from ? to : from); });
 }
 
 // End the processes that may end.
@@ -935,6 +975,7 @@ void Seen::add(const Seen& other) {
   restored += other.restored;
   deaths += other.deaths;
   losses += other.losses;
+  failed_allocations += other.failed_allocations;
   steps += other.steps;
 }
 
@@ -943,7 +984,7 @@ std::map<std::string, std::uint64_t> Seen::by_name() const {
       {"pieces that are sent", pieces_sent}, {"pieces that are gone", pieces_gone},
       {"skipped calls", skipped},            {"returns by a snapshot", restored},
       {"ranks that die", deaths},            {"messages that are lost", losses},
-      {"steps", steps},                      {"calls done", outcomes[1]},
+      {"allocations that fail", failed_allocations}, {"steps", steps},                      {"calls done", outcomes[1]},
       {"calls failed", outcomes[2]},         {"calls of ranks out of the history", outcomes[3]}};
   for (std::size_t kind = 0; kind < messages.size(); ++kind) {
     if (messages[kind]) out["message: " + std::to_string(kind)] = messages[kind];

@@ -37,6 +37,8 @@ struct Settings {
   bool checks = true;  // check every piece and vector; otherwise only the root's results, and that all ranks have them
   double damaged = 0;      // fraction of pieces that MPI changes: a fault that the checks must find
   double vanishing = 0;    // fraction of messages that MPI loses without telling any rank: also a fault to find
+  double failing = 0;      // fraction of turns in which an allocation of the rank is about to fail
+  std::uint64_t failures = 0;  // at most this many allocations fail
 };
 
 // Which ranks are in some state.
@@ -60,6 +62,7 @@ struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
   std::uint64_t pieces_sent = 0, pieces_gone = 0, skipped = 0, restored = 0, deaths = 0, losses = 0, steps = 0;
+  std::uint64_t failed_allocations = 0;
 
   void add(const Seen& other);
   std::map<std::string, std::uint64_t> by_name() const;
@@ -149,10 +152,14 @@ class World {
   }
   double* timed(Rank rank) { return settings_.checks ? nullptr : &costs[index(rank)].seconds; }
   template <class Act>
-  bool turn(Rank rank, Act act);
+  bool attempt(Rank rank, Act act);
+  template <class Act>
+  bool turn(Rank rank, Act act, bool for_call = false);
+  template <class Act>
+  void turn_to_the_end(Rank rank, Act act);
 
   // The wires.
-  void sent(Rank from, Rank to, const Message& message);
+  void sent(Rank from, Rank to, Message message);
   Wire::Fetch fetch(const Request& request, std::uint64_t address, std::byte* to, std::size_t bytes);
   void ask(const Request& request);
   void answer(const Request& request);
@@ -213,7 +220,9 @@ class World {
   std::vector<Round> steps_;
   std::set<Round> summed_;
   std::set<Rank> asking_;
+  std::set<Rank> ask_again_;  // ranks of which an allocation failed while they asked for a snapshot
   std::vector<bool> restored_;
+  Ranks lacked_memory_;  // ranks that have had too little memory at any time
 };
 
 }  // namespace jaxcoded

@@ -1,0 +1,29 @@
+// Lets single allocations of this module fail, as if there were too little memory.
+#pragma once
+
+#include <cstddef>
+#include <optional>
+
+namespace jaxcoded::memory {
+
+// While it exists, an allocation of this thread fails, after `count` others have succeeded; none if `count` is empty.
+class Failing {
+ public:
+  explicit Failing(std::optional<std::size_t> count);
+  ~Failing();
+  Failing(const Failing&) = delete;
+  bool happened() const;  // whether an allocation has failed
+};
+
+// While it exists, allocations of this thread neither fail nor count.
+class Exempt {
+ public:
+  Exempt();
+  ~Exempt();
+  Exempt(const Exempt&) = delete;
+
+ private:
+  long before_;
+};
+
+}  // namespace jaxcoded::memory
