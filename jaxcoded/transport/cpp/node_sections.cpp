@@ -205,14 +205,14 @@ void Node::begin_forming(const SectionPlan& plan, std::size_t job) {
 }
 
 void Node::end_sections() {
-  if (sections_.purpose == Purpose::copy) {
-    for (const Forming& it : sections_.forming) {
-      tell_unformed(sections_.round, it.index, it.section.version, sections_.members);
-    }
-  }
-  if (sections_.round) sections_ = {};
   early_.clear();
   up_.delegated.reset();
+  if (!sections_.round) return;
+  const Sections ended = std::exchange(sections_, {});  // first, as telling others may run out of memory
+  if (ended.purpose != Purpose::copy) return;
+  for (const Forming& it : ended.forming) {
+    tell_unformed(ended.round, it.index, it.section.version, ended.members);
+  }
 }
 
 void Node::drop_formed() {
