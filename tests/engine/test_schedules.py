@@ -42,6 +42,14 @@ def test_allocations_fail():
     assert failed > 10
 
 
+@pytest.mark.parametrize("number", [3779808888, 744069209, 1363292806, 90052])
+def test_allocations_that_once_ended_the_process(number):
+    """A rank had no memory to tell the others that its sections end, or offered blocks
+    of a round for which it had none.
+    """
+    groups.play(number)
+
+
 THOUSAND = {
     "tree": (Coded(fanout=10), False),
     "star": (Coded(stragglers=1, fanout=1000, code="fractional_repetition"), False),

@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
-#include <deque>
 #include <limits>
+#include <list>
 #include <map>
 #include <memory>
 #include <utility>
@@ -188,7 +188,7 @@ struct Formed {
   };
   Round round = 0;
   Layout layout = {};
-  std::deque<Part> parts = {};
+  std::list<Part> parts = {};  // an empty list needs no memory, unlike an empty deque
 
   // Add a section, none of whose pieces is formed yet.
   void begin(const Section& section, Pool& pool) {
@@ -257,7 +257,7 @@ struct Sections {
   std::vector<Rank> members = {};
   std::vector<bool> here = {};               // which pieces of this rank's message are here
   std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: from which rank, and since when
-  std::deque<Forming> forming = {};
+  std::list<Forming> forming = {};  // an empty list needs no memory
   Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has the whole sum
 
