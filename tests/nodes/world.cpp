@@ -503,7 +503,8 @@ void World::check_lost(Rank rank, Round round) const {
   const bool right = std::ranges::any_of(above(rank), [&](Rank other) {
     return ahead(other) || dead.has(other) || nodes_[index(other)]->desynchronized() || restored_[index(other)];
   });
-  check(right || rank == group_.root(), "rank", rank, "cannot get the result of round", round, "any more:", describe());
+  if (right || rank == group_.root()) return;
+  check(false, "rank", rank, "cannot get the result of round", round, "any more:", describe());
 }
 
 Round World::steps_before(Round round) const {

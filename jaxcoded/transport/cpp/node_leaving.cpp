@@ -99,8 +99,8 @@ void Node::learn_failures(std::string_view lines) {
 
 // A dead child needs nothing, but ranks below it may.
 bool Node::needs_nothing(const Child& child) const {
-  const bool alone = std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
-  return child.left || (child.dead && alone);
+  if (child.left || !child.dead) return child.left;
+  return std::ranges::find(family_.leaves, child.rank) != family_.leaves.end();
 }
 
 void Node::give_up(Child& child) {
