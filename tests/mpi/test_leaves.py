@@ -131,7 +131,7 @@ def test_a_list_is_no_array(own):
 @refused
 def test_among_parameters(own, label):
     step = gradient_of(losses, own)
-    with pytest.raises(TypeError, match=rf"^params\['{label}'\] is .*: .*"):
+    with pytest.raises(TypeError, match=rf"^params\['{label}'\] (is|has dtype) .*: .*"):
         step({label: REFUSED[label][0]}, own.batch({"x": X}))
 
 
@@ -222,7 +222,6 @@ def test_integers_that_add_up(comm, transport):
     assert out == np.array(SIZE * int(mine)).astype(np.int32)
 
 
-@redundant
 @pytest.mark.parametrize("bucket", [None, 1])
 def test_leaves_of_started_rounds(comm, transport, bucket):
     """A started round sums what a called one sums."""
@@ -284,6 +283,7 @@ def test_leaves_of_other_dtypes_on_one_rank(comm, transport, first, other, words
         assert jaxcoded.coded_allreduce(np.int32(1), plain) == SIZE
 
 
+@redundant
 def test_integers_that_a_code_would_round(comm, transport):
     cyclic = jaxcoded.Coded(stragglers=1, fanout=3, code="cyclic_repetition")
     with jaxcoded.CodedGroup(comm, cyclic, transport=transport) as group:

@@ -574,7 +574,7 @@ def test_an_error_in_the_arguments_of_one_rank(comm, group, own):
     errors = []
     if RANK == SIZE - 1:
         with pytest.raises(TypeError, match="floating point"):
-            coded_allreduce_start(np.ones(3, int), group)
+            coded_allreduce_start(jnp.zeros(3, jnp.float8_e5m2), group)
     for _ in range(3):
         try:
             total = np.asarray(coded_allreduce_done(coded_allreduce_start(own, group)))
@@ -669,8 +669,9 @@ def test_a_divisor_beyond_integers(group, own):
 
 def test_nothing_starts_where_a_bucket_is_wrong(group, own):
     before = group.rounds
-    with pytest.raises(TypeError, match=r"leaf at \[0\] has dtype int64"):
-        coded_allreduce_start([np.arange(3), own], group, bucket_bytes=1)
+    wrong = jnp.zeros(3, jnp.float8_e5m2)
+    with pytest.raises(TypeError, match=r"leaf at \[0\] has dtype float8_e5m2"):
+        coded_allreduce_start([wrong, own], group, bucket_bytes=1)
     assert group.rounds == before
     assert_errs_together(group, own)
 
