@@ -107,7 +107,8 @@ def coded_allreduce(
             its value is never read. In one compiled function, pass a token to all calls of a group or to none.
 
     Returns:
-        A pytree like ``x``, or like the gradient that was encoded. With a ``divisor``, integers become floating point. With a ``residual``
+        A pytree like ``x``, or like the gradient that was encoded. With a ``divisor``, integers become floating point.
+        With a ``residual``
         or a ``token``, a `Result` with this pytree, the residual and the token for the
         next call. The residual is a float32 number, or float64 if ``x`` has float64. It
         is the same on all ranks up to its last digits.

@@ -79,8 +79,8 @@ def divided_by(divisor: Any, group: CodedGroup) -> str:
         known.add(float(divisor))
         if len(known) == _MOST_DIVISORS:
             warnings.warn(
-                f"this group has divided by {_MOST_DIVISORS} numbers outside jit, the last one {divisor}: each compiles a program, which stays in "
-                "memory. Divide the sum yourself, or call the collective in jit",
+                f"this group has divided by {_MOST_DIVISORS} numbers outside jit, the last one {divisor}: each "
+                "compiles a program, which stays in memory. Divide the sum yourself, or call the collective in jit",
                 stacklevel=levels_to_the_user(),
             )
     return f", divided by {float(divisor)}"
