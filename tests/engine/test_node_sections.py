@@ -542,3 +542,39 @@ def test_the_message_that_gives_sections_up_is_lost(seed):
     world.open = 2
     world.settle()  # the world compares the bytes
     assert all(2 in ends for ends in world.ends)
+
+
+def test_the_root_hands_its_own_sum_over_while_others_form_sections():
+    """Rank 2 dies, and rank 3's message came within its offer, where no other rank can fetch it. So the root forms the
+    sum by itself. The sum takes the place of the root's own vector, piece by piece. Rank 1 does not know this yet, and
+    reads that vector for its section.
+    """
+    world = World(
+        make_plan(4, Coded(fanout=3, stragglers=1, root_computes=True)),
+        [Call((("float64", 160),), 0)],
+        random.Random(0),
+        hosts=[0] * 4,
+        in_place=1.0,
+        limits=short_pieces(1) | {"announced_bytes": 64},
+    )
+    world.inline[3, 0] = 1 << 20
+    world.idle = {3}
+    while "rank 1 forms pieces" not in world.nodes[1].status():
+        world.step()
+    world.frozen = {1}
+    world.idle = set()
+    world.kill(2, known=True)
+    world.submit(3)
+    while "decoded 19 of" not in world.nodes[0].status():
+        assert world.nodes[0].next_round() == 1
+        for rank in (3, 0):
+            world.advance(rank)
+            for link in [link for link in world.queues if link[1] == rank]:
+                while world.queues[link]:
+                    world.deliver(link)
+    read = len(world.fetched)
+    world.advance(1)  # the world checks what this rank reads
+    assert any(what == OWN for _, _, what, _, _ in world.fetched[read:])
+    world.frozen = set()
+    world.settle()
+    world.assert_done({0, 1, 3})

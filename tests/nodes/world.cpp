@@ -189,7 +189,8 @@ void World::sent(Rank from, Rank to, Message message) {
   if (dead.has(to)) return;
   if (message.header.kind == Kind::offer && message.header.flags & Flag::shares) {
     const auto progress = message.values<std::uint32_t>(0, 2);
-    versions_[from] = std::uint64_t{progress[0]} << 32 | progress[1];
+    // a rank that has blocks to compute offers no vector, and may change even the version that it reports
+    versions_[from] = (std::uint64_t{progress[0]} << 32 | progress[1]) + !message.header.ready;
   }
   if (!random_.chance(settings_.vanishing)) inboxes_[index(to)][from].push_back(std::move(message));
 }
@@ -353,8 +354,8 @@ bool World::may_be_overwritten(const Request& request) const {
           root.read({Object::What::result, request.object.round}, request.piece));
 }
 
-// Programs add blocks to vectors that other ranks may still read. No rank uses pieces of an earlier version of
-// a vector.
+// Programs add blocks to vectors that other ranks may still read. No rank uses pieces of a version of a vector
+// that is offered no more.
 bool World::may_change(const Request& request) const {
   const Running* const its = offering(request.source);
   if (!its || !its->call->shared) return false;

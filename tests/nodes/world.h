@@ -216,7 +216,7 @@ class World {
   std::map<std::tuple<int, Round, std::uint32_t, std::uint64_t, Rank>, Bytes> pieces_;  // pieces that were fetched
   std::map<const Planned*, Expected> expected_;
   std::map<Round, std::map<Rank, std::vector<Numbers>>> computed_;  // vectors computed for the round that sums them
-  std::map<Rank, std::uint64_t> versions_;  // of vectors whose work is shared, as ranks have reported them
+  std::map<Rank, std::uint64_t> versions_;  // of vectors whose work is shared: ranks may change all earlier ones
   std::vector<Round> steps_;
   std::set<Round> summed_;
   std::set<Rank> asking_;

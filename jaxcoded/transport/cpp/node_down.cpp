@@ -270,6 +270,8 @@ void Node::hand_over(const Entry& entry) {
     return;
   }
   if (up_.call.down && (entry.buffer || up_.call.feed)) {
+    // ranks below may not know yet that no section is formed from this rank's own vector any more
+    if (up_.given < entry.ready && !children_.empty()) withdraw(Object::What::own, next_ + 1);
     for (; up_.given < entry.ready; ++up_.given) {
       const Piece it = entry.layout[up_.given];
       if (!it.bytes) continue;
