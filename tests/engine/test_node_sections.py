@@ -26,6 +26,7 @@ from test_node_sharing import Partial
 from jaxcoded import Coded, make_plan
 from jaxcoded.tools.simulator import Layout, Network
 from jaxcoded.tools.simulator.sections import Sections
+from jaxcoded.transport import _engine
 
 PIECE = 64  # bytes
 
@@ -578,3 +579,33 @@ def test_the_root_hands_its_own_sum_over_while_others_form_sections():
     world.frozen = set()
     world.settle()
     world.assert_done({0, 1, 3})
+
+
+def test_an_approximate_sum_uses_a_rank_that_was_silent_for_a_while():
+    """Rank 2 is stopped while sections are formed, and rank 1 dies. There is no deadline yet, as no round has ended.
+    Rank 2 comes back, and the root sums what ranks 2 and 3 have.
+    """
+    world = World(
+        make_plan(4, Coded(stragglers=0)),
+        [Partial((("float64", 160),), 3)],
+        random.Random(0),
+        hosts=[0, 1, 0, 1],  # rank 2 sends the root no pieces
+        limits=short_pieces(1)
+        | {
+            "on_deadline": _engine.OnDeadline.approximate,
+            "deadline_rounds": 2.0,
+        },
+    )
+    while "forms pieces" not in world.nodes[2].status():
+        world.step()
+    world.frozen = {2}
+    while "child 2 offers 20 of round 1 (stalled)" not in world.nodes[0].status():
+        world.sweep()
+        world.clock += 0.05
+    world.kill(1, known=True)
+    for _ in range(100):
+        world.sweep()
+        world.clock += 0.05
+    world.frozen = set()
+    world.settle()
+    assert all(1 in world.ends[rank] for rank in (0, 2, 3))

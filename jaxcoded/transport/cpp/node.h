@@ -515,6 +515,7 @@ class Node {
   void ask_children();
   void ask_whether_it_is_there(Child& child);
   bool offers_approximation(const Child& child) const;
+  void hear_the_stalled();
   bool only_silent_lack();
   static std::string too_late(Round round, double seconds);
   void watch_above();

@@ -158,10 +158,24 @@ bool Node::offers_approximation(const Child& child) const {
          offer.exact < offer.ready && offer.ready == up_.of_child().size();
 }
 
+// Ask the children whose pieces did not come whether they are there, once in a round. Use those that answer again:
+// the sum will lack others anyway.
+void Node::hear_the_stalled() {
+  for (Child& child : children_) {
+    if (!stalled(child) || child.dead) continue;
+    if (child.asked_round != next_) {
+      ask_whether_it_is_there(child);
+    } else if (!child.asked) {
+      up_.stalled.erase(child.rank);
+    }
+  }
+}
+
 // Whether no missing child can be expected before the deadline.
 bool Node::only_silent_lack() {
   if (!approximates() || up_.all_decoded()) return false;
   if (deals()) return only_silent_hold();
+  if (too_few_left(needed(), true)) hear_the_stalled();
   bool some = false, skipped = false;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
