@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoded.collectives.marks import mixed
+from jaxcoded.group.resemblance import mixed
 
 # The engine's answer on a block.
 _NONE, _ONLY_TOLD = 0, 2

@@ -92,7 +92,9 @@ def count(
     if not (exact or present):
         return Count(words=fixed.words)
     parts, slices = plan.parts_above[rank], plan.slices_above[rank]
-    leaves = [x for its in given for x in (its.values, its.examples, its.number)]
+    leaves = [
+        x for its in given for x in (its.values, its.examples, its.number, its.likeness)
+    ]
     host = key is None and all(isinstance(x, np.ndarray | np.generic) for x in leaves)
     xp: Any = np if host else jnp
     total: Any = 0
@@ -109,10 +111,11 @@ def count(
         total = total + held * (each.batch_size / examples)
         there = there + held
         if exact and host:
-            total = total + _key_on_host(int(each.number)) * mark
+            its = _key_on_host(int(each.number)) + each.likeness
+            total = total + its * mark
         elif exact:
             number = jnp.asarray(each.number).astype(np.uint32)
-            its = marks.of_batch(number) if key is None else key
+            its = marks.of_batch(number) + each.likeness if key is None else key
             total = total + its.astype(held.dtype) * mark.astype(held.dtype)
     # the count takes the first numbers of a vector that can be cut into slices
     numbers = [total, there] if present else [total]

@@ -54,6 +54,7 @@ def summed(
             # messages that the check compares may differ in rounding
             same_bits &= group.options.check == DEBUG and not transport.compares
             key = marks.key(weights.number, alike, moving, to_the_bit=same_bits)
+            key = key + weights.likeness
             # add up the keys of all devices of a split batch, as their counts are added
             # up
             key = over_devices(key, _jax_compat.varying(key))

@@ -279,8 +279,8 @@ class CodedGroup:
         ``epoch.indices(number)`` has the places of all examples of a batch, for `blocks`. See ``docs/data.md``.
 
         Arguments and data must be the same on all ranks. `coded_value_and_grad` raises
-        ``GroupMismatch`` if ``batch_size`` differs, and ``InconsistentMessages`` for batches of another seed, epoch
-        or number of examples.
+        ``GroupMismatch`` if ``batch_size`` differs, and ``InconsistentMessages`` for batches of another seed, epoch,
+        number of examples, or data set. It compares three examples of the data.
 
         Args:
             data: pytree of arrays of NumPy or JAX, or memory maps, whose first axis has all examples of the data

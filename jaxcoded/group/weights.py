@@ -30,7 +30,7 @@ def _reflected(operation: Callable[[Any, Any], Any]) -> Callable[["Weights", Any
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["values", "examples", "number"],
+    data_fields=["values", "examples", "number", "likeness"],
     meta_fields=["batch_size", "plan", "rank"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,6 +48,8 @@ class Weights:
             smaller batch does not compile another program.
         number: int32, the same on all ranks, also a leaf of the pytree. It identifies
             the batch, the epoch and the data set.
+        likeness: float32, the same on all ranks up to rounding, also a leaf. It depends on some numbers of the data set,
+            so that ranks with different data are found; see `resemblance.of_data`.
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan; equal plans have equal fingerprints.
         rank: the rank to which these weights belong.
@@ -64,6 +66,7 @@ class Weights:
     values: Any
     examples: Any
     number: Any
+    likeness: Any
     batch_size: int
     plan: str
     rank: int

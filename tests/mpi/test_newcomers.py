@@ -137,6 +137,44 @@ def test_programs_that_end_with_it(comm, transport, strategy, call, odd):
     wait_for_all(comm)
 
 
+@several
+@engine_only
+@each_rank
+@pytest.mark.parametrize("labelled", [False, True], ids=["rows", "labels"])
+@pytest.mark.parametrize("summed", ["gradient", "contribution"])
+def test_data_that_a_rank_has_alone(comm, going_on, odd, labelled, summed):
+    """All ranks get an error, or the sum of the others' data if the sum did not need the odd rank."""
+    if summed == "contribution" and going_on.plan.strategy.by_blocks:
+        pytest.skip("shared work computes the contribution itself")
+
+    def total(data, labels):
+        batch = going_on.epoch((data, labels), batch_size=BATCH, seed=0)[0]
+        if summed == "gradient":
+            step = jaxcoded.coded_value_and_grad(
+                lambda w, batch: losses(w, batch[0]), going_on, mean=False
+            )
+            return finish(step(np.zeros(5), batch)[1])
+        x = batch.weights @ batch.data[0]
+        return finish(jaxcoded.coded_allreduce(x, going_on, batch.weights))
+
+    labels = np.arange(EXAMPLES) % 10
+    data, numbers = DATA, labels
+    if comm.rank == odd:
+        data, numbers = (DATA, labels + 1) if labelled else (DATA[::-1], labels)
+    wait_for_all(comm)
+    try:
+        is_right(going_on, total(data, numbers))
+        erred = False
+    except JaxRuntimeError as error:
+        assert "its data are not" in str(error), error
+        erred = True
+        jaxcoded.effects_barrier()
+    assert comm.allgather(erred) == [erred] * SIZE
+    assert erred or going_on.plan.strategy not in NEEDS_ALL.values()
+    rounding = 1 + 1e-7 * (comm.rank == odd)  # as another processor may round
+    is_right(going_on, total(DATA * rounding, labels) / rounding)
+
+
 @engine_only
 @redundant
 @each_rank

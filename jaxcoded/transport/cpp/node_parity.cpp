@@ -21,7 +21,8 @@ constexpr const char* causes =
     "the rank and not to the example";
 
 constexpr const char* miscounted =
-    ". Some rank's parameters are not those of the others (tree_bcast hands on one rank's), it is at another "
+    ". Some rank's parameters are not those of the others (tree_bcast hands on one rank's), its data are not "
+    "(group.epoch and group.batch take the whole data set on each rank, in the same order), it is at another "
     "batch, or its weights are not those that group.epoch or group.batch gave it. In the backward pass of a sum "
     "its loss may also be another function of the sum, with a constant, a random key or a branch of its own. The "
     "result is of no use";
