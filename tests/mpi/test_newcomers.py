@@ -65,9 +65,9 @@ def by_a_batch(group, odd):
 each_rank = pytest.mark.parametrize("odd", [0, SIZE - 1])
 
 
-def is_right(group, total):
+def is_right(group, total, within=1e-9):
     expected = DATA[batches(group).indices(0)].sum(0)
-    np.testing.assert_allclose(total, expected, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(total, expected, rtol=within, atol=within)
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -172,7 +172,7 @@ def test_data_that_a_rank_has_alone(comm, going_on, odd, labelled, summed):
     assert comm.allgather(erred) == [erred] * SIZE
     assert erred or going_on.plan.strategy not in NEEDS_ALL.values()
     rounding = 1 + 1e-7 * (comm.rank == odd)  # as another processor may round
-    is_right(going_on, total(DATA * rounding, labels) / rounding)
+    is_right(going_on, total(DATA * rounding, labels), within=1e-5)
 
 
 @engine_only
