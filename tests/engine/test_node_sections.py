@@ -510,10 +510,10 @@ def decided_by_the_root(world, lost):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_message_that_gives_sections_up_is_lost(seed):
-    """At the deadline a rank is missing, and the root forms another sum by itself. MPI
-    tells the receiver that a message was lost. The receiver does not mix pieces of both
-    sums.
+@pytest.mark.parametrize("why", ["lost", "too little memory"])
+def test_the_message_that_gives_sections_up_does_not_come(seed, why):
+    """At the deadline a rank is missing, and the root forms another sum by itself. MPI loses the root's message about
+    this, and tells the receiver; or the receiver has too little memory. The receiver does not mix pieces of both sums.
     """
     call = Partial((("float64", 160),), 3)
     world = World(
@@ -531,15 +531,21 @@ def test_the_message_that_gives_sections_up_is_lost(seed):
     if world.nodes[0].next_round() > 1:
         return
     world.frozen.add(3)
+    if why != "lost":
+        world.short_of_memory.add(1)
     for _ in range(200):
         world.sweep()
     if "forms pieces" not in world.nodes[0].status():
         return
     world.clock += SECONDS + 1
-    decided_by_the_root(
-        world, lambda m: m[0] == DELEGATE and not any(m[HEADER.size :][:8])
-    )
+
+    def lost(m):
+        gives_up = m[0] == DELEGATE and not any(m[HEADER.size :][:8])
+        return why == "lost" and gives_up
+
+    decided_by_the_root(world, lost)
     world.frozen.clear()
+    world.short_of_memory.clear()
     world.open = 2
     world.settle()  # the world compares the bytes
     assert all(2 in ends for ends in world.ends)

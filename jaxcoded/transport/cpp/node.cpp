@@ -108,6 +108,8 @@ void Node::lack_memory(bool for_call) {
   if (up_.told_little_memory) return;
   up_.call.lacks = me() + " (too little memory)";
   stop_contributing();
+  // a message about sections may be the one for which there was no memory; a copy's sections never change
+  if (sections_.purpose != Purpose::copy) distrust_sections();
   alert(next_, "CodedError: " + text);
   up_.told_little_memory = true;
 }

@@ -438,6 +438,7 @@ class Node {
   Message about_section(Round round, std::size_t index, std::uint32_t version) const;
   void tell_unformed(Round round, std::size_t index, std::uint32_t version, const std::vector<Rank>& members);
   void learn_sections(SectionPlan plan);
+  void distrust_sections();
   Entry* begin_entry();
   struct Destination {
     const Layout& layout;

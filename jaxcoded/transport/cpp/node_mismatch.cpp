@@ -139,10 +139,7 @@ void Node::lost_message(Rank other) {
   alarm("MPI has lost a message to or from rank " + std::to_string(other) +
         ": look for errors of the network with jaxcoded doctor");
   upstream_.lost_message(other);
-  // The lost message may have taken the sections back. Their pieces must then not be mixed with pieces of the
-  // result.
-  const bool in_sections = calling() && sections_.round == next_;
-  if (in_sections && !root() && other == family_.ancestors.front()) learn_sections({.purpose = sections_.purpose});
+  if (!root() && other == family_.ancestors.front()) distrust_sections();
   // The lost message may have been a question. Then the other rank asks again when it learns that this rank is
   // there.
   if (listeners_.contains(other)) note(other, newest_);

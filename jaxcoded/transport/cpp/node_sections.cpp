@@ -153,6 +153,12 @@ void Node::learn_sections(SectionPlan plan) {
   if (it.all.empty()) it = {};
 }
 
+// Forget the sections of the call in progress, because a message that takes them back may be lost. Their pieces must
+// then not be mixed with pieces of the result.
+void Node::distrust_sections() {
+  if (calling() && !root() && sections_.round == next_) learn_sections({.purpose = sections_.purpose});
+}
+
 // Whether some sections come from another host. On one host it saves no time to copy sections before the round
 // is decided. Afterwards they can be copied directly to where the program wants them.
 bool Node::from_afar() const {
