@@ -63,7 +63,7 @@ void add_schedules(nb::module_& module) {
   module.def("play", [](const Group& group, const Schedule& schedule, bool traced) {
     return play(group, schedule, traced);
   }, nb::arg("group"), nb::arg("schedule"), nb::kw_only(), nb::arg("traced") = false);
-  // Return the report of the same schedule with the fewest happenings that still show a finding.
+  // Return the report of the schedule, cut to the fewest events that still show a finding.
   module.def("shortest", [](const Group& group, Schedule schedule) {
     Report found = play(group, schedule);
     for (schedule.most_happenings = 0; schedule.most_happenings < found.happenings; ++schedule.most_happenings) {
@@ -85,8 +85,8 @@ void add_schedules(nb::module_& module) {
     }
     return out;
   }, nb::arg("group"), nb::arg("rounds"), nb::arg("count"), nb::kw_only(), nb::arg("sections"));
-  // Play schedules with this seed and the following seeds, until a schedule has a finding. Returns its seed, or
-  // none, and what was seen.
+  // Play schedules with this seed and the following seeds, until a schedule has a finding. Returns the seed of
+  // that schedule, or none, and what was seen.
   module.def("play_many", [](const Group& group, Schedule schedule, std::size_t count) {
     const nb::gil_scoped_release released;
     Seen seen;

@@ -1,4 +1,4 @@
-// The ranks that a world simulates, and what each rank contributes to a sum.
+// The group of ranks that a world simulates, and what each rank contributes to a sum.
 #pragma once
 
 #include <cstddef>

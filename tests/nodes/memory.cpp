@@ -7,7 +7,8 @@ namespace jaxcoded::memory {
 namespace {
 
 constexpr long never = -1, over = -2;
-// How many more allocations succeed before one fails. With this model no function call is necessary to read it.
+// How many more allocations succeed before one fails. With this TLS model no function call is needed to read the
+// number.
 [[gnu::tls_model("initial-exec")]] thread_local long left = never;
 
 // Called before each allocation.

@@ -6,7 +6,8 @@
 
 namespace jaxcoded::memory {
 
-// While it exists, an allocation of this thread fails, after `count` others have succeeded; none if `count` is empty.
+// While this object exists, one allocation of this thread fails, after `count` others have succeeded; none fails
+// if `count` is empty.
 class Failing {
  public:
   explicit Failing(std::optional<std::size_t> count);
@@ -15,7 +16,7 @@ class Failing {
   bool happened() const;  // whether an allocation has failed
 };
 
-// While it exists, allocations of this thread neither fail nor count.
+// While this object exists, allocations of this thread neither fail nor count.
 class Exempt {
  public:
   Exempt();

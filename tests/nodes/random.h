@@ -32,7 +32,7 @@ class Random {
   const T& pick(const std::vector<T>& from) { return from[below(from.size())]; }
   template <class T>
   T pick(std::initializer_list<T> from) { return from.begin()[below(from.size())]; }
-  // This many of the elements, in a random order.
+  // Return this many of the elements, in a random order.
   template <class T>
   std::vector<T> sample(std::vector<T> from, std::size_t count) {
     for (std::size_t i = 0; i < count; ++i) std::swap(from[i], from[between(i, from.size() - 1)]);

@@ -35,7 +35,7 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
       call.segments.push_back({dtype, multiple * times});
     }
     if (wide) {
-      // Use vectors so long, and numbers so wide, that compared elements of honest messages never consist of
+      // Keep vectors so long, and numbers so wide, that compared elements of honest messages never consist of
       // rounding alone (docs/theory.md, "What rounding explains").
       std::map<DType, std::uint64_t> longest;
       for (const auto& [dtype, count] : call.segments) {
@@ -81,7 +81,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   Settings out;
   Limits& limits = out.limits;
   limits.history_bytes = 0;
-  // if ranks compute blocks on the host, the next round sums these
+  // if ranks compute blocks on the host, the next round sums the blocks
   limits.history_rounds = random.pick({shares ? 2u : 1u, 3u, 100u});
   limits.piece_bytes = random.pick({8u, 8u, 16u, 24u, 64u, 1u << 18});
   limits.announced_bytes = random.pick({8u, 32u, 64u, 1u << 20});
@@ -168,7 +168,7 @@ class Player {
     for (std::size_t i = 0; i < end; ++i) {
       if (i != harmless) all.push_back(static_cast<Happening>(i));
     }
-    // with fewer kinds in a schedule, the chosen kinds coincide more often
+    // with fewer kinds of events in a schedule, events of the chosen kinds coincide more often
     kinds_ = random_.sample(all, random_.between(1, 5));
     kinds_.insert(kinds_.end(), 2, Happening::go_on);
     losses_ = random_.pick({1, 3, 10});
@@ -259,7 +259,8 @@ class Player {
     if (links.empty() || !losses_) return;
     --losses_;
     const auto [from, to] = random_.pick(links);
-    // a lost last message is reported to its sender: if only the parent knew, the sender might have ended
+    // report the loss of a last message to its sender: if only the parent knew of the loss, the sender might
+    // have ended
     const bool last = world_.next_message(from, to) == Kind::bye;
     world_.lose(from, to, last || random_.chance(0.5) ? from : to);
   }
@@ -285,7 +286,7 @@ class Player {
     world_.deviations.try_emplace({rank, round}, std::move(other));
   }
 
-  // Let all ranks end that can.
+  // Let all ranks end that can end.
   void end() {
     come_back();
     for (const Rank rank : unreported_) world_.report_death(rank);

@@ -130,7 +130,7 @@ std::vector<Numbers> Planned::own(const Group& group, Rank rank) const {
 
 // Return a bound for the error of a sum, relative to the sum of absolute values. Every rounding, by half a
 // machine epsilon, is amplified by at most κ. A 16-bit message is rounded once when it is made and once in
-// every layer. In wider messages every addition counts, in float64 also those of `own` and `sum`.
+// every layer. In wider messages every addition counts; in float64 also the additions of `own` and `sum`.
 double Expected::rounding(DType dtype) const {
   std::size_t depth = 0, fanout = 0;
   for (const Family& family : group_.families) {

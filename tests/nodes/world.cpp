@@ -42,7 +42,7 @@ struct World::Running {
   std::vector<Segment> message = {};
   std::vector<Bytes> own = {}, out = {};
   bool in_place = false;
-  std::size_t known = 0;  // how many of its vectors the node has
+  std::size_t known = 0;  // how many of the call's vectors the node has
   double scale = 1;       // see `Settings::chained`
   bool left = false;      // the program passes no more vectors of this call, and does not read its result
   // If its work is shared:
@@ -262,8 +262,8 @@ void World::deliver(Rank from, Rank to) {
   }
 }
 
-// A node that had too little memory for a message gets the message again. It must then drop the message, since
-// other messages wait behind it.
+// A node that had too little memory for a message gets the message a second time. If memory runs out again, the
+// node must drop the message, since other messages wait behind it.
 void World::deliver_once(Rank from, Rank to, const Message& message) {
   ++seen.messages[static_cast<std::size_t>(message.header.kind)];
   if (traced) {
@@ -354,8 +354,8 @@ bool World::may_be_overwritten(const Request& request) const {
           root.read({Object::What::result, request.object.round}, request.piece));
 }
 
-// Programs add blocks to vectors that other ranks may still read. No rank uses pieces of a version of a vector
-// that is offered no more.
+// Programs add blocks to vectors that other ranks may still read. Once a version of a vector is no longer
+// offered, no rank uses its pieces.
 bool World::may_change(const Request& request) const {
   const Running* const its = offering(request.source);
   if (!its || !its->call->shared) return false;

@@ -30,13 +30,13 @@ struct Settings {
   double unreadable = 0;   // fraction of pieces on the same host that cannot be read and must be sent
   double staged = 0;       // fraction of calls with several parts that begin before all parts are ready
   double rests = 0;        // the probability that time passes without messages and calls
-  bool sleeps = true;      // check that ranks sleep once nothing happens; not if they lack memory: they then try again
+  bool sleeps = true;      // check that ranks sleep once nothing happens. Not if memory runs out: ranks then try again
   bool chained = false;    // contributions depend on the number of sums so far, as gradients depend on parameters
   bool recovers = false;   // ranks keep snapshots, and continue from one if they are too far behind
   bool partial = false;    // after a deadline a sum may be the sum of only some ranks
-  bool checks = true;  // check every piece and vector; otherwise only the root's results, and that all ranks have them
+  bool checks = true;  // check every piece and vector; if not, only the root's results, and that all ranks have them
   double damaged = 0;      // fraction of pieces that MPI changes: a fault that the checks must find
-  double vanishing = 0;    // fraction of messages that MPI loses without telling any rank: also a fault to find
+  double vanishing = 0;    // fraction of messages that MPI loses unreported: a fault that the checks must find
   double failing = 0;      // fraction of turns in which an allocation of the rank is about to fail
   std::uint64_t failures = 0;  // at most this many allocations fail
 };
@@ -57,7 +57,7 @@ class Ranks {
   std::vector<bool> in_;
 };
 
-// What happened in a schedule: shows which cases schedules reach.
+// Counts of what happened in a schedule, which show the cases that schedules reach.
 struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
@@ -220,7 +220,7 @@ class World {
   std::vector<Round> steps_;
   std::set<Round> summed_;
   std::set<Rank> asking_;
-  std::set<Rank> ask_again_;  // ranks of which an allocation failed while they asked for a snapshot
+  std::set<Rank> ask_again_;  // ranks in which an allocation failed while they asked for a snapshot
   std::vector<bool> restored_;
   Ranks lacked_memory_;  // ranks that have had too little memory at any time
 };

@@ -14,7 +14,7 @@ class Alerts {
   // several ranks may notice one fault.
   bool add(Round round, const std::string& text) {
     if (round <= newest_) return false;
-    pending_ = text;  // first, as there may be too little memory for it: then the fault is added again
+    pending_ = text;  // set first: if memory runs out here, the fault can be added again
     newest_ = round;
     return true;
   }

@@ -16,7 +16,8 @@ class Feed {
 
   // Return how many bytes of this rank's vector, from its start, have arrived at its address in `Call::own`.
   virtual std::uint64_t ready(std::size_t vector) const = 0;
-  // Called once these bytes of the result are in `Call::out`; for each vector in order, without gaps.
+  // Called when these bytes of the result are in `Call::out`. The bytes of each vector come in order, without
+  // gaps.
   virtual void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) = 0;
   // Return why the rest of `Call::own` will not arrive, in words; empty if the rest may still arrive.
   virtual std::string failure() = 0;
@@ -42,7 +43,7 @@ struct Call {
   std::string lacks = {};         // why this rank contributes nothing; empty if its program chose to skip
   bool skipped = false;           // this rank contributes nothing
   bool lacks_memory = false;      // this rank has too little memory for the call and cannot keep its result
-  std::vector<Segment> message;   // this rank's vectors: for each part of its message, one for each of `total`
+  std::vector<Segment> message;   // this rank's vectors: each part of its message has as many as `total`
   std::vector<Segment> total;     // the vectors of the result
   std::vector<const std::byte*> own;  // addresses of `message`'s vectors; valid, like `out`, until the call is over.
                                       // The last addresses may follow, see `Node::extend`

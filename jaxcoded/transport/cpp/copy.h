@@ -38,7 +38,7 @@ inline void copy(std::byte* to, const std::byte* from, std::size_t bytes, [[mayb
       _mm_stream_si128(out + 2, c);
       _mm_stream_si128(out + 3, d);
     }
-    _mm_sfence();  // without this, other threads may see such writes in any order
+    _mm_sfence();  // without this, other threads may see writes past the caches in any order
   }
 #endif
   if (bytes) std::memcpy(to, from, bytes);

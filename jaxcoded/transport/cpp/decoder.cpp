@@ -18,7 +18,7 @@ class Decoder::Heard {
     short_ = holders_.size();
   }
 
-  std::vector<bool> set;  // has only the first of several copies, so that sums do not depend on which copies came
+  std::vector<bool> set;  // of several copies, only the first: sums do not depend on which copies came
   std::size_t count = 0;  // of messages that are not copies, or of children with all their parts
 
   void add(std::size_t row) {
@@ -77,7 +77,7 @@ std::shared_ptr<const Decoding> Decoder::decode(const std::vector<std::size_t>& 
   return found_[key] = first_that_suffice(order, key.second);
 }
 
-// Return how many messages must have come before the code is asked, if only the `possible` messages can come.
+// Return the least number of messages that may suffice, if only the `possible` messages can come.
 std::size_t Decoder::least(const std::vector<bool>& possible) {
   if (pinned()) return enough_;
   if (possible != possible_ || !least_) {
@@ -100,7 +100,7 @@ std::shared_ptr<const Decoding> Decoder::first_that_suffice(const std::vector<st
   };
   auto found = first(order.size());
   if (!found) return nullptr;
-  // If some messages suffice, they also suffice together with more messages.
+  // If some messages suffice, any larger set that contains them suffices, too.
   std::size_t too_few = 0, suffice = order.size();
   while (too_few < suffice) {
     const std::size_t count = (too_few + suffice) / 2;
@@ -118,7 +118,7 @@ std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& an
   return known(approximations_, answered, true);
 }
 
-// Return the code's answer for a set of messages. The code is asked only once for each set.
+// Return how to decode from a set of messages. The coefficients are computed only once for each set.
 const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vector<bool>& set,
                                                       bool approximate) {
   const auto found = all.find(set);

@@ -18,7 +18,7 @@ struct Decoding {
   std::vector<std::vector<double>> coefficients;  // for each slice, a coefficient for each of `rows`
 };
 
-// Asks a node's code which messages suffice, and keeps the code's answers.
+// Determines which messages suffice for a node's sum, and keeps the results.
 class Decoder {
  public:
   explicit Decoder(CodeTensor tensor = {});  // by default the decoder of a leaf
@@ -28,24 +28,24 @@ class Decoder {
   std::size_t rows() const { return tensor().rows; }
   std::size_t slices() const { return tensor().slices; }
   std::size_t parts() const { return tensor().parts; }
-  // Return how many messages must have come before the code is asked, unless fewer can come in all.
+  // Return the least number of messages that may suffice, unless fewer can come in all.
   std::size_t enough() const { return enough_; }
   // Whether all pieces of a sum must use the same messages, because the sum is approximate.
   bool pinned() const { return tensor().decoding != CodeTensor::Decoding::exact; }
 
-  // Return the test whether messages fit together, in a group with a `check`; otherwise null.
+  // In a group with a `check`, return the test whether messages fit together; otherwise null.
   Parity* parity() { return parity_ ? &*parity_ : nullptr; }
   bool checked() const { return parity_.has_value(); }
   void check(Parity parity) { parity_ = std::move(parity); }
 
-  // Return how to decode from the fewest first messages of `order` that suffice; null if even all of them do
-  // not. `possible`: the messages that can come at all.
+  // Return how to decode from the shortest beginning of `order` that suffices; null if even all messages in
+  // `order` do not suffice. `possible`: the messages that can come at all.
   std::shared_ptr<const Decoding> decode(const std::vector<std::size_t>& order,
                                          const std::vector<bool>& possible);
   // Return how to form the best sum that these messages allow. Never null.
   std::shared_ptr<const Decoding> approximate(const std::vector<bool>& answered);
 
-  // How many times the code was asked.
+  // Return how many times coefficients were computed, because they were not kept.
   std::size_t questions() const { return questions_; }
 
  private:
@@ -63,7 +63,7 @@ class Decoder {
   std::optional<Parity> parity_;
   Known known_, approximations_;
   std::size_t questions_ = 0;
-  // Earlier results of `first_that_suffice`, by its arguments. A node asks the same question many times.
+  // Earlier results of `first_that_suffice`, by its arguments. A node needs the same result many times.
   std::map<std::pair<std::vector<std::size_t>, std::size_t>, std::shared_ptr<const Decoding>> found_;
   std::vector<bool> possible_;  // the `possible` to which `least_` belongs
   std::size_t least_ = 0;

@@ -33,7 +33,7 @@ class Departures {
   }
 
   // Return the kind of error to raise if these ranks do not make a call. If all of them have failed, no program
-  // has called wrongly. Otherwise one of these ranks or the caller has.
+  // has made a wrong call. Otherwise one of these ranks or the caller has made one.
   std::string kind(const std::vector<Rank>& ranks) const {
     const auto failed = [&](Rank rank) { return failures_.contains(rank); };
     return std::ranges::all_of(ranks, failed) ? "CodedError: " : "GroupMismatch: ";
@@ -52,7 +52,7 @@ class Departures {
   // Record that this rank has told its parent that neither this rank nor any rank below needs anything.
   void said_bye() { gone_ = true; }
   bool gone() const { return gone_; }
-  // Make this rank send both of these messages again, since the parent may have missed one.
+  // Forget what this rank has told its parent about its end, since the parent may have missed it.
   void unheard() { retired_ = gone_ = false; }
 
  private:

@@ -14,12 +14,12 @@
 
 namespace jaxcoded {
 
-// `MPI_Finalize` waits for every rank of the job, even for a frozen one. So a root that has left a group
-// without some ranks finalizes only once it knows that all other ranks will finalize. At the start of
+// `MPI_Finalize` waits for every rank of the job, even for a frozen one. So a root that has left a group without
+// waiting for some ranks finalizes only once it knows that all other ranks will finalize. At the start of
 // `MPI_Finalize` every rank reports its end to its roots. The root then asks the remaining ranks whether they
-// are there. The engine of a rank answers until the rank finalizes, whatever its program does, even after it
-// has closed the group. Once all remaining ranks are silent, the root ends the job. It does not know ranks that
-// were never in one of its groups, and waits for them in `MPI_Finalize`, as any program does.
+// are there. The engine of a rank answers until the rank finalizes, whatever its program does, even after it has
+// closed the group. Once all remaining ranks are silent, the root ends the job. It does not know ranks that were
+// never in one of its groups, and waits for them in `MPI_Finalize`, as any program does.
 //
 // No rank continues with `MPI_Finalize` before its roots do. Open MPI's launcher may crash or hang if a job is
 // ended while some of its ranks are in `MPI_Finalize`.
@@ -29,18 +29,18 @@ namespace jaxcoded {
 // at their end, too. It does so only under `jaxcoded run`, which knows that the rank's program failed.
 class EndOfJob {
  public:
-  // Record that this process is in a group; all ranks of the group call this. `comm` is never freed. At its
-  // end, a root does not wait for ranks that have not answered for `silent_seconds`.
+  // Record that this process is in a group; all ranks of the group call this. `comm` is never freed. At the end
+  // of its process, a root does not wait for ranks that have not answered for `silent_seconds`.
   void enter(MPI_Comm comm, Rank root, double silent_seconds);
   // Record that this process joins a job, or lets other processes join its job. MPI then keeps communicators
   // with processes that were not all started together.
   void join() { joins_ = true; }
   // Record that this root has left a group without these ranks.
   void give_up(MPI_Comm comm, const std::vector<Rank>& ranks);
-  // Whether this root has left a group without some ranks.
+  // Whether this root has left a group without waiting for some ranks.
   bool left_any() const { return !absent_.empty(); }
   // Record how this process ends. `failed`: by an exception. `status`: the status with which this process would
-  // end the job; 0 if it would not.
+  // end the job; 0 if it would not end the job.
   void note(bool failed, int status);
 
   // Answer the questions that have come since the last call. Returns whether there were any.
@@ -83,7 +83,7 @@ class EndOfJob {
   };
   std::map<Below, Above> above_;
   std::set<int> absent_;  // ranks of the world
-  unsigned char failed_ = 0;  // 1 if an exception ends a process of a group of this rank
+  unsigned char failed_ = 0;  // 1 if an exception ends a process of one of this rank's groups
   int status_ = 0;
   bool joins_ = false;
   bool dies_ = false;  // this process dies if other ranks continue without it

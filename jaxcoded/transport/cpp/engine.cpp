@@ -319,7 +319,8 @@ std::string Engine::why_not(Member& its) {
   return its.mixed_up;
 }
 
-// A thread returns from `run` or `take`. Returns why the thread's result is invalid; empty if it is valid.
+// Record that a thread returns from `run` or `take`. Returns why the thread's result is invalid; empty if it is
+// valid.
 std::string Engine::returned(std::uint64_t index) {
   const auto still = members_.find(index);
   if (still == members_.end()) return {};
@@ -347,9 +348,9 @@ void Engine::enqueue_unmade(Member& its) {
   for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
 }
 
-// Return the call that `make` makes of this request or, if there is too little memory for it, a call that fails
-// its round. If there is too little memory even for that, return null: the round then fails later, but before
-// any later call's round.
+// Return the call that `make` makes of this request or, if there is too little memory for this call, a call that
+// fails its round. If there is too little memory even for the failing call, return null: the round then fails
+// later, but before any later call's round.
 template <class Make>
 std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
   std::shared_ptr<Flight> out;
@@ -397,8 +398,8 @@ void Engine::leave_open_share(Member& its) {
   if (its.has_open_call() && its.queue.back()->shared) leave_call(its, *its.queue.back());
 }
 
-// Run a turn of a member. Returns whether the turn made progress. If the turn lacks memory, the member's round
-// fails as soon as memory allows it.
+// Run a turn of a member. Returns whether the turn made progress. If the turn runs out of memory, the member's
+// round fails as soon as there is enough memory to fail it.
 template <class Turn>
 bool Engine::in_memory(Member& its, Turn turn) {
   const auto fail = [&] { return !attempted([&] { its.node->lack_memory(); }); };
@@ -548,7 +549,7 @@ Taken Engine::take(std::uint64_t index, Request request) {
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
   if (flight->outcome != Outcome::pending) return {.error = std::move(flight->error)};
-  // If there is more to do than to wait for messages, the progress thread does it.
+  // If more remains to be done than to wait for messages, the progress thread does it.
   if (!request.continues || its.root || its.wire->hears_nothing()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
 }
@@ -754,7 +755,8 @@ double Engine::longest_sleep(bool waiting, double quiet) const {
 template <class Done>
 bool Engine::drive(std::unique_lock<FairMutex>& lock, const Done& done, double until) {
   WakeUp& wake_up = page_->wake_up;
-  // What `done` reads stays valid while `inside_` counts this thread, and then until it releases the lock.
+  // What `done` reads stays valid while `inside_` counts this thread, and afterwards until this thread releases
+  // the lock.
   const Inside inside(inside_);
   while (!done()) {
     if (stopping_ || now() >= until) return false;
@@ -876,7 +878,7 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
   its.node->replan(children, std::move(decoder));
   its.children = children;
   its.erasures = std::move(erasures);
-  its.started.clear();  // they are over, and their handles have the old index
+  its.started.clear();  // these calls are over, and their handles have the old index
   auto moved = members_.extract(index);
   moved.key() = next;
   members_.insert(std::move(moved));
@@ -916,7 +918,7 @@ std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
     const Inside inside(inside_);
     wait_until_nobody_is_in(lock, its.inside);
   }
-  // If one of these steps lacks memory, the other ranks do not get the message of that step.
+  // If one of these steps runs out of memory, the other ranks do not get the message of that step.
   leave_open_share(its);
   if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
   in_memory(its, [&] { its.node->leave({}); });

@@ -76,9 +76,9 @@ struct Member {
 
   // Whether the last call of the queue is open.
   bool has_open_call() const { return !queue.empty() && queue.back()->open; }
-  // Rounds that were called and that the node does not count yet.
+  // Return how many rounds were called that the node does not count yet.
   std::uint64_t ahead() const;
-  // Rounds that are decided and that this rank has not called yet.
+  // Return how many decided rounds this rank has not called yet.
   std::uint64_t lag() const;
   Round next() const { return node->next() + ahead(); }  // the round that this rank will call next
   std::uint64_t memory_bytes() const;
@@ -253,7 +253,7 @@ class Engine {
   int waiting_ = 0;  // threads on `changed_`
   Members members_;
   Reports<Warning> warnings_;
-  // A thread that may look at a member again after it has waited for the lock.
+  // Counts a thread that may use a member again after it has waited for the lock.
   class Inside {
    public:
     explicit Inside(int& threads) : threads_(threads) { ++threads_; }
@@ -265,9 +265,9 @@ class Engine {
   };
   int inside_ = 0;
   bool driving_ = false;
-  bool ending_ = false;      // no more calls are accepted,
-  bool stopping_ = false;    // no more work is done,
-  bool finalizing_ = false;  // and no more questions are answered
+  bool ending_ = false;      // no more calls are accepted
+  bool stopping_ = false;    // no more work is done
+  bool finalizing_ = false;  // no more questions of roots are answered
   double nap_ = 0;
   double asks_mpi_at_ = 0;  // when every group asks MPI for messages again
   EndOfJob end_of_job_;
@@ -278,12 +278,12 @@ class Engine {
 
 inline constexpr const char* no_memory = "CodedError: this rank has too little memory for this call";
 
-// How many calls of this thread a group has counted. If a counted call then lacks memory, it is not counted
-// again.
+// How many calls of this thread a group has counted. If memory runs out in a counted call, the call is not
+// counted again.
 inline thread_local std::uint64_t calls_counted = 0;
 
-// Make a call. If it lacks memory, a round fails: the round that the call `begins`, or else the round of the
-// open call.
+// Make a call. If there is too little memory for it, a round fails: the round that the call `begins`, or else
+// the round of the open call.
 template <class Make>
 auto counted(std::uint64_t index, bool begins, Make make) {
   const std::uint64_t before = calls_counted;

@@ -1,5 +1,5 @@
 // The rounds that failed at this rank without the root, and about which the root has sent nothing since. Until
-// it does, this rank's state may differ from the other ranks' state.
+// the root sends news of them, this rank's state may differ from the other ranks' state.
 #pragma once
 
 #include "message.h"

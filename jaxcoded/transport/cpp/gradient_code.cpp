@@ -170,7 +170,7 @@ Matrix GradientCode::Block::exact(const std::vector<std::size_t>& missing) const
     Matrix lacking = everything.taken(missing);
     for (double& value : lacking.values) value = -value;
     // The rows belong to an orthonormal basis, so lengths are compared with 1, not with the longest row. Even
-    // this row may be only rounding.
+    // the longest row may be only rounding.
     const Matrix change = surplus * Factored(surplus.taken(missing), 1.0).solve(std::move(lacking));
     for (std::size_t i = 0; i < solution.values.size(); ++i) solution.values[i] += change.values[i];
     for (std::size_t c : missing) std::fill_n(solution[c], solution.columns, 0.0);

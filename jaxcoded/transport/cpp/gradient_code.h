@@ -27,7 +27,7 @@ struct CodeTensor {
   struct Promise {
     std::size_t late, parts, first;
   };
-  std::vector<Promise> promises = {};  // besides the first promise: all parts of all children but any `stragglers`
+  std::vector<Promise> promises = {};  // `GradientCode` adds: all parts of all children but any `stragglers`
   // Messages suffice only if their amplification is at most this.
   double limit = std::numeric_limits<double>::infinity();
 

@@ -13,7 +13,7 @@
 namespace jaxcoded {
 namespace {
 
-// A member gets more blocks while it computes its last one, so that they arrive in time.
+// A member gets more blocks while it computes its last block, so that the new blocks arrive in time.
 constexpr std::size_t ahead = 1;
 // An overdue block is expected to take another half of the time that it has taken so far.
 constexpr double further = 0.5;
@@ -92,7 +92,7 @@ void Ledger::arrived(std::size_t m, bool claims, double now) {
   } else if (expected) {
     grant(m, std::exchange(member.blocks, {}), now);
   } else {
-    give_up(m, now);  // the order to ask first came too late
+    give_up(m, now);  // the order that it must ask first came too late
   }
 }
 
@@ -254,7 +254,7 @@ double Ledger::wakes_at(double now) const {
     block = std::min(block, seconds(member));
   }
   if (!idle || latest == -never || waits_) return out;
-  // Only time shows how much longer a block takes. The later the block is, the less often it is checked.
+  // Only time shows how much longer a block takes. The longer the block takes, the less often it is checked.
   const double quarter = (block > 0 ? block : patience_seconds_) / 4;
   return std::min(out, now + std::max({quarter, (now - latest) * share_of_time, patience_seconds_ * finest}));
 }
@@ -324,7 +324,7 @@ double Ledger::patience_ends(const Member& member) const {
   return member.recalls.front().since + patience_seconds_ * (1u << doublings);
 }
 
-// Return until when a closed round waits for blocks in progress.
+// Return the time until which a closed round waits for blocks in progress.
 double Ledger::closing_ends() const { return *closed_at_ + std::max(patience_seconds_, usual()); }
 
 // Return the seconds for a block of usual cost: the median over the members.
@@ -425,7 +425,7 @@ bool Ledger::grant_free(std::size_t m, double now) {
 
 // Return in how many seconds the other members would finish all blocks granted to this member.
 double Ledger::anew_in(std::size_t from, double now) const {
-  std::vector<std::pair<double, double>> others;  // when each is done, and its time for a block of usual cost
+  std::vector<std::pair<double, double>> others;  // when each member is done, and its time for a block of usual cost
   for (std::size_t m = 0; m < members_.size(); ++m) {
     const Member& member = members_[m];
     if (m == from || !member.here()) continue;
@@ -446,7 +446,7 @@ double Ledger::anew_in(std::size_t from, double now) const {
 
 // Return how many more seconds a member's last block must be expected to take before it is granted to another
 // member, which would finish it in `mine` seconds. The threshold doubles each time, so a block that takes long
-// everywhere is finished at last.
+// on every member is finished at last.
 double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   const Member& other = members_[from];
   double least = mine;
@@ -472,7 +472,7 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
     if (v == m || !(other.here() || other.expected()) || other.held) continue;
     if (other.left() <= other.recalls.size()) continue;
     const double its = done_in(other, now);
-    // The last block is in progress. It is taken back only for an idle member.
+    // A member's only remaining block is in progress. It is taken back only for an idle member.
     const bool last = other.here() && other.left() == 1;
     if (its <= latest || (last && !idle)) continue;
     for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {

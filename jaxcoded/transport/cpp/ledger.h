@@ -44,14 +44,14 @@ class Ledger {
   // `waits`: late members keep their blocks.
   Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
          double patience_seconds, bool waits = false);
-  // Each member computes its blocks of this division, in this order, and no others.
+  // Make a ledger in which each member computes its blocks of this division, in this order, and no others.
   Ledger(const Division& division, double patience_seconds);
 
-  // Begin a round. Members are expected to begin with their own blocks. A member that was told to hold, and was
-  // granted nothing since, asks first. `costs`: the cost of each block, > 0, in units of a usual block; empty:
-  // all blocks have the usual cost.
+  // Begin a round. Members are expected to begin with their own blocks. But a member that was told to hold must
+  // ask first, if it was granted nothing since then. `costs`: the cost of each block, > 0, in units of a usual
+  // block; empty: all blocks have the usual cost.
   void begin(double now, std::vector<double> costs = {});
-  // Record that the member calls. `claims`: the member has begun with its own blocks.
+  // Record that the member has called the round. `claims`: the member has begun with its own blocks.
   void arrived(std::size_t member, bool claims, double now);
   // Record that the member will ask before it begins, as it was told to.
   void will_ask(std::size_t member);
@@ -60,8 +60,8 @@ class Ledger {
   void give_up(std::size_t member, double now);
   // Record that the member no longer takes part.
   void lost(std::size_t member);
-  // Close the round, because its time is over: no member begins another block. A block in progress gets the
-  // time that a block usually takes. If it takes longer, the member's vector is not used.
+  // Close the round at its deadline: no member begins another block. A block in progress gets the time that a
+  // block usually takes. If it takes longer, the member's vector is not used.
   void close(double now);
   bool closed() const { return closed_at_.has_value(); }
 
@@ -107,7 +107,7 @@ class Ledger {
     std::set<Block> kept = {};        // blocks that were recalled and not returned
     std::uint32_t promised = 0;      // how many blocks are recalled for this member
     std::uint32_t times_given_up = 0;
-    std::optional<double> held = {};  // since when it was told to hold, without an answer
+    std::optional<double> held = {};  // when it was told to hold, if it has not answered
     double since = 0;     // when it began the work that it has not reported
     double seconds = 0;   // its time for a block of usual cost; 0: not known
     bool measured = false;  // `seconds` was measured in this round
@@ -116,7 +116,7 @@ class Ledger {
     bool here() const { return state == State::here; }
     bool takes_part() const { return here() || state == State::given_up; }
     std::size_t left() const { return blocks.size() - added; }
-    // How many blocks it computes before it next reports how many are left, as far as the parent knows.
+    // Return after how many more blocks it reports its progress, as far as the parent knows.
     std::size_t until_told() const {
       std::size_t out = 1;
       while (out < left() && !tells_with(left() - out)) ++out;

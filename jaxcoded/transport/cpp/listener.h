@@ -33,8 +33,8 @@ struct Listener {
 
   // Record that the rank has sent something.
   void heard() { noted_ = false; }
-  // Whether to tell the rank that this round is decided, although the rank has not asked. It is told once for
-  // each round, and about no later round before it has sent something.
+  // Whether to tell the rank that this round is decided, although the rank has not asked. The rank is told once
+  // about a round, and about no later round until it has sent something.
   bool note(Round newest) {
     if (noted_ || last >= newest || noted_round_ >= newest) return false;
     noted_ = true;

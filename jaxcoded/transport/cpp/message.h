@@ -46,7 +46,7 @@ enum Flag : std::uint8_t {
   inlined = 1,  // the body ends with the vectors themselves
   failed = 2,   // the round failed; the body is the text of its error
   relays = 4,   // in bye: I offer nothing more, but ranks below still need me
-  calls = 16,   // in want: the sender waits for the round in a call; in here: it waits in a call, not in its program
+  calls = 16,   // in a `want`: the sender waits for the round in a call; in a `here`: the sender waits in a call
   shares = 16,  // in an offer: the body begins with the sender's `Progress`
   closed = 8,   // in an alert: it only counts if the root has closed the group
   approximate = 32,  // in an offer: the pieces that earlier offers did not contain are not exact
@@ -123,7 +123,7 @@ struct Object {
     own,  // a parent's own vector in a sum that other ranks form
   } what;
   static constexpr std::size_t kinds = 5;
-  Round round;  // of a state: its number instead, counted by the rank that has the state
+  Round round;  // for a state, a number that the rank with the state counts
   std::uint64_t version = 0;  // of a message or own vector with shared work, and of a section
 
   bool operator==(const Object&) const = default;

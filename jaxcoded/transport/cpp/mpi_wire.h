@@ -61,7 +61,7 @@ class MpiWire : public Wire {
   void has_all() { had_ = sent_; }
   // Whether something may happen without a wake-up.
   bool hears_nothing() const { return awaits() || !outgoing_.empty(); }
-  // Like `hears_nothing`, but without the end of sends: a send to a stopped rank does not end.
+  // Like `hears_nothing`, but sends in progress do not count: a send to a stopped rank does not end.
   bool awaits() const { return silent_peers_ || unread_ > 0 || !fetches_.empty() || !refused_.empty(); }
   // Whether all messages have been sent.
   bool sent() const { return outgoing_.empty() && refused_.empty(); }
@@ -94,7 +94,7 @@ class MpiWire : public Wire {
     enum { pending, done, failed, unreported, refused, lost } state = pending;
     std::size_t received = 0;  // bytes
   };
-  // Moving an element from another list to a list takes no memory.
+  // A list, since moving an element from one list to another takes no memory.
   using Transfers = std::list<Transfer>;
   // Buffers for checking transfers. They are kept, since every poll needs them.
   struct Look {

@@ -50,7 +50,7 @@ Round Node::done() const {
   return lacked_below(departures_.retired() && has_left() ? frontier_ : unsure ? std::min(unsure, next_) : next_);
 }
 
-// `round`, or an earlier round whose result a child still lacks.
+// Return the first round whose result a child lacks, if it is before `round`; otherwise `round`.
 Round Node::lacked_below(Round round) const {
   for (const Child& child : children_) {
     if (!needs_nothing(child)) round = std::min(round, child.done);
@@ -137,7 +137,8 @@ void Node::begin(Call call) {
   if (lacks_state()) skip("it has not got what the root has");
   if (up_.call.shared) begin_share();
   error_.clear();
-  // Ranks below may already wait for the result. Then this rank's call must not give the rank above more time.
+  // Ranks below may already wait for the result. Then this rank's call must not extend the time that the rank
+  // above has to answer.
   awaited_below() ? upstream_.waits(now) : upstream_.moved(now);
   telemetry_.started(next_, now, up_.call.skipped, up_.call.shared,
                      up_.call.shared && !up_.call.lends());
@@ -154,7 +155,7 @@ void Node::begin(Call call) {
   up_.lay_out(decoder_, piece_bytes(up_.call.total));
   if (up_.call.lacks_memory) return lack_memory();
   if (root()) {
-    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // its length, for a term of the sum's sections
+    if (up_.call.up) up_.outgoing = laid_out(up_.call.message);  // sections need the message's length
     const std::string& reason = alerts_.pending().empty() ? up_.call.why_not : alerts_.pending();
     if (!reason.empty()) return decide_error(reason);
     if (lacks_state()) return decide_error(what_it_lacks());
@@ -251,7 +252,8 @@ void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
   family_.children = children;
 }
 
-// Return why a rank's sums fail without the root's state. Even the others' sum must not change its state.
+// Return why this rank's sums fail until it has the root's state. Until then even a sum of the other ranks must
+// not change its state.
 std::string Node::what_it_lacks() const {
   return "CodedError: rank " + std::to_string(family_.rank) +
          " has not got what the root has, as ranks have joined, or the root died and ranks had had the sums of "

@@ -154,8 +154,8 @@ class Node {
   void come_for_block(const std::vector<const std::byte*>& own);
   // Return the next block, if there is one.
   std::optional<Work> take_block();
-  // Whether `take_block` will certainly return a block, or no more blocks come. Then no rank uses the program's
-  // vectors before the program continues.
+  // Whether `take_block` will certainly return a block, or no more blocks come. In both cases no rank uses the
+  // program's vectors before the program continues.
   bool goes_on_at_once() const { return up_.share.has_blocks() || no_more_blocks(); }
   // Whether this call gets no more blocks.
   bool no_more_blocks() const { return !calling() || newest_ >= next_; }
@@ -186,7 +186,7 @@ class Node {
   // Return a piece of an object of this rank, if this rank has the piece.
   std::optional<std::span<const std::byte>> read(Object object, std::uint32_t piece) const;
 
-  // Use another code from the next round on. It must be the same on all ranks. `children`: in the order of its
+  // Use another code from the next round on, the same code on all ranks. `children`: in the order of the code's
   // rows.
   void replan(const std::vector<Rank>& children, Decoder decoder);
 
@@ -198,7 +198,7 @@ class Node {
   Round decided() const;  // the latest round that is over, as far as this rank knows
   // Whether a rank below waits, in a call, for a result that this rank lacks.
   bool awaited_below() const;
-  // Set whether to ask the ranks above even while this rank makes no call, for example while ranks change.
+  // Set whether to ask the ranks above even while this rank makes no call, for example while ranks join.
   void watch(bool whether) { watches_ = whether; }
   Round next() const { return next_; }       // the round that this rank will call next
   Round frontier() const { return frontier_; }  // the first round whose result this rank lacks
@@ -222,7 +222,7 @@ class Node {
   void leave(const std::string& failure = {});
   // Make a round fail on every rank with the reason `why`, because this rank's calls are invalid.
   void alarm(const std::string& why);
-  // Called when MPI has lost a message to or from a living rank. Only a question is sent again.
+  // Called when MPI has lost a message to or from a living rank. Only questions are sent again.
   void lost_message(Rank other);
   // Called when the root's program is at its end: it has left without this rank, and answers nothing any more.
   void root_has_ended();
@@ -295,15 +295,15 @@ class Node {
     Round told = 0;  // the latest round that it has reported to have called
     bool dead = false;
     bool retired = false;  // makes no more offers
-    bool left = false;     // and no rank below it needs anything
+    bool left = false;     // has left, and no rank below it needs anything
     struct Behind {
       Round called = 0;   // its latest call
       double since = 0;   // since when rounds have been decided that it has not called
       double asked = 0;   // when it was asked where it is
-      double answered = 0;  // when it answered, and its answer:
+      double answered = 0;  // when it answered; its answer:
       bool in_program = false;
       Round next = 0;
-      bool said = false;  // whether the user has been told
+      bool said = false;  // whether this was reported to the user
     };
     Behind behind = {};
     // The `done` of a child that makes no more offers says nothing about its calls.
@@ -662,7 +662,7 @@ class Node {
   Sections sections_;  // of the round at the frontier, if it has sections
   std::vector<std::pair<Rank, Message>> early_ = {};  // messages about sections that overtook the plan
   SectionVersions section_versions_;  // counted across rounds, as a round may be repeated
-  double section_seconds_ = 0;  // for each byte of a sum in sections, from its plan on
+  double section_seconds_ = 0;  // for each byte of a sum in sections, measured from its plan
   // How many pieces to request at a time, if a fetch takes time: pieces to form a section from, and pieces of
   // formed sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};

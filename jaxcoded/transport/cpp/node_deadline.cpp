@@ -151,15 +151,15 @@ void Node::ask_whether_it_is_there(Child& child) {
   child.asked_round = next_;
 }
 
-// Whether the child offers its whole message, although a rank below it is missing. No better one will come.
+// Whether the child offers its whole message, although a rank below it is missing. No better message will come.
 bool Node::offers_approximation(const Child& child) const {
   const Offer& offer = child.offer;
   return offer.round == next_ && !offer.withdrawn && offer.fingerprint == up_.call.fingerprint &&
          offer.exact < offer.ready && offer.ready == up_.of_child().size();
 }
 
-// Ask the children whose pieces did not come whether they are there, once in a round. Use those that answer again:
-// the sum will lack others anyway.
+// Ask the children whose pieces did not come whether they are there, once in a round. Use the children that
+// answer again, since the sum will lack other messages anyway.
 void Node::hear_the_stalled() {
   for (Child& child : children_) {
     if (!stalled(child) || child.dead) continue;
@@ -180,7 +180,7 @@ bool Node::only_silent_lack() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     if (!lacks(i)) continue;
-    if (child.retired && !sums_blocks()) continue;  // the sum may do without it
+    if (child.retired && !sums_blocks()) continue;  // the sum may not need this child
     const bool best = offers_approximation(child) && !stalled(child);
     if (!best && !silent(child) && !child.retired) {
       if (!skips(child)) return false;

@@ -64,9 +64,9 @@ std::optional<bool> Node::delegate() {
   return true;
 }
 
-// Return until when to wait for latecomers: no longer than the time saved if they also send and form a part.
-// Between hosts the wait is at least `stall_seconds`, as no child arrives sooner. Only the root waits: a parent
-// that fetches its sum alone saves no time.
+// Return the time until which to wait for latecomers: no longer than the time saved if they also send and form a
+// part. Between hosts the wait is at least `stall_seconds`, as no child arrives sooner. Only the root waits: a
+// parent that fetches its sum alone saves no time.
 double Node::latecomers_until() const {
   if (!root()) return up_.sufficient_at;
   // children that were reported as stuck are not expected
@@ -199,7 +199,8 @@ std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_
   return decoder_.decode(here, may_offer(last));
 }
 
-// The same for the rows in their order from `first` on, and then from row 0 to `first`.
+// Return messages that suffice for the whole sum: the first ones among the rows from `first` on, followed by the
+// rows before `first`.
 std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_time) {
   std::vector<std::size_t> order(decoder_.rows());
   for (std::size_t i = 0; i < order.size(); ++i) order[i] = (first + i) % order.size();
@@ -277,7 +278,8 @@ void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const 
   wire_.send(to, message);
 }
 
-// Tell a child that comes while other ranks form the sum what they have formed, so that it can fetch that.
+// Called if a child comes while other ranks form the sum. Tells the child which pieces are formed, so that it
+// can fetch them.
 void Node::join_sections(const Child& child) {
   if (!root() || !up_.delegated || !takes_part(child)) return;
   Delegated& it = *up_.delegated;
@@ -352,8 +354,8 @@ bool Node::mend_sections() {
       late |= !is_responsive(child);
     }
     if (lost && chosen_by_all()) return false;
-    // If the whole sum must use one choice of messages, the ordinary path makes another choice. With shared
-    // work the ledger makes the choice (`watch_members`), and so far it is unchanged.
+    // If the whole sum must use one choice of messages, the ordinary path makes another choice. With shared work
+    // the ledger makes the choice (see `watch_members`), and has not changed it yet.
     if (late && chosen_by_all() && !up_.call.shared && (gives_up() || decoding_from(0, true))) return false;
     Child* maker = child_of(section.maker);
     const bool left = known.gone || (maker && !is_responsive(*maker));
@@ -381,9 +383,9 @@ bool Node::mend_sections() {
   return true;
 }
 
-// Whether a child that this rank relies on answers. A child that has been silent for a while is asked. Between
-// hosts a message may have to wait behind a lot of earlier data. The usual time of rounds does not show how
-// long, since programs compute for most of a round.
+// Whether a child that this rank relies on answers. Asks a child that has been silent for a while. Between hosts
+// a message may have to wait behind a lot of earlier data. The usual time of rounds does not show how long this
+// wait is, since programs compute for most of a round.
 bool Node::is_responsive(Child& child) {
   if (child.dead || stalled(child)) return false;
   const double now = wire_.now();

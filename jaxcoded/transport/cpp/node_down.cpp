@@ -355,7 +355,8 @@ void Node::want(Rank rank) {
 void Node::on_gone(Rank from, Round round, Round oldest) {
   if (unsure_of() && round <= unsure_of() && !desynchronized_) return take_back();
   if (round != frontier_) return;
-  // what that rank announced earlier is no longer there: another rank may be further away, or have less of it
+  // forget what that rank announced earlier, so that this rank accepts a rank further away, or with less of the
+  // result
   if (const auto known = announced_.find(round); known != announced_.end() && known->second.from == from) {
     announced_.erase(known);
     asked_pieces_.clear();

@@ -186,8 +186,8 @@ bool Node::accepted(const Contradiction& wrong) {
   return false;
 }
 
-// Like `accepted`, if these children's messages, or this rank's own vectors, have NaN or infinities. No rank
-// passes on NaN or infinities, unless it only warns of them.
+// Return what `accepted` returns if these children's messages, or this rank's own vectors, have NaN or
+// infinities. No rank passes on NaN or infinities, unless it only warns of them.
 bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
   const bool warns = limits_.on_contradiction == OnContradiction::warn;
   std::vector<Rank> ranks;

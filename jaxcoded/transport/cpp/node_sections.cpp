@@ -349,8 +349,8 @@ void Node::cannot_form(std::size_t index, Rank term) {
   wire_.send(family_.ancestors.front(), message);
 }
 
-// Act, but give up a copy if memory runs out: a decided round must not fail for lack of memory to pass on its
-// result.
+// Call `act`. If it runs out of memory, give up a copy: a decided round must not fail because there is too
+// little memory to pass on its result.
 void Node::unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act) {
   try {
     act();

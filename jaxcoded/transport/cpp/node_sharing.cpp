@@ -283,8 +283,8 @@ bool Node::is_there(Child& child) {
   return false;
 }
 
-// Handle an answer that says where a child is. The child may have continued, because the round failed there
-// alone. If the round still gets a result, the child no longer has its vector.
+// Handle an answer that says where a child is. If the round failed at the child alone, the child may have
+// continued. It then no longer has its vector, although the round may still get a result.
 void Node::hear_where_it_is(Child& child, const Header& head) {
   if (head.last == head.round) {
     child.there = head.round;
@@ -345,7 +345,7 @@ bool Node::lacks_what_it_computed() const {
   return !root() && up_.call.up && !up_.call.shared && blocks && blocks->empty();
 }
 
-// Leave out the children whose vectors hold nothing, or only blocks that others have computed too.
+// Leave out the children whose vectors hold nothing, or only blocks that other ranks have computed, too.
 void Node::leave_out_the_others() {
   up_.call.erased.resize(children_.size());
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -447,7 +447,7 @@ std::string Node::lacking_blocks() const {
     if (left || (work_.ledger->version(i + 1).blocks && !comes)) busy.push_back(children_[i].rank);
     blocks += left;
   }
-  if (busy.empty()) {  // the remaining blocks are for ranks that have not come, or not come back
+  if (busy.empty()) {  // the remaining blocks wait for ranks that have not come, or not come back
     for (std::size_t i = 0; i < children_.size(); ++i) {
       if (work_.ledger->awaited(i + 1)) busy.push_back(children_[i].rank);
     }

@@ -1,5 +1,5 @@
-// A node and snapshots of the user's state: which ranks it tells of its snapshot, and which ranks it asks for
-// theirs.
+// How a node handles snapshots of the user's state: which ranks it tells of its snapshot, and which ranks it
+// asks for their snapshots.
 #include "node.h"
 
 #include <new>
@@ -41,7 +41,8 @@ void Node::ask_next_state() {
 void Node::on_state(Rank from, const Message& message) {
   if (!recovery_ || recovery_->round()) return;
   // A snapshot from before a round whose result is gone does not help: this rank would be stuck there again.
-  // For this rank, the others keep results from the first round on that failed at this rank alone.
+  // The other ranks keep the results that this rank needs: from the first round on that failed at this rank
+  // alone.
   const Round lost = failed_alone_.first() ? failed_alone_.first() - 1 : next_;
   if (message.header.round <= (desynchronized_ ? lost : 0)) {
     recovery_->without(from);

@@ -103,8 +103,8 @@ class OwnPage {
 // The page of another process of this host.
 class PeerPage {
  public:
-  // Null if the process is on another host, or cannot be reached. Throws if this process is out of
-  // descriptors or memory.
+  // Open the page of a process. Returns null if the process is on another host or cannot be reached. Throws if
+  // this process is out of descriptors or memory.
   static std::unique_ptr<PeerPage> open(const Card& card);
   ~PeerPage();
 

@@ -137,9 +137,9 @@ double eps(DType dtype) {
 }  // namespace
 
 // Ranks that hold the same examples compute gradients in different orders and batches. The more the examples'
-// gradients cancel, the more digits they lose. In float32 the error was at most 2e-6 in the trainings examined,
-// and some 1e-3 if matrices are multiplied in fewer bits, as on GPUs. Types of 16 bits, in which numbers are
-// rounded from layer to layer of the model, were off by one eps. Mistakes are off by at least 0.01.
+// gradients cancel, the more digits they lose. In float32 the error was at most 2e-6 in the training runs
+// examined, and some 1e-3 if matrices are multiplied in fewer bits, as on GPUs. Types of 16 bits, in which
+// numbers are rounded from layer to layer of the model, were off by one eps. Mistakes are off by at least 0.01.
 double of_programs(double eps) {
   constexpr double all = 0x1p-8, narrow = 0x1p-12, roundings = 4;
   return all + (eps > narrow ? roundings * eps : 0);

@@ -28,7 +28,8 @@ struct Apart {
 // Return how far an honest rank's numbers may be from the numbers that other ranks would compute, relative to
 // the largest number. `eps`: the machine epsilon of the numbers in which programs compute.
 double of_programs(double eps);
-// The same, relative to all numbers of the message: numbers near 0 may be differences of large numbers.
+// How far an honest rank's numbers may be off, relative to all numbers of the message: numbers near 0 may be
+// differences of large numbers.
 inline constexpr double of_all = 8 * 0x1p-23;
 
 // How much rounding the tree below a child can cause.

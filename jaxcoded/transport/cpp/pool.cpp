@@ -21,7 +21,8 @@ std::size_t rounded(std::size_t bytes) {
   return (least + step - 1) / step * step;
 }
 
-// Take memory from a source. If it has too little, first make others give back their unused memory.
+// Take memory from a source. If the source has too little memory, `give_back` first makes others return their
+// unused memory.
 template <class GiveBack>
 std::byte* allocated(Source& source, std::size_t bytes, GiveBack give_back) {
   try {

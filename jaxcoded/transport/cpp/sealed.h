@@ -23,11 +23,11 @@ class Descriptor {
   int number_;
 };
 
-// Make a file of this length. `name` is shown in /proc. Throws if that is impossible. A page takes no memory
-// before something is written to it.
+// Make a file of this length. `name` is shown in /proc. Throws if the file cannot be made. A page takes no
+// memory before something is written to it.
 Descriptor make_sealed(const char* name, std::size_t bytes);
 // Open a file of another process by its descriptor's number there. Returns no descriptor if the number now
-// belongs to a file of another kind or length, or to none. Throws if this process is out of descriptors.
+// belongs to a file of another kind or length, or to no file. Throws if this process is out of descriptors.
 Descriptor open_sealed(std::int64_t pid, std::int64_t number, std::size_t bytes, bool to_write);
 
 [[noreturn]] void cannot_share(const std::string& what);

@@ -39,8 +39,8 @@ inline double evenly_shared(double messages, std::size_t makers) {
 }
 
 // `makers`: the ports of the ranks that are present and may form pieces. `choices`: sets of messages, each of
-// which suffices, with one message for each port in the set. `taker`: the port that gets the whole sum; if none
-// is named, all makers get it.
+// which suffices, with one message for each port in the set. `taker`: the port that gets the whole sum; without
+// a `taker`, all makers get the whole sum.
 inline SectionShares section_shares(std::span<const std::size_t> makers,
                                     std::span<const std::vector<PortMessage>> choices,
                                     std::size_t ports, std::uint32_t pieces,
@@ -49,8 +49,8 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   const std::size_t units = std::min<std::size_t>(pieces, makers.size() * units_of_each);
   const auto takes = [&](std::size_t port) { return !taker || port == *taker ? 1.0 : 0.0; };
   const double takers = taker ? 1 : static_cast<double>(makers.size());
-  // What each port would move: for assigned units its traffic, for other units its traffic if choices took
-  // turns. Without the other units, a rank whose message is in every choice would get too many units at first.
+  // What each port would move. Units that are not assigned yet count as if they used all choices equally often.
+  // If they did not count, a rank whose message is in every choice would get too many units at first.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
   for (const auto& choice : choices) {
     for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());

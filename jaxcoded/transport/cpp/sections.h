@@ -248,14 +248,14 @@ struct Sections {
     std::uint32_t formed = 0;  // the maker has the pieces before this one,
     std::vector<std::uint64_t> addresses = {};  // where the maker has them
     bool gone = false;         // the maker no longer has them
-    std::uint32_t taken = 0;   // pieces before this one are here
+    std::uint32_t taken = 0;   // pieces before this one have arrived
     void take(const std::vector<bool>& here) {
       while (taken < formed && here[taken]) ++taken;
     }
   };
   std::vector<Known> all = {};
   std::vector<Rank> members = {};
-  std::vector<bool> here = {};               // which pieces of this rank's message are here
+  std::vector<bool> here = {};               // which pieces of this rank's message have arrived
   std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: from which rank, and since when
   std::list<Forming> forming = {};  // an empty list needs no memory
   Flow flow = {};         // of all sections

@@ -69,15 +69,16 @@ class Recovery {
   bool lost(Rank rank);
   // Begin to fetch the snapshot of a rank. `message` must be written by `Snapshot::describe`.
   void begin(Rank from, const Message& message, std::uint64_t piece_bytes);
-  // Whether nothing has come for `patience` seconds, so that another rank must be asked. After all ranks, the
-  // ranks that may have a snapshot are asked again, but only a few times: questions to stopped ranks pile up.
+  // Whether nothing has come for `patience` seconds, so that another rank must be asked. After all ranks were
+  // asked, this rank asks the ranks that may have a snapshot again, but only a few times: questions to stopped
+  // ranks pile up.
   bool stuck(double now, double patience);
   // Fetch pieces, at most `bytes` bytes in all. If a fetch takes time, request `ahead` pieces at a time.
   //   gone: the snapshot is gone, so ask `next`.
   //   more: there is more to do at once.
   enum class Progress { waits, more, gone };
   Progress fetch(Wire& wire, std::uint64_t bytes, std::uint32_t ahead);
-  // Take a piece that has come. Without data the snapshot is gone, see `fetch`.
+  // Take a piece that has come. If `data` is empty, the snapshot is gone, see `fetch`.
   Progress arrived(Rank from, std::uint64_t number, std::uint32_t piece,
                    std::span<const std::byte> data, double now);
 
@@ -91,7 +92,7 @@ class Recovery {
   std::set<Rank> without_ = {};
   bool missing_ = false;
   static constexpr int most_turns = 20;
-  int turns_ = 0;  // turns in which all ranks were asked, and none had a snapshot
+  int turns_ = 0;  // how often all ranks were asked, and none had a snapshot
 
   // The snapshot being fetched.
   Round round_ = 0;

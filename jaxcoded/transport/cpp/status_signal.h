@@ -11,8 +11,8 @@ namespace jaxcoded::status_signal {
 // has already set an action for the signal, or with JAXCODED_STATUS_SIGNAL=OFF. The program may still set
 // another action later.
 void install(WakeUp& engine);
-// Call it in a process that was forked from this one. No engine runs there, so the signal gets its default
-// effect.
+// Call this in a process that was forked from the engine's process. No engine runs there, so the signal gets its
+// default effect.
 void uninstall();
 // Whether the signal has come since the last call.
 bool taken();

@@ -50,9 +50,9 @@ class Upstream {
     asked_.erase(rank);
     if (!above_.empty() && rank == parent()) unanswered_ = told_step_times_ = false;
   }
-  // Record that some of the result came, or that this rank calls. The source has its full time again.
+  // Record that some of the result came, or that this rank calls. The wait for the source begins again.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
-  // Record that a wait for a result begins. The source does not get its full time again.
+  // Record that a wait for a result begins. The time since the source last sent something still counts.
   void waits(double now) { stuck_since_ = now; }
 
   Rank parent() const { return above_.front(); }
@@ -136,8 +136,8 @@ class Upstream {
     wanted_ = asked_for_ = oldest_ = 0;
   }
 
-  // Return how many seconds this rank, or a rank below, has waited although all ranks above were asked. Nothing
-  // if no rank waits, or a rank above has answered. Call this often.
+  // Return how many seconds this rank, or a rank below, has waited although all ranks above were asked. Return
+  // nothing if no rank waits, or a rank above has answered. Call this often.
   std::optional<double> forsaken(bool waits, double now) {
     const double step = std::min(now - std::exchange(watched_at_, now), longest_step);
     if (!waits || !std::ranges::all_of(above_, [&](Rank rank) { return silent(rank); })) {
