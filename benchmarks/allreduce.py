@@ -3,8 +3,9 @@
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/allreduce.py
 
 No rank straggles. "2 x, alone" is a jitted function without communication: it measures JAX's own time on these ranks.
-Every repetition times all collectives in turn, so that they share the machine's conditions: after a barrier come
-several calls without a barrier, and each is awaited as in a training step. The benchmark checks the sums before and
+Every repetition times all collectives in turn, so that they run under the same
+conditions. After a barrier the benchmark makes several calls without a barrier, and
+waits for each result as a training step does. The benchmark checks the sums before and
 after. ``README.md`` defines the time of a call and the bandwidths.
 
 It prints a table and a verdict, and stores the table with pictures of it. If the folder has tables for several numbers
@@ -29,7 +30,7 @@ from tqdm import tqdm
 
 BASES = ("mpi4jax.allreduce", "psum over gloo", "mpi4py Allreduce")
 BLOCK = 0.1  # intended seconds of the calls between two barriers
-CALLS = 1000  # enough calls of a collective: repetitions end then
+CALLS = 1000  # after this many calls of a collective no repetition follows
 REPETITIONS = 3  # at least
 # Memory that a rank needs while all collectives take turns, in lengths of a message. Measured with five groups of the
 # engine, which keep most of the memory for later use.

@@ -29,7 +29,7 @@ class Collective(NamedTuple):
         share: a function from ``v``, float32 ``(size,)``, to this rank's operand.
         prepare: a function that takes an operand, and returns a function without arguments. That function makes a call,
             waits for it and returns the result.
-        code: the name of its plan's codes.
+        code: the name of the codes in its plan.
         factor: the ratio of the result and ``v``.
     """
 
@@ -232,7 +232,7 @@ def compared(fanout, closing):
         out[f"{name}, token"] = coded(engine, with_token(engine))
         if s < 2 and m == 1:
             out[name] = coded(engine, donated(effect(engine)))
-    # collectives for further columns of the table
+    # collectives that are further columns of the table
     s = int((1, 1) in engines)
     engine, reference = engines[s, 1], group(s, transport="mpi4jax")
     more = {

@@ -3,16 +3,18 @@
     .venv/bin/python benchmarks/coded_reduce.py
 
 Simulated (`jaxcoded.tools.simulator`). It compares both trees of Reisizadeh et al. 2021
-with gradient coding on a star that loses the same share of its workers (S = s/n · N),
-ring all-reduce, a tree without a code and the uncoded star. Logistic regression with d
-= 6552 samples of p = 5000
-features: a message has 40 KB of float64. A gradient of the whole batch takes 131 MFLOP, which one worker does in 65 ms
-at 2 GFLOP/s. Links have 1 Gb/s and 100 µs, and carry one message at a time. The settings (N, n, L, d, p) are those of
-the authors' published scripts; machines and network are this model's. So the comparison shows the winner and the trend,
-not absolute figures.
+with gradient coding on a star that tolerates the loss of the same fraction of its
+workers (S = s/n · N), ring all-reduce, a tree without a code and the uncoded star.
+Logistic regression with d = 6552 samples of p = 5000 features: a message has 40 KB of
+float64. A gradient of the whole batch takes 131 MFLOP, which one worker does in 65 ms
+at 2 GFLOP/s. Links have 1 Gb/s and 100 µs, and carry one message at a time. The
+settings (N, n, L, d, p) are those of the authors' published scripts; machines and
+network are this model's. So the comparison shows the winner and the trend, not absolute
+figures.
 
 Straggler models: none; light and heavy tails; each worker four times slower in 5 % of its
-rounds, independently; and one worker four times slower in all of them. Medians of 400 rounds.
+rounds, independently; and one worker four times slower in all rounds. Medians of 400
+rounds.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long does it take to make a code, and to compute the coefficients for a new set?
+"""How long does it take to make a code, and coefficients for a new set of children?
 
     .venv/bin/python benchmarks/codes.py
 
@@ -58,7 +58,7 @@ def decoding(code, sets):
     lost = max(1, code.stragglers)
     answered = [np.ones((code.n, code.parts), bool) for _ in range(sets)]
     for each in answered:
-        # a code that loses no whole child loses last parts
+        # a code that tolerates no missing child tolerates missing last parts
         first = 0 if code.stragglers else code.parts - 1
         each[rng.permutation(code.n)[:lost], first:] = False
     code.decode(answered[0])

@@ -6,8 +6,8 @@
 The benchmark prints a table and a verdict for three questions. How close do the copies
 of a call come to a bare copy from and to pinned memory? How long does an all-reduce of
 arrays on the GPU take, coded and by mpi4jax, with all ranks on one GPU? How close do
-encode and decode come to a copy on the GPU? Ranks share one GPU: run it with 2 and with
-4.
+encode and decode come to a copy on the GPU? Ranks share one GPU: run the benchmark with
+2 and with 4 ranks.
 
 No rank straggles. The benchmark stores all results with a description of the machine as ``gpu-RANKS.json``. Without a
 GPU (``--smoke`` in the tests) it skips the first question and measures the other two on the CPU.
@@ -39,7 +39,7 @@ COMM = MPI.COMM_WORLD
 ON_GPU = jax.default_backend() == "gpu"
 STAGING_BOUND = 0.8  # fraction of a bare copy's bandwidth
 KERNEL_BOUND = 0.8  # fraction of the bandwidth of a copy on the device
-SPEEDUP_BOUND = 2.0  # ratio to mpi4jax, from this many bytes on
+SPEEDUP_BOUND = 2.0  # ratio to mpi4jax, from `SPEEDUP_BYTES` on
 SPEEDUP_BYTES = 16_000_000
 
 
@@ -115,7 +115,7 @@ def staging(sizes, repetitions):
         device = ctypes.c_ulonglong(own.unsafe_buffer_pointer())
         host = driver.pinned(size)
         times = []
-        for _ in range(repetitions + 1):  # the first pins memory
+        for _ in range(repetitions + 1):  # the first repetition pins memory
             staged = _engine.device_copies(
                 driver.stream.value,
                 own.unsafe_buffer_pointer(),
@@ -174,7 +174,7 @@ def allreduces(sizes, repetitions):
         calls = collectives(group)
         for size in sizes:
             times = {name: [] for name in calls}
-            for _ in range(repetitions + 1):  # the first compiles and pins
+            for _ in range(repetitions + 1):  # the first repetition compiles and pins
                 for name, call in calls.items():
                     x = jnp.full(size // 4, 1e-6, jnp.float32).block_until_ready()
                     token = jnp.int32(0).block_until_ready()

@@ -38,7 +38,7 @@ def median_seconds(call, *operands, repetitions):
 
 
 def seconds_in_place(elements, dtype, *, repetitions):
-    """Return the median time to read and write ``elements / 2`` elements each."""
+    """Return the median time to read ``elements / 2`` elements and write as many."""
     increment = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = increment(jnp.ones(elements // 2, dtype)).block_until_ready()
     times = []

@@ -5,8 +5,8 @@
 Four processes run on this machine, and a rank's equal part of the work is a sleep of 20
 ms. After some steps rank 2 has a fault: it computes ten times as slowly; sleeps for
 ever, alive ("stuck", as in https://github.com/jax-ml/jax/issues/38503); is stopped
-(SIGSTOP); or is killed (SIGKILL). Rank 0 checks each sum and records its time. A job
-without steps ends after ``--limit`` seconds, and remaining processes are killed.
+(SIGSTOP); or is killed (SIGKILL). Rank 0 checks each sum and records its time. If no
+step ends for ``--limit`` seconds, the benchmark kills the remaining processes.
 
 "live_devices" is JAX's fault tolerance (``jax_enable_recoverability`` and
 ``multihost_utils.live_devices``), with JAX's default time-outs, and with 2 s for

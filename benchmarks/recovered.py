@@ -95,8 +95,8 @@ def main():
                 w, took = seconds(step, w)
                 usual.append(took)
             times["step"] = np.median(usual)
-            group.comm.Barrier()  # until all have the last sum
-            time.sleep(0.1)  # until MPI's messages for the barrier have come
+            group.comm.Barrier()  # wait until all ranks have the last sum
+            time.sleep(0.1)  # wait until MPI's messages for the barrier have come
             if group.rank == (0 if root else group.size - 1):
                 befall(args.fault)
             if root:

@@ -26,7 +26,8 @@ class Scheme:
         work: the layout of the work, instead of these arguments.
         survives: whether it continues after one rank has died.
         exact: whether its sums are over all examples.
-        without: its transport if not the engine: ``"ring"`` or ``"mpi4jax"``.
+        without: its transport if it does not use the engine: ``"ring"`` or
+            ``"mpi4jax"``.
         in_jit: whether a compiled program computes gradients even if it need not.
         check: see `jaxcoded.Options`.
         known: whether ranks know the cost of each example, and divide the batch
@@ -112,7 +113,7 @@ def opened(scheme, comm, patience=PATIENCE):
         yield (Known if scheme.known else Balanced)(group)
     else:
         yield Coded(group)
-    # not after an error: the other ranks may be anywhere
+    # not after an error: other ranks may not reach this point
     with warnings.catch_warnings():
         if patience < PATIENCE:  # some ranks are dead
             warnings.filterwarnings("ignore", "rank .* closed the group without ranks")

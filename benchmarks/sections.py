@@ -36,7 +36,7 @@ def barrier():
 
 
 def groups(stragglers, fanout, by_host):
-    """Return groups with all sums in sections, and with none."""
+    """Return groups that form all sums in sections, and groups that form none."""
     trees = {"": {"fanout": fanout or comm.size - 1}}
     if by_host:
         trees["by host, "] = {"by_host": True}
@@ -103,7 +103,7 @@ def fetched(group):
 
 
 def measure(size, made, repetitions, progress):
-    """Return rows of bytes, name, whether one is late, seconds, ratio to the ring,
+    """Return rows of bytes, name, whether a rank is late, seconds, ratio to the ring,
     traffic.
     """
     runs = {(name, False): coded(group, size) for name, group in made.items()}

@@ -134,7 +134,7 @@ class Slept:
             _, befalls = self.strikes
             self.strikes = None
             befalls()
-        # a sleep lasts too long by some time, which a worker must not lose with every piece
+        # a sleep lasts too long; a worker must not lose this time with every piece
         until = time.perf_counter() + self._seconds[rows].sum() - self._overslept
         time.sleep(max(0.0, until - time.perf_counter()))
         self._overslept = time.perf_counter() - until
@@ -167,7 +167,7 @@ def drawn(model, steps, examples, work, shape=None):
 def replayed(path, job, steps, work, cut):
     """Return the steps of a recorded job, scaled so that a worker works ``work``
     seconds on average. A microbatch takes its work times the overall slowness of its
-    rank. Each is cut into ``cut`` equal blocks.
+    rank. Each microbatch is cut into ``cut`` equal blocks.
     """
     with gzip.open(path, "rt", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["job"] == job]
@@ -242,7 +242,8 @@ def die():
 def without_one(collectives, args):
     """Print a table of step times around a stop or the death of the last worker."""
     strikes_in, without = 8, 8
-    fair = WORKERS / (WORKERS - 1)  # the factor by which the others then have more work
+    # how many times as much work the other workers have after the fault
+    fair = WORKERS / (WORKERS - 1)
     steps = strikes_in + without + 8
     what = "killed" if args.killed else "stopped"
     stop = functools.partial(stop_for, without * fair * args.work * 1e-3)
@@ -252,7 +253,7 @@ def without_one(collectives, args):
         print(f"{'':42}{'before':>8}{'that step':>11}{'later':>8}{'× before':>10}")
     for label, collective in collectives.items():
         if not collective.plan.strategy.by_blocks:
-            continue  # all other ranks wait for it, or are not affected
+            continue  # without blocks all ranks wait for the worker, or none notices
         collective.prepare(problem)
         turn(collective, problem, [0])
         if comm.rank == comm.size - 1:

@@ -3,15 +3,17 @@
     .venv/bin/python benchmarks/simulate.py
 
 The benchmark runs jobs on this machine, and simulates the same jobs with equal plans and equal delays: a straggler
-model draws the same numbers for both. The network is measured, and nothing is fitted to rounds. Its latency comes from
-messages there and back, and its bandwidth from a copy in memory or from the link. Its overhead is a processor's time
-for small messages while all ranks send such messages. Computation is a sleep. Some jobs run on one host, where
-computation dominates; others run on several hosts (network namespaces), where links dominate. It compares the median
-time of a round, from result to result on the root, without barriers, and checks the first and the last number of every
-sum. Then it times the simulator for a million ranks. It prints a table and stores it, with a picture.
+model draws the same numbers for both. The network is measured, and nothing is fitted to
+rounds. Its latency comes from messages there and back, and its bandwidth from a copy in
+memory or from the link. Its overhead is the processor time for a small message while
+all ranks send small messages. Computation is a sleep. Some jobs run on one host, where
+computation dominates; others run on several hosts (network namespaces), where links
+dominate. It compares the median time of a round, from result to result on the root,
+without barriers, and checks the first and the last number of every sum. Then it times
+the simulator for a million ranks. It prints a table and stores it, with a picture.
 
-mpirun also runs this file (``--job``). Several hosts need Linux and root; without these
-they are skipped, with the reason.
+mpirun also runs this file (``--job``). Jobs on several hosts need Linux and root
+privileges. Otherwise the benchmark skips them and prints why.
 """
 
 import argparse
@@ -202,7 +204,8 @@ class Shares:
         with self.group.blocks(self.batch_size) as blocks:
             for block in blocks:
                 part = len(block.indices) / self.own
-                # a sleep lasts too long by some time, which a rank must not lose with every piece
+                # a sleep lasts too long; a rank must not lose this time with every
+                # piece
                 until = time.perf_counter() + seconds * part - overslept
                 time.sleep(max(0.0, until - time.perf_counter()))
                 overslept = time.perf_counter() - until

@@ -8,10 +8,10 @@ The program trains the same network on the same global batches in three ways:
 - coded: `jaxcoded.coded_value_and_grad` on a tree that tolerates one missing child of
   every parent. Several workers compute the same examples.
 - shared: the same call in a group with `jaxcoded.Shared`. Workers compute every example
-  once. Workers that have finished their own examples compute those of late workers.
+  once. Workers that have finished their own examples compute examples of late workers.
 
-Each way runs without slow workers and with one. The program prints a table and writes
-``summary.json`` and ``loss.png``.
+Each way runs once without slow workers and once with one slow worker. The program
+prints a table and writes ``summary.json`` and ``loss.png``.
 
 The network is small, and 13 ranks may share a few cores. So a worker sleeps for each
 example whose gradient it computes. A step takes these sleeps, plus the real computation

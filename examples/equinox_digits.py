@@ -36,7 +36,7 @@ def train(comm, epochs=10):
 
         @eqx.filter_jit
         def step(params, state, batch):
-            loss, grads = loss_and_grad(params, batch)  # of the whole batch
+            loss, grads = loss_and_grad(params, batch)  # over the whole batch
             updates, state = tx.update(grads, state)
             return eqx.apply_updates(params, updates), state, loss
 

@@ -47,7 +47,7 @@ def train(comm, epochs=10):
 
         @jax.jit
         def step(params, state, batch):
-            loss, grads = loss_and_grad(params, batch)  # of the whole batch
+            loss, grads = loss_and_grad(params, batch)  # over the whole batch
             updates, state = tx.update(grads, state)
             return optax.apply_updates(params, updates), state, loss
 

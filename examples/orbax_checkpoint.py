@@ -4,10 +4,10 @@
     jaxcoded run -n 3 examples/orbax_checkpoint.py build/checkpoints --stop-after 20
 
 To JAX every rank is process 0 of 1, so with orbax all ranks would write the same files.
-All ranks have the same state, bit for bit. So only the root saves the state. It alone
-reads the state and sends it to the others, which need no access to the files. The order
-of an epoch does not depend on the number of ranks. So a checkpoint contains only the
-state and the number of finished batches. The example needs orbax-checkpoint and
+All ranks have the same state, bit for bit. So only the root saves the state. Only the
+root reads it, and sends it to the other ranks, which need no access to the files. The
+order of an epoch does not depend on the number of ranks. So a checkpoint contains only
+the state and the number of finished batches. The example needs orbax-checkpoint and
 scikit-learn, which the extra ``examples`` installs.
 """
 

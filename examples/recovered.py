@@ -86,7 +86,7 @@ def train(comm, steps=STEPS, kill=(), replace=False):
     while number < steps:
         try:
             with translated():
-                # on all ranks after the same step, or after a failed one
+                # all ranks call this after the same step, or after a failed step
                 if failed or (number and number % EVERY == 0):
                     group = group.recovered(put_out=True)
                     if replace and group.size < full:

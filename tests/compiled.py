@@ -8,9 +8,8 @@ Processes share JAX's persistent compilation cache in a folder of the session. R
 reach the same program at the same time and take turns: the first one compiles, and the
 others wait for it. Data of a single process, such as the address of a communicator, is
 a part of the program. JAX does not store programs with callbacks, so no process gets
-such a program from another. A turn ends with the compilation, stored or not. A rank
-that kept its turn into a collective would wait there for ranks that wait for their
-turn.
+such a program from another. A turn ends with the compilation, stored or not. If a rank
+kept its turn into a collective, it would wait there for ranks that wait for their turn.
 """
 
 import fcntl
@@ -43,8 +42,8 @@ _turn = threading.local()  # the file that this thread has locked while it compi
 
 
 def make_haste():
-    """Make this process, and those that it starts, compile fast, unless the environment
-    says how to compile. Call it before JAX is imported.
+    """Make this process, and the processes that it starts, compile fast, unless the
+    environment says how to compile. Call this before JAX is imported.
     """
     if "XLA_FLAGS" in os.environ:
         return
@@ -62,7 +61,7 @@ def make_haste():
 
 
 def share():
-    """Make this process share its compiled programs. Call it before anything is
+    """Make this process share its compiled programs. Call this before anything is
     compiled.
     """
     global _own

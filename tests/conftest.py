@@ -62,8 +62,8 @@ def arranged(items, workers):
     """Return the tests in an order in which the workers end early.
 
     ``--dist worksteal`` divides the tests evenly, in order. The first worker begins
-    with the jobs that compute most, and the others with those that wait most. Short
-    tests come at the end.
+    with the jobs that compute most, and the other workers begin with the jobs that wait
+    most. Short tests come at the end.
     """
     computing, waiting, short = [], [], []
     for item in items:

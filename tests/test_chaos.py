@@ -23,7 +23,7 @@ def test_schedules_of_faults():
 
 
 def test_one_schedule_again():
-    """The old root is killed while new ranks join, which join at the next attempt."""
+    """The old root is killed while new ranks join. They join at the next attempt."""
     needs_fault_tolerance()
     job = subprocess.run(
         [sys.executable, chaos.__file__, "--replay", "1961089", "--ranks", "9"],

@@ -180,7 +180,7 @@ def test_random_sleeps(tmp_path, rounds):
         early, late = report["early"], report["late"]
         assert late["memory"] < early["memory"] + 4, f"rank {rank}"
         assert late["files"] == early["files"], f"rank {rank}"
-        # an existing thread may end: 19 after 20 occurred once
+        # a thread may end in the meantime: once 19 threads were left of 20
         assert late["threads"] <= early["threads"], f"rank {rank}"
 
 
@@ -842,7 +842,7 @@ def test_the_death_of_a_needed_rank(tmp_path, fault_tolerant, when, sizes):
         if when != "before" and 4 * int(sizes[root // places]) <= 32 << 10:
             assert text == "sum" or text.startswith("TooManyErasures: round 2: "), text
             continue
-        # the announcement did not include it
+        # the announcement did not include the message
         assert text.startswith("TooManyErasures: round 2: rank 0 cannot rebuild"), text
         assert "it lacks rank 1, which is dead" in text
     # the engine does not poll the network for a message that will never come
@@ -1669,8 +1669,8 @@ def test_the_status_of_a_root_that_leaves_a_stopped_rank_behind(tmp_path):
 
 
 def test_a_rank_that_the_root_has_left_behind(tmp_path):
-    """The rank learns that the root has left it behind, and the job ends. Once the rank and the root waited for each
-    other for ever.
+    """The rank learns that the root has left it behind, and the job ends. In an earlier
+    version the rank and the root waited for each other for ever.
     """
     job = run(tmp_path, 5, "left_behind.py", limit=60)
     assert job.status == 0, job.stderr[-8000:]

@@ -1,4 +1,4 @@
-"""Killing a process never hits another one with the same number."""
+"""Killing a process never hits another process with the same number."""
 
 import errno
 import os

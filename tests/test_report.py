@@ -182,7 +182,7 @@ def test_a_rank_that_was_late_in_all_rounds():
     took = analysis.work([root, own])
     assert took.source[3] == "file"
     np.testing.assert_allclose(took.seconds[:, 3], 2.5)
-    # without the file they are unknown
+    # without the file the rank's times are unknown
     assert analysis.unknown([root, own]) == []
     assert analysis.unknown([root]) == [3]
 

@@ -185,7 +185,7 @@ def test_a_killed_rank_ends_the_job(program):
     )
     done = run("-n", 2, path)
     assert "a rank was killed" in done.stderr
-    # it first
+    # the report names the killed rank first
     ends = re.findall("^jaxcoded run: (ranks? .*)", done.stderr, re.MULTILINE)
     assert ends[0].startswith("rank 1: killed by SIGKILL, after ")
     assert done.returncode in (137, 9), done.stderr  # Open MPI's, MPICH's
@@ -781,7 +781,7 @@ def test_texts_of_ranks_ends(hosts, monkeypatch):
 
 
 def test_ends_of_ranks_that_have_joined():
-    """The ends of joined ranks are reported, also if two groups have started some
+    """The ends of joined ranks are reported, even if two groups have started ranks
     independently.
     """
     with ends.listening(2) as heard:

@@ -119,7 +119,7 @@ def in_json(valid):
     field = next(iter(valid))
     odd = st.sampled_from(
         [
-            plain.replace("{", f'{{"{field}": 0, ', 1),  # twice
+            plain.replace("{", f'{{"{field}": 0, ', 1),  # the same field twice
             plain.replace("0", "NaN"),
             plain.replace("0", "-Infinity"),
             plain.replace("0", "1e999"),

@@ -25,7 +25,8 @@ sizes = st.none() | st.integers(-2, 20) | st.sampled_from([2**24 + 1, 2**62, -(2
 
 
 class Ranks:
-    """A communicator whose other ranks send given bytes, and the length of these."""
+    """A communicator whose other ranks send given bytes, and the number of these
+    bytes."""
 
     rank = 0
 

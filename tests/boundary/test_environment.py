@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxcoded import Options
 from jaxcoded.tools.launch import places, rank
 
-# A variable can hold any bytes except 0: also malformed or huge numbers.
+# A variable can hold any bytes except 0, so also malformed or huge numbers.
 texts = st.text(
     st.characters(exclude_characters="\0", exclude_categories=["Cs"])
     | st.sampled_from("\udc80\udcff"),
@@ -61,7 +61,7 @@ def connect(address, patience):
 @example("a..b:2:3", None, 0)
 @example("a:99999:3", None, 0)
 def test_reports_of_a_ranks_end_to_any_address(told, number, code):
-    """The job continues with any address."""
+    """The job continues whatever the address is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("socket.create_connection", connect)
         for name in rank._RANK:

@@ -30,7 +30,7 @@ from jaxcoded.transport.agreement import LONGEST, plain
 TAG = 7
 INVITATION = Invitation(3, 2, 2, 4, Options(check=Check("warn")))
 VERDICT = Verdict("they have not", True, "0123456789abcdef")
-# what a message contains
+# the contents of a message
 MESSAGES = [
     Asks("a visit"),
     Wants("a visit", "another", "ranks=2"),

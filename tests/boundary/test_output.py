@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxcoded.tools.terminal import display, lines
 from jaxcoded.tools.terminal.page import Page
 
-# pieces that move a cursor, or look like mpirun's own messages
+# pieces of output that move a cursor, or look like mpirun's own messages
 PARTS = st.binary(max_size=8) | st.sampled_from(
     [
         *(

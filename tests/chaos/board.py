@@ -15,11 +15,11 @@ ROW = np.dtype(
         (
             "progress",
             np.float64,
-        ),  # time of the process's last progress, by `time.monotonic`
+        ),  # when the process last made progress, by `time.monotonic`
         ("wake", np.float64),  # when the conductor must continue the process
         ("kill", np.float64),  # when the conductor must kill the process, if it hangs
         ("host", np.int64),  # number of its host, if there are several
-        ("cut", np.float64),  # until when the cable of its host must be cut
+        ("cut", np.float64),  # the time until which the cable of its host must be cut
         ("failed", np.int64),  # whether it has found a fault
         ("done", np.int64),  # whether it has ended
     ]
@@ -30,8 +30,8 @@ class Board:
     """
     Args:
         path: path of the file.
-        processes: most processes of the job; only the conductor, which makes the file,
-            gives it.
+        processes: most processes of the job. Only the conductor, which makes the file,
+            passes this.
 
     Attributes:
         rows: one for each process, in the order of their starts. Only that process

@@ -51,7 +51,7 @@ HANGS = 45.0
 STARTS = 60.0  # until a job starts
 ENDS = 20.0  # until processes end after the last schedule
 ASKED = 1.0  # until ranks have written their stacks
-LINES = 60  # of the ranks' output, shown with a finding
+LINES = 60  # lines of the ranks' output that are shown with a finding
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,7 +75,7 @@ class Finding(Exception):
         if self.schedule is not None:
             drawn = self.schedule
             again = f"--replay {drawn.seed} --ranks {drawn.ranks}"
-        elif seeds:  # no single schedule causes the fault
+        elif seeds:  # the fault belongs to no single schedule
             again = f"--first {seeds[0]} --seeds {len(seeds)} --ranks {ranks}"
         else:
             return f"{self.what}\n{self.said}"
@@ -128,7 +128,7 @@ class Job:
     def play(self) -> None:
         """Run the job, and raise `Finding` for a fault."""
         environment = launch.limited(0)
-        # otherwise scripts/mpirun would clean up
+        # scripts/mpirun must not clean up: see `_look_around`
         del environment["JAXCODED_MPIRUN_TIMEOUT"]
         key, _, value = self._name.partition("=")
         environment |= {

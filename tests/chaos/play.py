@@ -44,8 +44,8 @@ jax.config.update("jax_enable_x64", True)
 
 EXAMPLES, ROWS = 24, 48  # examples of a step, and rows in all
 RATE = 0.02
-CLOSE = 1e-9  # relative to the largest number
-EXACT = 1e-9  # for a residual
+CLOSE = 1e-9  # allowed difference, relative to the largest number
+EXACT = 1e-9  # largest residual of an exact sum
 TRIES = 20
 SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
 PATIENCE = 60 * SLOWNESS  # seconds in which all live ranks must come
@@ -249,7 +249,7 @@ class Player:
         self._dying = self._flips = False
         self._found: set[tuple[Phase, int]] = set()  # phases and steps of flipped bits
         self._repeated = 0
-        self._missed_deadlines = 0  # in the step in progress
+        self._missed_deadlines = 0  # in the current step
         self._met: set[int] = set()  # steps before which all ranks met
         self._befallen: set[tuple[Phase, Fault]] = set()
 
@@ -266,7 +266,7 @@ class Player:
     def join(self, phase: Phase) -> bool:
         """Join the ranks at the end of a phase; return whether this succeeded. It fails if a rank dies meanwhile."""
         self._befall(phase, phase.extending)
-        if self._dying:  # at the latest before the others count it as a member
+        if self._dying:  # at the latest before the other ranks count it as a member
             NewRank.ready = lambda *_: self._be_killed()
         try:
             self._group = jaxcoded.CodedGroup.joining()
@@ -315,7 +315,8 @@ class Player:
         keeps = phase.fails or phase.root_dies
         steps = Steps(self._of, self._training, self._group, keeps)
         first, self._met = self._number, set()
-        past = phase.steps + (2 if phase.fails else 0)  # the step has failed by then
+        # a step that must fail has failed by then
+        past = phase.steps + (2 if phase.fails else 0)
         while self._number < first + past:
             step = self._number - first + 1
             self._flips = False
@@ -561,7 +562,7 @@ class Player:
 
     def _go_on(self, left: int, put_out: bool = False, follows=()):
         """Continue with ``left`` ranks, or with the survivors of the phase that
-        follows. The survivors continue if the root died in the following phase, before this late rank knew that no rank
+        follows: the root may die in that phase before this late rank knows that no rank
         was dead.
         """
         for _ in range(TRIES):

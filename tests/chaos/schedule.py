@@ -36,8 +36,8 @@ IN_VAIN = 0.35  # how often the first attempt to join fails
 # `Shrink`, Open MPI could crash live ranks.
 STARTING = 0.5
 WIDTHS = (50, 50, 3000, 3000, 40_000)
-# Sizes around the longest message sent with its offer, on one host and between hosts,
-# and around a piece.
+# Lengths around the longest message sent with its offer, on one host and between hosts,
+# and around the length of a piece.
 NEAR = (128, 129, 256, 257, 4096, 4097, 8192, 8193, 32_768, 32_769)
 LATE = 0.3  # seconds for which a parent sleeps while a child announces its message
 
@@ -485,7 +485,8 @@ def _phase(
                 dead.append(rank)
     fails = of.exact and not tolerates(plan, dead)
     faults = []
-    together = rng.randint(2, steps)  # about when the ranks of a failing step die
+    # ranks whose deaths make a step fail die at about this step
+    together = rng.randint(2, steps)
     for rank in dead:
         kind = rng.choice(
             ("kill",) * 4 + ("loop", "lock", *("exit", "leave") * (not fails))

@@ -174,7 +174,8 @@ class Array:
         return DTYPES[self.dtype.name], self.address, length
 
     def read(self):
-        """Return the values once the stream has computed them; None if the stream cannot."""
+        """Return the values once the stream has computed them; None if the stream
+        cannot compute them."""
         out = np.empty(self.shape, self.dtype)
         code = self._lib.fake_read(
             self._stream,

@@ -240,7 +240,8 @@ class Fuzzer:
 
 
 def attempt(seconds, progress=None, **arguments):
-    """Return what a fuzzer with these arguments finds in ``seconds``, and the fuzzer."""
+    """Run a fuzzer with these arguments for ``seconds``; return its finding, if any,
+    and the fuzzer."""
     fuzzer = Fuzzer(**arguments)
     try:
         fuzzer.run(seconds, progress)

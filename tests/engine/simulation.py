@@ -290,8 +290,8 @@ class World:
         chained: whether contributions depend on `steps`, as gradients depend on
             parameters: a rank that lacks the sum of a round must not contribute to the
             next one.
-        check: a `Check`: whether parents compare their children's messages, for which they
-            wait, and what follows.
+        check: a `Check`: whether parents compare their children's messages, which
+            messages they wait for, and what they do about a mismatch.
         news: the messages in the nodes' logs, by rank.
         deviations: calls that differ from the script, by ``(rank, round)``.
         skips: each ``(rank, round)`` in which a rank has nothing to contribute.
@@ -666,8 +666,9 @@ class World:
         ), (rank, round, behind)
 
     def deliver(self, link):
-        """Deliver a message. A node that had too little memory for a message gets the message again, and must then drop
-        it, as other messages wait behind it.
+        """Deliver a message. A node that had too little memory for a message gets the
+        message a second time. If memory runs out again, the node must drop the message,
+        as other messages wait behind it.
         """
         source, to = link
         message = self.queues[link].popleft()
@@ -698,7 +699,7 @@ class World:
         node = self.nodes[rank]
         more = self._turn(rank, node.advance)
         if more is False and node.wakes_at() <= self.clock:
-            # after its last message it may have nothing to wait for
+            # after its last message the rank may have nothing to wait for
             assert node.advance() or node.wakes_at() > self.clock, (
                 f"rank {rank} never sleeps"
             )
@@ -767,7 +768,8 @@ class World:
         return True
 
     def leave(self, rank, failure=""):
-        """Let a rank make no more calls. It may still be in its last one, and brings no more parts of it."""
+        """Let a rank make no more calls. It may still be in its last call, and passes
+        no more parts of this call."""
         self.leaving.add(rank)
         if running := self.running[rank]:
             running.left |= running.known < len(running.own)
@@ -910,7 +912,8 @@ class World:
         return max(moved, self._on_their_way())
 
     def _on_their_way(self):
-        """Return the messages that running ranks have not received yet, as `sweep` does."""
+        """Return what running ranks have not received yet, as a value with the same
+        meaning as that of `sweep`."""
         stopped = self.frozen | self.dead
         pieces = [r[1] for r in self.requests] + [a[0] for a in self.answers]
         if set(pieces) - stopped:
@@ -1066,7 +1069,7 @@ def too_many(plan, rng, *, for_good=False):
     code = plan.codings[plan.root].code
     children, missing = plan.coded_children(plan.root), []
     enough = min(code.n - code.stragglers, len(set(code.classes)))
-    # codes with parts are asked about every set
+    # for codes with parts, test every set
     enough = 1 if code.parts > 1 else enough
 
     def suffices():

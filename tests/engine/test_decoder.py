@@ -42,7 +42,7 @@ CUSTOM = [
     np.array([[1, 1, 0], [1, 1, 0], [0, 0, 2], [0, 0, 2], [1, 1, 1], [0, 0, 0]]),
     np.array([[1, 0], [0, 1], [1, 1], [1, -1], [3, 1]]),
 ]
-# Amplifications of 2e10 and 1e10.
+# Codes with amplifications of 2e10 and 1e10.
 ILL_CONDITIONED = [
     f"linear(generator={generator})"
     for generator in (
@@ -197,7 +197,7 @@ def test_the_first_messages_that_suffice(seed):
     ],
 )
 def test_both_decoders_agree_on_every_set_of_first_parts(code):
-    """Both decoders agree on every set, also on decodable ones that would amplify too
+    """Both decoders agree on every set, also on decodable sets that would amplify too
     much.
     """
     refused = 0
@@ -236,7 +236,8 @@ def test_a_set_that_would_lose_all_digits_waits_for_the_next_message():
 
 @pytest.mark.parametrize("text", ILL_CONDITIONED)
 def test_sets_that_numpy_decodes_suffice(text):
-    """If two children send nearly the same, the two decoders round very differently."""
+    """If two children send nearly the same message, the two decoders round very
+    differently."""
     code = codes.named(text, 3, 1, 2)
     decoder = decoder_of(code)
     for missing in range(code.n):
@@ -246,8 +247,9 @@ def test_sets_that_numpy_decodes_suffice(text):
 
 
 def test_few_questions_to_the_code():
-    """The decoder asks once about the arrived messages, and rarely about where they
-    began to suffice. It asks no question twice, and asks no question before enough messages hold each part of the sum.
+    """The decoder computes coefficients once for the arrived messages, and rarely to
+    find where they began to suffice. It computes nothing twice, and nothing before
+    enough messages hold each part of the sum.
     """
     code = codes.adaptive(16, 3)
     decoder = decoder_of(code)

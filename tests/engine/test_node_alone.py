@@ -110,8 +110,8 @@ def test_a_rank_that_failed_alone_continues_in_the_roots_round(tree):
 
 
 def test_a_snapshot_of_a_state_that_others_lack_is_not_handed_on():
-    """Rank 1 keeps a snapshot after the round that failed on it alone, and rank 3 asks
-    for it.
+    """Rank 1 keeps a snapshot after the round that failed on rank 1 alone, and rank 3
+    asks for this snapshot.
     """
     world, _ = failed_alone(TREES["chain"])
     world.recovers = False
@@ -156,7 +156,7 @@ def test_a_failure_in_a_later_round_does_not_end_the_roots_round():
 @example(603301975)
 @given(seeds)
 def test_a_rank_that_fails_alone_never_spoils_a_sum(seed):
-    """Any ranks stop and continue, also the root."""
+    """Any ranks stop and continue, even the root."""
     rng = random.Random(seed)
     plan = random_plan(rng, least=2, most=9)
     world = random_world(plan, ROUNDS, rng, limits=limits("raise"), chained=True)

@@ -460,8 +460,8 @@ def one_round(world, late, seconds):
 )
 def test_a_rank_that_skips_beside_an_approximation(deadline):
     """Two dead ranks leave their parent with an approximation, and the root's code does
-    not tolerate the skipped message, too. Nothing better can come, so the root
-    approximates also where there is no deadline yet.
+    not tolerate the skipped message, too. No better message can come, so the root
+    approximates even if there is no deadline yet.
     """
     plan = make_plan(7, Coded(parents=(-1, 0, 0, 0, 1, 1, 1), stragglers=1))
     world = World(
@@ -484,7 +484,8 @@ def test_a_rank_that_skips_beside_an_approximation(deadline):
 
 
 def test_a_multiple_is_of_the_same_call():
-    """Short rounds between long ones do not shorten the deadline of the long ones."""
+    """Short rounds between long rounds do not shorten the deadline of the long
+    rounds."""
     gradient, scalar = Call((("float32", 8),), 1), Call((("float32", 1),), 2)
     told = Call((("float32", 1),), 3, kind="broadcast")
     step = [(gradient, 1.0), (scalar, 0.01), (scalar, 0.01), (told, 0.0), (told, 0.0)]

@@ -1,4 +1,4 @@
-"""Damaged messages cause an error with a message, and nothing else is lost."""
+"""Damaged messages cause an error that describes them, and nothing else is lost."""
 
 import random
 
@@ -173,8 +173,8 @@ def test_one_round_fails_and_the_others_do_not(kind, damage, inline):
     texts = set()
     for rank in range(4):
         outcomes = [world.ends[rank][round].outcome for round in range(1, ROUNDS + 1)]
-        # a rank with a result of other lengths detects that as it calls, and then tells
-        # the others
+        # a rank with a result of other lengths detects the mismatch when it calls, and
+        # then tells the other ranks
         failed = 1 + (damage is shorter_vector and rank in (2, 3))
         assert outcomes.count(FAILED) == failed, world.describe(rank)
         assert outcomes.count(DONE) == ROUNDS - failed

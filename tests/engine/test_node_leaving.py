@@ -95,8 +95,8 @@ def test_a_rank_that_leaves_before_the_others_is_named():
 
 @pytest.mark.parametrize("failing", [3, 6])
 def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
-    """The log of the rank's parent names the failure, and so does the error of a call
-    that too few ranks make.
+    """The log of the rank's parent names the failure. So does the error of a call for
+    which too few ranks are left.
     """
     plan = make_plan(13, Coded(fanout=3, stragglers=1))
     world = random_world(plan, 5, random.Random(0))
@@ -270,7 +270,7 @@ class Short(simulation.Wire):
 
 @pytest.mark.parametrize("failures", [1, 2, 3])
 def test_too_little_memory_for_leaving(failures, monkeypatch):
-    """A rank with children announces in a later turn that it leaves, and that it is
+    """In a later turn, a rank with children announces that it leaves, and that it is
     gone.
     """
     monkeypatch.setattr(simulation, "Wire", Short)

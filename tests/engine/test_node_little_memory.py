@@ -215,7 +215,8 @@ def test_a_rank_without_memory_for_a_part_of_its_message(decided):
 
 
 def sharing_of_four(rounds):
-    """A world of four ranks that share the work of its first round, and may call it."""
+    """Return a world of four ranks that share the work of the first round, and may call
+    this round."""
     world = sharing_world(
         random.Random(1),
         size=4,
@@ -298,7 +299,7 @@ def test_ranks_short_of_memory_spoil_no_sum(seed):
                 or " (too little memory); " in end.error
             ), (rank, number, end)
         assert world.nodes[rank].next_round() == rounds + 1, world.describe(rank)
-        # or it has continued behind it
+        # or the rank has continued after this round
         assert rounds not in ends or ends[rounds].outcome == DONE
 
 

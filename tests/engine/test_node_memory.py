@@ -51,7 +51,7 @@ def measurable():
 
 
 class Long(Zeros):
-    """A call with a long signature, as of a large pytree."""
+    """A call with a long signature, like that of a large pytree."""
 
     @property
     def signature(self):

@@ -1,4 +1,5 @@
-"""Ranks call different things in one round: all get an error, and none a wrong sum."""
+"""Ranks make different calls in one round: all ranks get an error, and none gets a
+wrong sum."""
 
 import dataclasses
 import random

@@ -211,7 +211,8 @@ def test_small_numbers_are_compared(code, children, stragglers, found, kind):
 
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
 def test_rounding_alone_is_no_mistake(code):
-    """Rounding passes the check, whether it is compared with all numbers of the message or of an earlier round."""
+    """Rounding passes the check, whether the check compares it with the numbers of this
+    message or of an earlier round."""
     plan = make_plan(
         6, Coded(fanout=5, stragglers=2 if "cyclic" in code else 4, code=code)
     )

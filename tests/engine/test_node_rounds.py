@@ -53,7 +53,7 @@ def test_every_sum_is_exact(seed):
 @many
 @given(seeds)
 def test_nothing_waits_for_time_to_pass(seed):
-    """With all ranks present, messages alone let a node continue."""
+    """If all ranks are present, no node waits for anything but messages."""
     rng = random.Random(seed)
     plan = random_plan(rng)
     world = random_world(plan, 4, rng)
@@ -477,7 +477,7 @@ def test_a_slow_parent_is_not_passed_over(calls):
 
 
 def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
-    """The late rank calls one round after the other, and its parent is stopped."""
+    """The late rank calls one round after the other while its parent is stopped."""
     plan = make_plan(9, Coded(parents=[-1, 0, 0, 1, 1, 3, 3, 2, 2]))
     script = [Call((("float32", 16),), seed) for seed in range(61)]
     world = World(plan, script, random.Random(0))

@@ -32,8 +32,8 @@ PIECE = 64  # bytes
 
 
 def sent(plan):
-    """Return how many pieces of its message and its section each rank sends, by kind
-    and rank. All ranks call the round at once.
+    """Return how many pieces of messages and sections each rank sends, by kind and
+    rank. All ranks call the round at once.
     """
     world = World(
         plan,

@@ -203,7 +203,7 @@ class World(simulation.World):
         super().check_end(rank)
         if self.running[rank] or rank in self.dead:
             return
-        # the program does not know yet, and asks for a block
+        # the program does not know yet that the call is over, and asks for a block
         if isinstance(running, Sharing) and not running.over:
             assert self.nodes[rank].take_block() is None
 
@@ -343,8 +343,8 @@ def world(
     **options,
 ):
     """Draw a family of any size, in which some rounds share the work. With
-    ``approximate`` all rounds do, and a part of the batch suffices after a deadline.
-    With ``audited`` all do, each in one call.
+    ``approximate`` all rounds share the work, and a part of the batch suffices after a
+    deadline. With ``audited`` all rounds share the work, each in one call.
     """
     size = size or rng.randint(2, 6)
     if audited is None:
@@ -602,8 +602,8 @@ def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
         run.step()
     most = min(run.plan.placement.replicas, len(workers))
     run.frozen = some(rng, workers, most)
-    # the round waits for a rank that reported itself present when all was computed:
-    # only it has its sums
+    # the round waits for a rank that reported itself present when all blocks were
+    # computed: only this rank has its sums
     chosen = run.frozen & run.said
     run.settle()
     there = set(range(run.plan.size)) - run.frozen
@@ -769,7 +769,8 @@ def test_the_deadline_while_the_sum_is_formed(action, sections):
 
 
 def test_the_deadline_while_what_was_computed_is_fetched():
-    """A rank stops between its offer of the sum after the blocks and the fetch of its message."""
+    """A rank offers its message to the sum that follows the blocks, and stops before
+    the message is fetched."""
     call = Sum((("float32", 40),), 1)
     run = World(
         make_plan(4, Shared(replicas=0, blocks=1)),
@@ -1039,7 +1040,7 @@ def test_blocks_that_a_rank_does_not_hold(block):
 
 
 def test_later_messages_do_not_fail_a_decided_round():
-    """The root's program has not returned yet, and others are done."""
+    """The root's program has not returned yet, and other ranks are done."""
     plan = make_plan(3, Shared(blocks=2))
     script = [Call((("float32", 5),), seed) for seed in range(3)]
     run = GarblingWorld(plan, script, random.Random(0), shared={1, 2, 3})

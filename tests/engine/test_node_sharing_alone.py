@@ -59,8 +59,8 @@ def handed_over():
 
 
 def computed_by_others(world):
-    """Let all ranks compute their blocks; the others' reports are on their way to the
-    root.
+    """Let all ranks compute their blocks; the reports of the other ranks are on their
+    way to the root.
     """
     world.open = 1
     for rank in range(world.plan.size):
@@ -104,8 +104,8 @@ def test_a_rank_in_the_next_round_is_absent():
 
 
 def test_blocks_lost_by_a_snapshot_are_not_summed_as_zero():
-    """All have reported that they are present. The root decides the round of blocks,
-    and they return to it without blocks.
+    """All ranks have reported that they are present. The root decides the round of
+    blocks, and the other ranks return to this round without their blocks.
     """
     world = handed_over()
     computed_by_others(world)
@@ -134,7 +134,8 @@ def test_blocks_lost_by_a_snapshot_are_not_summed_as_zero():
 
 @pytest.mark.parametrize("deadline", [{"deadline_rounds": 3.0}, {}])
 def test_a_rank_that_leaves_with_its_blocks(deadline):
-    """The others continue without them, also where there is no deadline yet."""
+    """The other ranks continue without these blocks, even if there is no deadline
+    yet."""
     plan = make_plan(3, Shared(replicas=1, blocks=1))
     script = [Call((), 0), PartialSum(SEGMENTS, 1)]
     its = limits("approximate")

@@ -204,7 +204,7 @@ def test_a_root_that_is_known_to_be_dead(action):
 
 @pytest.mark.parametrize("action", ["wait", "raise", "approximate"])
 def test_a_root_that_has_left_without_a_rank(action):
-    """The root's process lives, but hears no question any more."""
+    """The root's process lives, but answers no questions any more."""
     world = world_of(make_plan(3, Coded(stragglers=1)), action)
     late = world.plan.tree.children[0][-1]
     world.idle.add(late)
@@ -379,7 +379,7 @@ def stopped_after(first):
 
 @pytest.mark.parametrize("first", [0, 300])
 def test_a_stopped_rank_is_found_out_after_a_long_round(first):
-    """The first round takes long where programs compile."""
+    """The first round takes long, because programs compile."""
     world, below = stopped_after(first)
     until = world.clock + 30
     while world.clock < until and not all(map(world.done, below)):

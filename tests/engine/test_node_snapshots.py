@@ -56,7 +56,7 @@ def test_a_snapshot_brings_a_late_rank_back(late, far, size):
     node = world.nodes[late]
     assert world.ends[late][6].outcome == DESYNCHRONIZED
     assert node.desynchronized()
-    # so do all its calls until it has a snapshot
+    # all its calls end like this until it has a snapshot
     world.submit(late)
     assert world.ends[late][6].outcome == DESYNCHRONIZED
     world.settle()
@@ -106,7 +106,7 @@ def test_while_the_others_continue(seed):
     world.open = rounds
     world.settle()
     for rank in range(plan.size):
-        # all its rounds, or all since its last snapshot
+        # all its rounds, or all rounds since its last snapshot
         first = max(world.restored[rank], default=1)
         for round in range(first, rounds + 1):
             assert world.ends[rank][round].outcome == DONE, world.describe(rank)
@@ -306,9 +306,9 @@ def chain(ranks, far):
 
 
 def test_a_rank_that_has_gone_back_no_longer_has_what_it_announced():
-    """Rank 3 is late and hands a part of a result on to rank 4. Then its program calls, and
-    goes on from a snapshot, past that round. Rank 4 gets the whole result from a rank
-    further up, although that rank is further away.
+    """Rank 3 is late and hands a part of a result on to rank 4. Then its program calls,
+    and continues from a snapshot, past that round. Rank 4 gets the whole result from a
+    rank further up, although that rank is further away.
     """
     history, step = 30, 0.02
     plan = make_plan(
@@ -360,7 +360,7 @@ def test_a_rank_that_has_gone_back_no_longer_has_what_it_announced():
                 world.answers.remove(answer)
                 world.arrive(answer)
             world.advance(rank)
-    # the rest of that result reaches rank 3 only after its program has gone on
+    # the rest of that result reaches rank 3 only after its program has continued
     ask, mine = world._ask, lambda it: it[0] == 3 and it[2:4] == (RESULT, cut)
     held = [it for it in world.requests if mine(it)]
     world.requests = [it for it in world.requests if not mine(it)]
@@ -379,9 +379,10 @@ def test_a_rank_that_has_gone_back_no_longer_has_what_it_announced():
 
 
 def test_a_rank_that_offers_a_round_again_gets_an_answer():
-    """Two ranks of a chain have too little memory for the result of round 3. The upper one goes
-    back to round 5, the lower one to round 3, whose result it gets from the root. In round 5 it
-    offers nothing before its parent has answered.
+    """Two ranks of a chain have too little memory for the result of round 3. The upper
+    rank goes back to round 5. The lower rank goes back to round 3, whose result it gets
+    from the root. In round 5 the lower rank offers nothing before its parent has
+    answered.
     """
     plan = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
     script = [Call((("float64", 8),), seed) for seed in range(8)]

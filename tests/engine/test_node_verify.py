@@ -87,8 +87,9 @@ def below(plan, rank):
 
 
 def shows(plan, call, liar):
-    """Return whether a parent with the messages of all children must detect a wrong message. This follows from the
-    bound of docs/theory.md, with the largest gradient among them.
+    """Return whether a parent with the messages of all children must detect a wrong
+    message. This follows from the bound of docs/theory.md, with the largest gradient
+    that these messages show.
     """
     parent = plan.parents[liar]
     if parent not in plan.checked:
@@ -317,7 +318,7 @@ class Cancelling(Call):
         out = []
         for part in range(plan.parts_above[rank]):
             for g in self.gradients:
-                # only messages have 16 bits: ranks add in 32
+                # only messages have 16 bits: ranks add in 32 bits
                 total = np.zeros(g.shape[1] // slices, np.float32)
                 for example in order:
                     pieces = g[indices[example]].astype(np.float32)

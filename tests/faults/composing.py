@@ -1,5 +1,5 @@
-"""Take steps along the gradient of a function of a sum; a rank falls between the sum
-and its gradient.
+"""Take steps along the gradient of a function of a sum; a rank is killed or stopped
+between the sum and its gradient.
 
 ``composing.py DIRECTORY STRATEGY SIGNAL``: the last rank gets the signal, SIGKILL or
 SIGSTOP, in the middle of step `FAULT`. The program checks every step.

@@ -1,5 +1,5 @@
 """Processes end in different ways with a round in flight, before their parents have
-come to it. ``ending.py DIRECTORY``.
+called it. ``ending.py DIRECTORY``.
 
 Ranks 2 and 3 are below the root, 4 and 5 below rank 1. The root and rank 1 are late,
 and need ranks 1 and 6 only. The processes use freed memory again.
@@ -47,7 +47,7 @@ start = jax.jit(lambda vector: uncounted.coded_allreduce_start(vector, group))
 
 def end(error, *, thread=False, early=False):
     vector = sums.gradient(FAULT)
-    if early:  # and before the engine's end
+    if early:  # runs before the engine's end
         atexit.register(use_memory_again)
     if thread:
         call = threading.Thread(

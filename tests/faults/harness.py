@@ -27,7 +27,7 @@ import jaxcoded
 jax.config.update("jax_enable_x64", True)
 
 EXAMPLES = 12
-LATE = 0.6  # of the job's time limit
+LATE = 0.6  # fraction of the job's time limit
 SLOWNESS = float(
     os.environ.get("JAXCODED_SLOWNESS", "1")
 )  # slowness of the machine, see launch.py

@@ -1,5 +1,5 @@
-"""Ways to leave. ``leaving.py DIRECTORY WAY RANK``: all ranks do `ROUNDS` rounds, and
-RANK leaves in a wrong way.
+"""A rank leaves in a wrong way. ``leaving.py DIRECTORY WAY RANK``: all ranks do
+`ROUNDS` rounds, and then RANK leaves in this WAY.
 """
 
 import gc

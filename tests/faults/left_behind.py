@@ -1,5 +1,5 @@
 """The root leaves without rank 4, which is stopped, and its program ends. Then rank 3
-continues rank 4, which calls. ``left_behind.py DIRECTORY``.
+continues rank 4, which makes a call. ``left_behind.py DIRECTORY``.
 """
 
 import atexit

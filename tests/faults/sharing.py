@@ -6,8 +6,8 @@ of the RANKS has a fault, the WAY:
 - "stopped": in a block, until the others have done `WITHOUT` steps;
 - "killed": in a block;
 - "uncaught": a block raises an exception that ends the program;
-- "closes", "continues": the rank catches it and closes the group, or does the next
-  step;
+- "closes", "continues": the rank catches the exception and closes the group, or does
+  the next step;
 - "exits", "ends": the rank does fewer steps, and exits, or ends and closes the group.
 
 The program checks every step.

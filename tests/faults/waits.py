@@ -1,8 +1,8 @@
 """More ranks are late than a parent tolerates: it waits, names them, and continues.
 
 ``waits.py DIRECTORY``: first ranks 1 and 2 sleep, the root's children. Then ranks 3 and
-4 sleep, the children of rank 1, while the root continues without rank 1. At last rank 1
-stops the root, and continues it after a report that the root does not answer.
+4 sleep, the children of rank 1, while the root continues without rank 1. Finally rank 1
+stops the root, and continues the root after a report that the root does not answer.
 """
 
 import logging

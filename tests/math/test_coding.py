@@ -30,7 +30,8 @@ def test_capacity_equation(capacities, data):
         return sum(min(c, size) for c in capacities)
 
     assert room(Q) == holders * Q
-    # Σ min(c, Q) − h·Q is concave and 0 at 0: if one larger Q does not fit, no larger Q fits
+    # Σ min(c, Q) − h·Q is concave and 0 at 0: as a slightly larger Q does not fit, no
+    # larger Q fits
     assert room(Q * Fraction(1001, 1000)) < holders * Q * Fraction(1001, 1000)
 
 

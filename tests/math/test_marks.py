@@ -217,7 +217,8 @@ def test_cotangents_beyond_float32():
 @bounded
 @given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 10**6))
 def test_the_likeness_of_data(examples, features, seed):
-    """Rounding changes it little. Other data change it, or the checksum of integers."""
+    """Rounding changes the likeness little. Other floats change the likeness, and other
+    integers change the checksum."""
     rng = np.random.default_rng(seed)
     x, labels = (
         rng.normal(size=(examples, features)),

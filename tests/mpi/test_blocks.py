@@ -151,8 +151,8 @@ def test_fewer_examples_than_blocks(comm, group):
 
 
 def test_leaving_the_loop_early(comm):
-    """This rank gets an error. The other ranks' step ends, and their next call reports
-    the error.
+    """The rank that leaves gets an error. The other ranks' step ends, and their next
+    call reports the error.
     """
     if comm.size < 3:
         pytest.skip("nobody else holds the blocks")

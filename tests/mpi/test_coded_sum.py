@@ -37,7 +37,7 @@ every_strategy = pytest.mark.parametrize(
     "strategy", STRATEGIES.values(), ids=STRATEGIES.keys(), indirect=True
 )
 # For derivatives that take long to compile: a sum without a code has the program of a
-# coded one, with other weights, and `test_derivatives_with_codes` has slices.
+# coded sum, with other weights, and `test_derivatives_with_codes` has slices.
 OTHERS = {
     "uncoded": more(Uncoded()),
     "slices": pytest.param(SLICED, marks=[slices, pytest.mark.exhaustive]),
@@ -121,7 +121,7 @@ CODES = {
 }
 # A deeper tree shows nothing new about the other codes, which take long to compile.
 DEEP = ("shared", "repetition", "slices")
-# On 4 ranks `test_second_derivatives` has the programs of these.
+# On 4 ranks `test_second_derivatives` has the programs of these codes.
 KNOWN = ("shared", "repetition", "polynomial", "random")
 
 
@@ -287,7 +287,7 @@ def test_a_function_is_traced_seldom(strategy, monkeypatch):
 @pytest.mark.parametrize("how", [Uncoded(), Shared()])
 def test_memory_of_a_gradient(comm, how):
     """The memory is that of one backward pass over this rank's examples, at the point
-    where intermediate values need most.
+    where intermediate values need most memory.
     """
     rng = np.random.default_rng(0)
     layers = [jnp.asarray(rng.normal(size=(32, 32)) / 6) for _ in range(8)]
@@ -518,7 +518,8 @@ def test_narrow_messages(strategy):
 @pytest.mark.skipif(SIZE != 4, reason="codes of 3 children")
 @pytest.mark.parametrize("code", [more("repetition"), "slices", "adaptive"])
 def test_complex_values_of_few_digits(comm, code):
-    """complex64, beside complex128 in one process, also cut into slices."""
+    """Values and gradients in complex64 match complex128 in one process, also if they
+    are cut into slices."""
     x = (A[:, 0] + 1j * A[:, 1]).astype(np.complex64)
 
     def energy(w, sums):
@@ -626,8 +627,8 @@ def test_cotangents_that_differ(strategy, comm, differs, scale):
     indirect=["strategy"],
 )
 def test_parameters_that_differ_by_a_share(strategy, comm, share):
-    """One of eight steps finds the difference. Ranks whose parameters differ only in
-    rounding get no error.
+    """At least one of eight steps detects the difference. Ranks whose parameters differ
+    only in rounding get no error.
     """
     batch = strategy.batch(A)
     total = jax.jit(coded_sum(values, strategy))
@@ -646,8 +647,8 @@ def test_parameters_that_differ_by_a_share(strategy, comm, share):
 @pytest.mark.ranks(4)
 @every_strategy
 def test_a_branch_that_one_rank_does_not_take(strategy, comm):
-    """The next call of another kind raises an error on every rank that names both calls. Ranks that do not wait for a
-    late rank get the error one round later.
+    """The next call of another kind raises an error on every rank, which names both
+    calls. Ranks that do not wait for a late rank get the error one round later.
     """
     batch, odd = strategy.batch(A), comm.rank == comm.size - 1
     total = coded_sum(values, strategy)
@@ -973,7 +974,8 @@ def test_functions_that_are_equal(strategy):
 
 @pytest.mark.parametrize("strategy", [Shared()], ids=repr, indirect=True)
 def test_calls_with_and_without_a_token(strategy):
-    """Nothing orders calls with a token relative to calls without, so ranks would wait for each other."""
+    """Nothing orders calls with a token relative to calls without a token, so ranks
+    would wait for each other."""
     batch = strategy.batch(np.ones(BATCH))
     total = coded_sum(lambda w, x: w * x, strategy)
 

@@ -571,7 +571,7 @@ def test_two_threads_in_one_group(comm, group, transport, culprit, second):
     heard = []
 
     def refused(call):
-        # the round in which it happened on the others, and one more round
+        # the round in which two threads called on one rank, and one more round
         for _ in range(2):
             try:
                 call()
@@ -800,7 +800,8 @@ def test_a_snapshot_holds_up_no_other_thread(comm, transport):
 
 @several
 def test_an_interrupt_while_a_rank_waits(comm, transport):
-    """Control-C takes effect once the round is over, which continues on all ranks."""
+    """The round continues on all ranks. Control-C takes effect once the round is
+    over."""
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:

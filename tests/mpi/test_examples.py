@@ -23,7 +23,7 @@ pytestmark = pytest.mark.ranks(4)
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
 DIGITS = 1500  # training examples
 # Libraries are expensive to load, and one rank suffices to test that the example works
-# with them; orbax needs several.
+# with them; orbax needs several ranks.
 with_libraries = pytest.mark.exhaustive if SIZE > 1 else lambda test: test
 
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels

@@ -224,7 +224,7 @@ def test_integers_that_add_up(comm, transport):
 
 @pytest.mark.parametrize("bucket", [None, 1])
 def test_leaves_of_started_rounds(comm, transport, bucket):
-    """A started round sums what a called one sums."""
+    """A started round sums the same values as a round that is called."""
     mine = {
         "i": np.array([comm.rank - 5, 7], np.int16),
         "bool": np.array(True),

@@ -80,8 +80,8 @@ def means(group, own, odd):
 
 
 def batch_sizes(group, own, odd):
-    """Use weights of another batch size, which were right or wrong depending on the
-    late ranks.
+    """Use weights of another batch size. Unnoticed, they would give a right or a wrong
+    sum, depending on the late ranks.
     """
     part = group.batch(len(VECTOR) - odd)
     step = jaxcoded.coded_value_and_grad(lambda w, v: v @ w, group)
@@ -481,7 +481,8 @@ def test_mean_must_be_one_number(group):
 
 @once
 def test_many_divisors(comm, transport):
-    """Outside ``jit`` each compiles a program, also if the group's ranks agree."""
+    """Outside ``jit`` each divisor compiles a program, also if the group's ranks
+    agree."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
         divide = lambda by: coded_allreduce(np.ones(2), group, divisor=by)
         mean = jax.jit(divide)

@@ -34,7 +34,7 @@ def losses(w, x):
 
 
 def gradient(group, batch):
-    """The sum of the batch's examples."""
+    """Return the sum of the batch's examples."""
     step = jaxcoded.coded_value_and_grad(losses, group, mean=False)
     return finish(step(np.zeros(5), batch)[1])
 

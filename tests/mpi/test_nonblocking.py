@@ -84,7 +84,7 @@ class Calls:
 @pytest.mark.parametrize("turned", [False, True])
 def test_many_at_a_time(comm, group, own, form, turned):
     """Rounds of all sizes are done in the order of their starts or in reverse, with a
-    call that waits between.
+    waiting call in between.
     """
     tree = jax.tree.map(jnp.asarray, contribution(group, TREE))
 
@@ -551,8 +551,8 @@ def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
                 assert_sum(group, total, VECTOR)
     wait_for_all(comm)
     jaxcoded.effects_barrier()
-    # once more in step, however late a rank got the error: all five may have been
-    # decided before the odd rank called
+    # ranks are in step again, however late a rank got the error: all five rounds may
+    # have been decided before the odd rank called
     for number in range(5, 7):
         try:
             total = np.asarray(coded_allreduce(own, group))

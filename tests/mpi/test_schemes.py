@@ -110,7 +110,7 @@ def test_exact(comm, transport, code):
 @pytest.mark.above_the_transport
 @exact_codes
 def test_training_step(comm, transport, code):
-    """Parts are sent ahead of each other if the transport can."""
+    """If the transport can, it sends each part as soon as the part is ready."""
     with open_group(comm, transport, code, EXACT) as group:
         x = np.random.default_rng(0).normal(size=(23, 4))
         params = {"w": np.ones(4), "b": np.float32(0.5)}
@@ -210,7 +210,8 @@ def residual_by_hand(plan, mask):
 @engine_only
 @pytest.mark.skipif(SIZE not in FANOUT, reason="no such plan for so few ranks")
 def test_what_a_slow_rank_has_finished_counts(comm, transport):
-    """A child is still at its second part when all other ranks end the round, which needs its first part."""
+    """A child still computes its second part when all other ranks end the round. The
+    round needs the child's first part."""
     talk = comm.Dup()
     others = [rank for rank in range(comm.size) if rank != 1]
     with jaxcoded.CodedGroup(

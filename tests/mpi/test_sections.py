@@ -90,7 +90,7 @@ def makers(group):
 
 
 def formed(group):
-    """Return the bytes of sums that this rank has formed for all."""
+    """Return the bytes of sums that this rank has formed for all ranks."""
     return group.statistics()["formed_bytes"]
 
 
@@ -113,8 +113,8 @@ def test_the_same_bits_everywhere(comm, family, donated):
         -(-leaf[0].size // each) * each * leaf.itemsize for leaf in gradients.values()
     )
     by_rank, by_all = [0] * SIZE, []
-    # The last rank may form nothing, and neither does a root whose children form the
-    # whole sum from their own copies. On a loaded machine a section may be formed
+    # The last rank may form nothing. A root whose children form the whole sum from
+    # their own copies forms nothing either. On a loaded machine a section may be formed
     # twice, if its maker sleeps for a while.
     others = makers(family)
     for _ in range(MOST):
@@ -150,7 +150,7 @@ def test_the_bits_of_a_sum_by_the_root(comm, code, dtype):
 
 
 def test_other_lengths_in_turns(comm, family):
-    """Lengths alternate, and some are too short for sections; the arrays are NumPy's,
+    """Lengths alternate, and some are too short for sections. NumPy arrays are summed,
     also in place.
     """
     for numbers in [1, 2_049, 5, NUMBERS, 16_384]:
@@ -253,7 +253,8 @@ def test_other_threads_get_their_turn(comm):
                     here = re.findall(
                         r"here before (\d+)", group._session.transport.status()
                     )
-                    seen.add(tuple(here))  # no state before and after the round
+                    # states before and after the round do not count
+                    seen.add(tuple(here))
 
             looking = threading.Thread(target=look)
             looking.start()

@@ -554,7 +554,8 @@ def test_one_does_not_share(comm, work, calls, odd):
 
 @several
 def test_a_mismatch_outside_jit(comm, work, calls):
-    """Outside jit no rank's next call follows a mistake of its own."""
+    """Outside jit a rank that makes a wrong call gets the error, like all other
+    ranks."""
     part = work.batch(BATCH)
     params, batch = problem(BATCH)
     step = jaxcoded.coded_value_and_grad(loss, work, mean=False)

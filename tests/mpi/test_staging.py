@@ -680,8 +680,9 @@ def assert_said(comm, texts, who, words):
 
 def refusals():
     """Return cases: the function, the number of calls before its failure, and the rank.
-    Memory is registered once. Later calls of other functions may not happen, and are exhaustive cases, as is either the
-    root or the leaf.
+    Memory is registered once. Failures of later calls are exhaustive cases, since these
+    calls may not happen. For each function, either the root or the leaf is also an
+    exhaustive case.
     """
     for function, after, rank in itertools.product(REFUSED, [1, 3], {0, SIZE - 1}):
         if function == "cuMemHostRegister_v2" and after > 1:
@@ -725,7 +726,7 @@ def test_a_failure_of_the_driver_fails_the_round(
 
 @not_alone
 def test_memory_that_the_driver_registers_at_the_second_try(comm, gpu, stream):
-    """In between, the engine has given back what it did not use."""
+    """Between the tries, the engine has given back unused memory."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=LOST)) as group:
         tree = gradients(4 * CHUNK)
         gpu.fail("cuMemHostRegister_v2")

@@ -310,8 +310,8 @@ def test_replan_misuse(comm, transport):
 
 @several
 def test_replan_meets_another_call(comm, fresh):
-    """A replan that meets another call fails on all ranks, and the group does not
-    change.
+    """If one rank replans while the other ranks make another call, all ranks get an
+    error, and the group does not change.
     """
     mine = RANK == SIZE - 1
     with pytest.raises(

@@ -1,6 +1,7 @@
 """Derivatives of sums that a token orders, on any number of devices of each rank.
 
-The model is L(θ) = φ(b), b = Σ_j cos(a + x_j θ), a = Σ_j sin(x_j θ): a sum that depends on another one."""
+The model is L(θ) = φ(b), b = Σ_j cos(a + x_j θ), a = Σ_j sin(x_j θ): a sum that depends
+on another sum."""
 
 import re
 import time

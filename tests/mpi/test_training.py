@@ -196,8 +196,8 @@ def test_a_reduced_gradient_is_not_reduced_again(group, around, mean):
 
 
 def erased_contribution(group, seed):
-    """Return this rank's contribution to ``Σ_j j`` over the examples: nonsense if it is
-    left out.
+    """Return this rank's contribution to ``Σ_j j`` over the examples: nonsense if this
+    rank is left out.
     """
     erasures = random_erasures(group.plan, np.random.default_rng(seed))
     part = group.batch(10)

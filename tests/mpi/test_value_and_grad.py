@@ -344,7 +344,8 @@ def test_a_mean_with_changed_weights(comm, group, transport, compiled, odd):
         out = jax.device_get(
             finish(step(params, jaxcoded.Batch(batch_here, part.indices, wrong)))
         )
-    except (JaxRuntimeError, ValueError) as error:  # the latter with tokens
+    # with tokens JAX raises a ValueError
+    except (JaxRuntimeError, ValueError) as error:
         jaxcoded.effects_barrier()
         text = str(error)
         assert "InconsistentMessages: round " in text

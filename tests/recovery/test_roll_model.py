@@ -21,9 +21,9 @@ from jaxcoded.group.membership.messages import Kill, Stay
 
 SECONDS = 2.0  # simulated seconds that callers of the roll wait
 SLOWEST = 0.1  # most seconds of a message, or between two polls of a rank
-SEEN = 10 * SLOWEST  # until others know that a rank has come
-ENDS = 60.0  # after which ranks need not come again, if all of them live
-LATEST = 400.0  # by when all live ranks have met, even if they come late every time
+SEEN = 10 * SLOWEST  # seconds until other ranks know that a rank has come
+ENDS = 60.0  # seconds after which ranks need not come again, if all of them live
+LATEST = 400.0  # seconds within which all live ranks have met, even if they come late every time
 PAUSE = 10e-3
 
 

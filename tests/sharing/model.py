@@ -200,8 +200,8 @@ class Model:
     """The model of a family.
 
     Attributes:
-        holders: the ranks that hold each block's data; rank 0 is the root. Block ``b`` is
-            rank ``b % ranks``'s own, if that holds it.
+        holders: the ranks that hold each block's data; rank 0 is the root. Block ``b``
+            belongs to rank ``b % ranks``, if that rank holds it.
         ranks: number of ranks.
         pieces: number of pieces of a vector.
         lends: whether programs lend their vectors while they wait, or hand them over at
@@ -234,7 +234,7 @@ class Model:
         Args:
             recalls, stops, deaths, suspicions: how many may come.
             expected: ranks that the parent expects to begin with their own blocks;
-                ``None``: all have called, and begun with none.
+                ``None``: all ranks have called, and have begun with no block.
             asks: ranks that know that they must ask first.
         """
         n = self.ranks

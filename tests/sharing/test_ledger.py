@@ -40,7 +40,8 @@ def test_no_rank_is_late():
     step = run.run()
     assert run.orders == dict.fromkeys(run.orders, 0)
     assert run.computed == WORKERS * BLOCKS
-    assert run.told == WORKERS * 5  # as it calls, and with 7, 3, 1 and no blocks left
+    # a member reports when it calls, and when 7, 3, 1 and no blocks are left
+    assert run.told == WORKERS * 5
     messages = 1 + WORKERS  # done, and each vector fetched
     assert step == pytest.approx(BLOCK * BLOCKS + messages * steady())
 

@@ -1,4 +1,4 @@
-"""The number of bytes from which on sections are faster."""
+"""Find the number of bytes from which on sums in sections are faster."""
 
 import dataclasses
 

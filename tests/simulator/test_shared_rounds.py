@@ -178,7 +178,8 @@ def test_stopped_rank_catches_up():
     )
     assert out.seconds.max() < BATCH / 12 + 0.07
     assert 2 <= out.skipped[4] <= 5 and out.skipped.sum() == out.skipped[4]
-    # in one round it was given up, and in one it came after all was computed
+    # in one round the rank was given up, and in another round it came after all blocks
+    # were computed
     assert out.used[4] + out.skipped[4] == 18
     assert out.used[5] == 20
 

@@ -222,8 +222,8 @@ def test_near_rounds_played_piece_by_piece(n, s, payload, both_ways):
 
 
 def test_time_of_the_busiest_port():
-    """With equal ports and few ranks, the time is that of its traffic, the pieces at
-    both ends, and latencies.
+    """With equal ports and few ranks, a sum takes the time of the busiest port's
+    traffic, of the pieces at both ends, and of latencies.
     """
     network = dataclasses.replace(CABLE, **FREE)
     piece = 60 * 1024.0
@@ -321,7 +321,8 @@ def test_a_rank_that_comes_soon_also_forms_a_section():
         else:
             fetching = here[12] - up.last[0]
             assert fetching == pytest.approx(payload / CABLE.bandwidth, rel=0.02)
-            # meanwhile the root has less to spare for the next round
+            # while it sends to the late rank, the root's port has less time for the
+            # next round
             called[:] = here
             again = job.up(called, called).last[0]
             fresh = Sections(star(12, 1), CABLE, payload).up(called, called).last[0]
