@@ -6,8 +6,8 @@ The benchmark computes two jitted gradients of a small network on one batch. The
 is the gradient of the mean loss, by `coded_value_and_grad` (one round). The second is
 the gradient of a function of the losses' `coded_sum` (two rounds). Every repetition
 times both in turn, without late ranks and with one rank that sleeps before each call.
-Times are those of rank 0, as rounds may end without the others. The benchmark prints
-medians, and the medians of the ratios within a repetition.
+Times are those of rank 0, as rounds may end without the other ranks. The benchmark
+prints medians, and the medians of the ratios within a repetition.
 
 It also prints the temporary memory that XLA plans on the last rank for the gradients of a network of 8 more layers, and
 for the gradient of one process with the same examples.

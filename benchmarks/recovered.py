@@ -5,13 +5,16 @@
     .venv/bin/jaxcoded run -n 13 --ft benchmarks/recovered.py --fault stuck
     .venv/bin/jaxcoded run -n 4 --ft benchmarks/recovered.py --fault replaced --deaths 9
 
-Repeatedly a rank becomes faulty between two of its steps, while the others begin the next step. The last rank is
-killed, or sleeps for ever ("stuck"): the others do 20 more steps, and then call `recovered`, which puts out the stuck
-rank after its `timeout`. Or the root is killed: the step fails on all other ranks, which call `recovered` at once. Or a
-new rank replaces the killed last rank ("replaced": `extended`). Then the root broadcasts its state, and all ranks take
-a step with the new group, which compiles the step. The benchmark prints medians of the slowest rank: a usual step, the
-longest step after the fault (or the failing step), `recovered` (beyond its `timeout` if it puts out a rank),
-`extended`, `tree_bcast`, and the first step after `tree_bcast`.
+Repeatedly a rank becomes faulty between two of its steps, while the other ranks begin
+the next step. The last rank is killed, or sleeps for ever ("stuck"): the other ranks do
+20 more steps, and then call `recovered`, which puts out the stuck rank after its
+`timeout`. Or the root is killed: the step fails on all other ranks, which call
+`recovered` at once. Or a new rank replaces the killed last rank ("replaced":
+`extended`). Then the root broadcasts its state, and all ranks take a step with the new
+group, which compiles the step. The benchmark prints medians of the slowest rank: a
+usual step, the longest step after the fault (or the failing step), `recovered` (beyond
+its `timeout` if it puts out a rank), `extended`, `tree_bcast`, and the first step after
+`tree_bcast`.
 """
 
 import argparse

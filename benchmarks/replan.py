@@ -2,10 +2,11 @@
 
     scripts/mpirun -n 7 .venv/bin/python -m mpi4py benchmarks/replan.py
 
-Two of the ranks always take three times as long for an example as the others, while the code tolerates one (s = 1). An
-example is a sleep, so waiting ranks take no core from others. The first half of the rounds has equal loads; then the
-group is replanned with the speeds measured by its telemetry. Times are from one result to the next on the root. The
-benchmark checks every sum.
+Two of the ranks always take three times as long for an example as the other ranks,
+while the code tolerates one (s = 1). An example is a sleep, so waiting ranks take no
+core from other ranks. The first half of the rounds has equal loads; then the group is
+replanned with the speeds measured by its telemetry. Times are from one result to the
+next on the root. The benchmark checks every sum.
 """
 
 import argparse

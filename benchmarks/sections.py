@@ -6,8 +6,9 @@
 All ranks are the root's children, unless ``--fanout`` sets the number of children per parent; ``--by-host`` adds trees
 that follow hosts. Jitted all-reduces of float32 vectors, ordered by a token and donated, take turns once their inputs
 are ready; a root without data contributes zeros. Times are those of the slowest rank. With one late worker, which calls
-when the others are done, times are those of the slowest other rank. Ratios are medians of the ratios within a
-repetition. The traffic is what the busiest rank fetches, in lengths of the vector.
+when the other ranks are done, times are those of the slowest other rank. Ratios are
+medians of the ratios within a repetition. The traffic is what the busiest rank fetches,
+in lengths of the vector.
 """
 
 import argparse

@@ -2,15 +2,18 @@
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/sharing.py
 
-Rank 0 is the root and has no data, all others are workers. Work is a sleep: in every
-step a model draws how slow each worker is, and a worker takes the corresponding part of its step time for a block. All
-schemes get the same draws and take turns, some steps at a time. No barrier separates the steps of a turn; the time of a
-step is from sum to sum on the root. The benchmark compares it with the *ideal*: all work of that step, divided among
-the workers so that all finish together. It prints a table for each model and stores it.
+Rank 0 is the root and has no data, all other ranks are workers. Work is a sleep: in
+every step a model draws how slow each worker is, and a worker takes the corresponding
+part of its step time for a block. All schemes get the same draws and take turns, some
+steps at a time. No barrier separates the steps of a turn; the time of a step is from
+sum to sum on the root. The benchmark compares it with the *ideal*: all work of that
+step, divided among the workers so that all finish together. It prints a table for each
+model and stores it.
 
 With ``--stopped`` the last worker is stopped in the middle of a step, as if its host
-hung, until the others have had time for eight more steps: how long do these steps take? With ``--killed`` the last
-worker is killed instead, in a job with Open MPI's fault tolerance and a single scheme:
+hung, until the other workers have had time for eight more steps: how long do these
+steps take? With ``--killed`` the last worker is killed instead, in a job with Open
+MPI's fault tolerance and a single scheme:
 
     scripts/mpirun -n 13 --with-ft ulfm .venv/bin/python -m mpi4py benchmarks/sharing.py --killed
 

@@ -5,7 +5,7 @@
 Rank 0 is the root and has no data. Work is a sleep, and every worker is slower by an
 exponential delay in each step. The benchmark prints means over workers and steps: the
 time of a step, and the waits between two blocks in it, for the worker's own blocks and
-for blocks of others. The wait after a worker's last block does not count.
+for blocks of other workers. The wait after a worker's last block does not count.
 """
 
 import argparse
@@ -21,7 +21,8 @@ comm = MPI.COMM_WORLD
 
 
 def step(group, work):
-    """Return the seconds of a step, and of the waits for own and for others' blocks."""
+    """Return the seconds of a step, and of the waits for own and for other ranks'
+    blocks."""
     placement = group.plan.placement
     own, waits = set(placement.owned(group.rank)), [0.0, 0.0]
     begun = time.perf_counter()

@@ -215,7 +215,7 @@ class Shares:
 
 def latency(comm, times=100):
     """Return the seconds of a small message between the first and the last rank; the
-    others sleep.
+    other ranks sleep.
     """
     from jaxcoded.tools.planner.measuring import answer_pings, end_pings, ping
     from jaxcoded.transport.agreement import wait

@@ -1,4 +1,5 @@
-"""What does a late rank cost the others, and what does the engine cost while it waits?
+"""What does a late rank cost the other ranks, and what does the engine cost while it
+waits?
 
     scripts/mpirun -n 13 .venv/bin/python -m mpi4py benchmarks/stragglers.py
 
@@ -58,8 +59,8 @@ def median_of_others(seconds, late):
 
 
 def lateness(group, size, late, repetitions, count):
-    """Return the others' median round time with and without a late rank, and the median
-    of the ratios.
+    """Return the other ranks' median round time with and without a late rank, and the
+    median of the ratios.
     """
     rounds = Rounds(group, size)
     timed(rounds, 10)
@@ -132,8 +133,8 @@ def growth(group, size, count):
 
 
 def idle(group, seconds):
-    """Return the fraction of a core that all ranks together use while rank 0 is late and all others wait, and while all
-    ranks sleep.
+    """Return the fraction of a core that all ranks together use while rank 0 is late
+    and all other ranks wait, and while all ranks sleep.
     """
     rounds = Rounds(group, 1_000)
     rounds()

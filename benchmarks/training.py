@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/training.py --ranks 85 --fanout 4 --stragglers 1
     .venv/bin/python benchmarks/training.py --hosts 13 --rate 200mbit
 
-The benchmark starts its ranks itself. Rank 0 is the root, without data; all others are
-workers. Each scheme gets the same time under each straggler model of
+The benchmark starts its ranks itself. Rank 0 is the root, without data; all other ranks
+are workers. Each scheme gets the same time under each straggler model of
 `jaxcoded.tools.simulator.stragglers`. It runs whole rounds, timed from result to
 result, without a barrier.
 
@@ -13,8 +13,8 @@ result, without a barrier.
 thread). The time for it is modelled, since all ranks share a few cores, as
 ``seconds of an example · examples · factor + seconds``. The straggler model gives ``factor`` and ``seconds``. After the
 real computation the rank sleeps for the rest. So a code with twice as many examples per rank pays twice the time, and
-waiting ranks take no core from others. A rank that is behind skips its gradient. SIGSTOP and SIGKILL are real, and so
-is the time of communication.
+waiting ranks take no core from other ranks. A rank that is behind skips its gradient.
+SIGSTOP and SIGKILL are real, and so is the time of communication.
 
 The benchmark compares every round's sum with the gradient over all examples. It prints
 a table and a verdict, and stores them with pictures.

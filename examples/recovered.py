@@ -6,7 +6,7 @@
 The loss equals that of a run without deaths. All ranks call `recovered` after the same
 steps, and after a failed step. Then they repeat the failed step: the live ranks use the
 same batch, and get the same sum. With --replace new ranks replace the dead ranks. New
-ranks run this program from its beginning, and get the state from the others.
+ranks run this program from its beginning, and get the state from the other ranks.
 """
 
 import argparse

@@ -6,10 +6,11 @@ test-all` compiles as users do.
 
 Processes share JAX's persistent compilation cache in a folder of the session. Ranks
 reach the same program at the same time and take turns: the first one compiles, and the
-others wait for it. Data of a single process, such as the address of a communicator, is
-a part of the program. JAX does not store programs with callbacks, so no process gets
-such a program from another. A turn ends with the compilation, stored or not. If a rank
-kept its turn into a collective, it would wait there for ranks that wait for their turn.
+other ranks wait for it. Data of a single process, such as the address of a
+communicator, is a part of the program. JAX does not store programs with callbacks, so
+no process gets such a program from another. A turn ends with the compilation, stored or
+not. If a rank kept its turn into a collective, it would wait there for ranks that wait
+for their turn.
 """
 
 import fcntl

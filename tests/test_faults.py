@@ -574,7 +574,7 @@ def test_a_rank_leaves_a_group_with_shared_work(tmp_path, way):
     [("closes", "rank 0 closed the group"), more("uncaught", "rank 0 failed: Jax")],
 )
 def test_a_root_leaves_a_group_with_shared_work(tmp_path, way, words):
-    """The others end their step without the root, and get an error in the next."""
+    """The other ranks end their step without the root, and get an error in the next."""
     job = run(tmp_path, 4, "sharing.py", way, "200", "0", python=BARE)
     assert job.status not in (0, 124)
     assert words in job.stderr, job.stderr[-8000:]
@@ -599,7 +599,7 @@ def test_a_group_that_is_never_closed(tmp_path, way):
 
 
 def test_processes_that_end_with_a_round_in_flight(tmp_path):
-    # others read their memory completely, or do not use it
+    # other ranks read their memory completely, or do not use it
     job = run(tmp_path, 7, "ending.py", python=BARE)
     assert job.status not in (0, 124)
     assert "injected into rank 3" in job.stderr
@@ -873,7 +873,7 @@ def test_live_ranks_continue_without_the_root(
         if way != "behind" or failed_at[2] < failed_at[1]:
             break
     # a rank that must die with the root may lack its last result, and dies after the
-    # others have continued
+    # other ranks have continued
     also = [6] if victims == ["0,3"] and 6 in job.of_all("compiled") else []
     trained(
         job,
@@ -1093,7 +1093,7 @@ def test_a_job_that_lacks_ranks_ends_with_an_error_for_a_restart(tmp_path):
     start = as_readme_does(4, SMALL_LIMIT)
     job = run(tmp_path, 4, "restarting.py", "2", "whole", start=start)
     assert job.status != 0 and not job.reports
-    # The first of the three ends the job, perhaps before the others have reported.
+    # The first of the three ends the job, perhaps before the other ranks have reported.
     assert "RuntimeError: 3 of 4 ranks are left" in job.stderr
     job = run(tmp_path, 4, "restarting.py", "-1", "whole", start=start)
     assert job.status == 0, job.stderr[-8000:]
@@ -1379,7 +1379,8 @@ def test_a_root_that_wakes_when_others_have_missed_its_round(tmp_path, fault_tol
     job = recover(tmp_path, fault_tolerant, "wakes", "0:wakes")
     trained(job, set(), 7)
     for rank in range(1, 7):
-        # rank 0 wakes as soon as one rank has missed it, and may tell the others itself
+        # rank 0 wakes as soon as one rank has missed it, and may tell the other ranks
+        # itself
         assert "was not decided within" in job.reports[rank]["said"][0]
 
 

@@ -449,7 +449,8 @@ def test_a_replay_that_is_off(stretched, warned, ranked, tmp_path, capsys):
 
 
 def test_other_plans_where_a_rank_is_unknown(tmp_path, capsys):
-    """Other plans are not ranked as if the unknown rank were as fast as the others."""
+    """Other plans are not ranked as if the unknown rank were as fast as the other
+    ranks."""
     missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 0.2]).save(
         path := tmp_path / "0.npz"
     )

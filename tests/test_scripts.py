@@ -47,8 +47,8 @@ def test_demo(ranks, tmp_path):
         assert run["final_loss"] < 2.0  # an untrained network has log 10 = 2.3
         assert f"{run['final_loss']:.5f}" in job.stdout
     assert 0 < summary["between_runs"] < 1e-4
-    # without a code every step waits for all gradients; with a code the slow worker skips its gradient, or others
-    # compute it
+    # without a code every step waits for all gradients; with a code the slow worker
+    # skips its gradient, or other workers compute it
     uncoded, coded, shared = (run["slow_worker_examples"] for run in runs[::2])
     assert uncoded == STEPS * summary["examples_uncoded"]
     assert coded < STEPS * summary["examples_coded"]
@@ -257,7 +257,8 @@ def test_sections_benchmark(tmp_path):
     moved = {
         row["collective"]: row["traffic"] for row in rows if row["late"] == "False"
     }
-    # at the root: two messages of three; a third of them, and the sections of others
+    # at the root: two messages of three; a third of them, and the sections of other
+    # ranks
     assert float(moved["by the root"]) == pytest.approx(2, abs=0.01)
     assert float(moved["in sections"]) < 1.6
 

@@ -49,7 +49,7 @@ EXACT = 1e-9  # largest residual of an exact sum
 TRIES = 20
 SLOWNESS = float(os.environ.get("JAXCODED_SLOWNESS", "1"))
 PATIENCE = 60 * SLOWNESS  # seconds in which all live ranks must come
-# seconds in which ranks must come if the group puts out the others
+# seconds in which ranks must come if the group puts out the other ranks
 COMES = 10 * SLOWNESS
 ANNOUNCES = SLOWNESS  # seconds in which a rank announces its message
 
@@ -379,7 +379,7 @@ class Player:
             self._check(0.0)
         if not phase.root_dies and any(fault.kind == "error" for fault in phase.faults):
             # A late rank may not know yet that its calls do not match. It would wait
-            # alone for the others' next call.
+            # alone for the other ranks' next call.
             self._agree()
         return True
 
@@ -473,7 +473,7 @@ class Player:
         skip = False
         if phase.errs(step) and step not in self._met:
             self._met.add(step)
-            self._group.comm.Barrier()  # no rank is late, so the others notice soon
+            self._group.comm.Barrier()  # no rank is late, so all notice soon
         for fault in phase.of(self._rank, step):
             skip |= fault.kind == "skip"
             if (phase, fault) in self._befallen:

@@ -50,16 +50,17 @@ class Fault:
         kind: what happens to the rank. "sleep": it sleeps. "stop": it gets SIGSTOP, and
             SIGCONT later. "kill": it gets SIGKILL. "offer": it gets SIGKILL after it has announced a message that its
             sleeping parent has not fetched. "loop": its program loops for ever. "lock": its program loops for ever with
-            Python's lock. "exit": it leaves the program, and is killed while it waits for the others. "leave": it
-            leaves in order after SIGTERM. "cut": the cable of its host is cut for a while. "skip": it has nothing to
-            contribute. "error": its program catches the error of wrong arguments. "flip": a bit of its contribution is
-            flipped, which the others detect.
+            Python's lock. "exit": it leaves the program, and is killed while it waits
+            for the other ranks. "leave": it leaves in order after SIGTERM. "cut": the
+            cable of its host is cut for a while. "skip": it has nothing to contribute.
+            "error": its program catches the error of wrong arguments. "flip": a bit of
+            its contribution is flipped, which the other ranks detect.
         rank: the rank's number in the schedule, which counts the ranks at the beginning, and then ranks that join.
         step: the step in which it happens, from 1 in each phase. The step after the
             last is `recovered`, and the next one `extended` or `joining`.
         delay: seconds after the beginning of the step.
         seconds: how long it lasts, or until the rank is killed; infinite: until the
-            others put it out.
+            other ranks put it out.
     """
 
     kind: str
@@ -110,7 +111,7 @@ class Phase:
 
     @functools.cached_property
     def dead(self) -> tuple[int, ...]:
-        """Return the ranks that die in this phase before others join."""
+        """Return the ranks that die in this phase before other ranks join."""
         return tuple(
             sorted(
                 fault.rank
@@ -495,7 +496,7 @@ def _phase(
             min(steps, together + rng.randint(0, 1)) if fails else rng.randint(2, steps)
         )
         if (root_dies or not fails) and kind == "kill" and rng.random() < 0.2:
-            step = steps + 1  # while the others recover
+            step = steps + 1  # while the other ranks recover
         if kind == "leave":
             faults.append(Fault(kind, living[rank], step, _delay(rng)))
         elif kind == "kill":
@@ -525,7 +526,7 @@ def _phase(
     if of.way in SKIPPING and rng.random() < 0.5:
         faults += _skips(rng, plan, living, dead, doomed, steps)
     if of.way == "host" and mood == "calm" and of.exact and steps > LAST_ERROR + 1:
-        # the others must know before they call anything but a step
+        # the other ranks must know before they call anything but a step
         rank, step = rng.randrange(1, plan.size), rng.randint(2, steps - LAST_ERROR)
         if not any(
             fault.rank == living[rank] and fault.step <= step for fault in faults

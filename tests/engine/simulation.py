@@ -298,7 +298,7 @@ class World:
         begins_with: the number of a rank's vectors that are ready as it calls, by
             ``(rank, round)``.
         open: the last round that ranks may call.
-        frozen: stopped processes. Others can still read their memory.
+        frozen: stopped processes. Other ranks can still read their memory.
         idle: ranks that do not call, but whose engine runs.
         started: ranks whose calls wait in a queue, so that the next one begins in the turn in which the last one
             ended.
@@ -480,8 +480,8 @@ class World:
             self._check_message(source, round, piece, data)
 
     def _offering(self, rank):
-        """Return the call whose vectors others may read, even after its process has
-        died.
+        """Return the call whose vectors other ranks may read, even after its process
+        has died.
         """
         return self.running[rank] or self.left_behind[rank]
 

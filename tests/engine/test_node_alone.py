@@ -33,8 +33,8 @@ def outcomes(world, rank):
 
 
 def failed_alone(parents, **options):
-    """Stop the root in round 2, with the needed messages in its mailbox. All others
-    fail that round and call the next one.
+    """Stop the root in round 2, with the needed messages in its mailbox. All other
+    ranks fail that round and call the next one.
     """
     plan = make_plan(len(parents), Coded(parents=parents, stragglers=0, code="uncoded"))
     world = World(

@@ -206,7 +206,7 @@ def stop_and_go(world, rng, rounds=ROUNDS):
         )
         for _ in range(rng.randint(0, 100)):
             world.step()
-        if not fine and rng.random() < 0.5:  # others stop in the middle
+        if not fine and rng.random() < 0.5:  # other ranks stop in the middle
             world.frozen = set(rng.sample(others, rng.randint(0, len(others))))
         world.settle()
         assert root.next_round() > before, world.describe(plan.root)

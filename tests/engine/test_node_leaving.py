@@ -204,7 +204,7 @@ def test_too_many_leave(seed):
     early = [plan.root] if rng.random() < 0.3 else too_many(plan, rng, for_good=True)
     rounds = world.open = rng.randint(0, 3)
     world.settle()
-    if rng.random() < 0.3:  # in the middle of a round of the others
+    if rng.random() < 0.3:  # in the middle of a round of the other ranks
         world.idle |= set(early)
         world.open = 6
         world.settle()

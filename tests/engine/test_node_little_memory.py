@@ -52,8 +52,9 @@ FIVE = make_plan(5, Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetit
 
 
 def assert_nobody_is_harmed(world, fails):
-    """Check that rank 1 fails alone and enters no sum until it has the others' state, even if rank 2 is late. Without
-    the others' state it fails the next round.
+    """Check that rank 1 fails alone and enters no sum until it has the other ranks'
+    state, even if rank 2 is late. Without the other ranks' state it fails the next
+    round.
     """
     end = world.ends[1][2]
     assert end.outcome == DESYNCHRONIZED
@@ -231,7 +232,7 @@ def sharing_of_four(rounds):
 
 
 def test_a_root_without_memory_does_not_revoke_the_others_sum():
-    """Others have computed all blocks while the root's program computes one."""
+    """Other ranks have computed all blocks while the root's program computes one."""
     world = sharing_of_four(rounds=2)
     world.idle.add(0)
     world.submit(0)

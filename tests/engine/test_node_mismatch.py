@@ -114,7 +114,7 @@ def test_in_time(seed):
 @pytest.mark.slow
 @many
 @given(seeds)
-@example(507095104)  # others read pieces of a result that becomes an error
+@example(507095104)  # other ranks read pieces of a result that becomes an error
 def test_at_any_time(seed):
     """All other ranks continue at any pace."""
     rng = random.Random(seed)

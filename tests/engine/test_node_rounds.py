@@ -277,7 +277,8 @@ def test_words_of_messages_that_do_not_suffice():
 @given(seeds)
 def test_too_many_skip(seed):
     """Any ranks of any tree skip. The round ends on all ranks with the exact sum. If
-    the others do not suffice, it ends with an error that names the ranks that skipped.
+    the other ranks do not suffice, it ends with an error that names the ranks that
+    skipped.
     """
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)
@@ -313,7 +314,8 @@ def test_too_many_skip(seed):
 @given(seeds)
 def test_too_many_die(seed):
     """Any ranks of any tree are known to be dead. Rounds end on all live ranks: with
-    the exact sum or, if the others do not suffice, with an error that names the dead.
+    the exact sum or, if the other ranks do not suffice, with an error that names the
+    dead.
     """
     rng = random.Random(seed)
     plan, rounds = random_plan(rng), rng.randint(1, 8)

@@ -127,7 +127,7 @@ def test_the_bits_of_a_sum_by_the_root(seed, dtype):
 
 def coded(seed, sections_from, hosts, **code):
     """Play rounds of seven ranks, one of them stopped, so that the sum needs the
-    messages of all others.
+    messages of all other ranks.
     """
     plan = make_plan(7, Coded(fanout=6, stragglers=1, **code))
     world = World(
@@ -396,7 +396,8 @@ def test_no_rank_waits_for_a_sibling_that_forms_nothing(seed, inline):
     ids=["star", "tree"],
 )
 def test_no_queue_grows_before_a_rank_that_every_sum_needs(plan, stopped):
-    """The rank is stopped once the others must form its part, too. They do not restart that part again and again."""
+    """The rank is stopped once the other ranks must form its part, too. They do not
+    restart that part again and again."""
     world = World(
         plan,
         [Call((("float32", 4000),), 0)],

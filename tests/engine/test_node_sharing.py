@@ -101,7 +101,7 @@ class World(simulation.World):
     """Ranks that share the work of some rounds.
 
     Attributes:
-        wrong: ranks that compute something different from the others.
+        wrong: ranks that compute something different from the other ranks.
         shared: the rounds with shared work.
         computed: number of blocks computed, by round.
         dealt: the finished rounds with shared work: number, call, and the blocks of
@@ -137,7 +137,8 @@ class World(simulation.World):
         super().sent(source, to, message)
 
     def may_change(self, source, what, version):
-        """Programs add blocks to vectors that others may still read. No rank uses pieces of an earlier version."""
+        """Programs add blocks to vectors that other ranks may still read. No rank uses
+        pieces of an earlier version."""
         running = self._offering(source)
         return (
             what == MESSAGE
@@ -529,8 +530,8 @@ def test_replayed_without_a_rank_that_computed(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_any_ranks_are_stopped_for_good(seed):
-    """From any moment on, ranks are stopped whose blocks others hold; later they come
-    back.
+    """From any moment on, ranks are stopped whose blocks other ranks hold; later they
+    come back.
     """
     rng = random.Random(seed)
     run = world(rng, audited=False, handed_over=False)
@@ -550,7 +551,7 @@ def test_any_ranks_are_stopped_for_good(seed):
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_any_ranks_die(seed):
-    """Ranks whose blocks others hold die, one after the other, with or without a
+    """Ranks whose blocks other ranks hold die, one after the other, with or without a
     report.
     """
     rng = random.Random(seed)

@@ -73,7 +73,8 @@ def computed_by_others(world):
 
 
 def all_fail_alone(world):
-    """Stop the root; all others fail the round of blocks and are in the next one."""
+    """Stop the root; all other ranks fail the round of blocks and are in the next
+    one."""
     world.frozen.add(0)
     pass_time(world, ended(world, {1, 2, 3}, 1))
     world.open = 2

@@ -464,7 +464,7 @@ def test_a_root_that_failed_with_a_call_in_flight_reports_why():
     world.settle()
     world.nodes[0].leave("ValueError: no such file")
     world.settle()
-    assert 2 not in world.ends[0]  # the others may still call
+    assert 2 not in world.ends[0]  # the other ranks may still call
     world.leave(1)
     world.idle.clear()
     world.settle()

@@ -137,7 +137,7 @@ def test_no_rank_has_a_snapshot(far):
     assert node.desynchronized()
     assert node.state_missing()
     assert node.state_round() == 0
-    # this does not affect the others
+    # this does not affect the other ranks
     world.open = 40
     world.settle()
     world.assert_done(set(range(13)) - {4})

@@ -274,8 +274,8 @@ def test_honest_ranks_are_never_accused(seed):
 
 
 def stop_between_pieces(world, parent):
-    """Stop a rank, usually until others have decided a round, and continue it before
-    they do.
+    """Stop a rank, usually until other ranks have decided a round, and continue it
+    before they do.
     """
     rng, root = world.rng, world.nodes[world.plan.root]
     world.frozen, before = {parent}, root.next_round()

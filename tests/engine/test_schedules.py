@@ -44,8 +44,8 @@ def test_allocations_fail():
 
 @pytest.mark.parametrize("number", [3779808888, 744069209, 1363292806, 90052])
 def test_allocations_that_once_ended_the_process(number):
-    """A rank had no memory to tell the others that its sections end, or offered blocks
-    of a round for which it had none.
+    """A rank had no memory to tell the other ranks that its sections end, or offered
+    blocks of a round for which it had none.
     """
     groups.play(number)
 

@@ -76,7 +76,7 @@ def test_the_division_is_near_the_best(family, pieces):
         for chosen in itertools.combinations_with_replacement(ways, pieces)
     )
     _, busiest = engine.section_shares(makers, choices, ports, pieces)
-    # one piece more or less goes to all others
+    # one piece more or less goes to all other ranks
     assert busiest * pieces <= best + len(makers)
 
 

@@ -1,10 +1,12 @@
 """One live rank stops entering the all-reduce: the program of jax#38503, with a group.
 
-Without a group all others wait for ever, without an error or a warning, as the stuck
-rank is not dead.
+Without a group all other ranks wait for ever, without an error or a warning, as the
+stuck rank is not dead.
+
 ``alive_but_stuck.py DIRECTORY WHY``: the last rank is stuck, and the group puts it out.
-WHY may also name the reason why the group cannot put the rank out: its process belongs to "another namespace", "another
-user" or "another host". Then the rank continues later.
+WHY may also name the reason why the group cannot put the
+rank out: its process belongs to "another namespace", "another user" or "another host".
+Then the rank continues later.
 """
 
 import errno

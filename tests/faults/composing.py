@@ -64,8 +64,9 @@ exact = jax.jit(jax.grad(lambda w: outer(values(w, x).sum(0))))
 
 
 def continue_it():
-    """Continue the stopped rank from the root, once the others have done steps without
-    it. The others may have done these steps before the rank is stopped, so the root sends the signal again and again.
+    """Continue the stopped rank from the root, once the other ranks have done steps
+    without it. The other ranks may have done these steps before the rank is stopped, so
+    the root sends the signal again and again.
     """
     board.wait(range(victim), FAULT + 4)
     with contextlib.suppress(ProcessLookupError):

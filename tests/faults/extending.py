@@ -8,15 +8,15 @@ numbers are ranks of the current group, or a count.
 - "join 2": two ranks join;
 - "roots 2": two ranks join, and the new plan has another root;
 - "differs 2": rank 2 asks for another number of ranks;
-- "interrupts 2": rank 2 leaves by an exception once the others connect.
+- "interrupts 2": rank 2 leaves by an exception once the other ranks connect.
 
 In other events a new process fails to join:
 
 - "exit 1", "exit 0": its program ends before MPI starts;
 - "ends": its program ends after MPI has started;
 - "alone": it makes a separate group;
-- "dies hello": it dies before it reports to the others;
-- "dies connect": it dies while the others connect with it;
+- "dies hello": it dies before it reports to the other ranks;
+- "dies connect": it dies while the other ranks connect with it;
 - "dies open", "dies enter": it dies before it makes the group, or once all have made
   it;
 - "hangs": it hangs;
@@ -139,7 +139,7 @@ def stop(*_):
 
 
 def late(call):
-    """Delay ``call`` until the others may know of a death."""
+    """Delay ``call`` until the other ranks may know of a death."""
 
     def after_a_while(*arguments):
         time.sleep(1.0)

@@ -188,7 +188,7 @@ class Faults:
 
     def stop_at(self, ranks, number, rounds=None):
         """Have rank 0 stop these ranks before a round. It continues them after the
-        others have done ``rounds`` rounds without them, or never.
+        other ranks have done ``rounds`` rounds without them, or never.
         """
 
         def stop():

@@ -2,8 +2,8 @@
 
 ``healthy.py DIRECTORY WHO``: rank 3 closes late. If WHO is "outside", rank 4 is in none
 of the root's groups and ends late. If WHO is "atexit" or "raise", rank 3 runs an
-`atexit` function, registered before the first group, when the others end. Rank 4 is
-then stopped for ever. With "raise", rank 3 fails.
+`atexit` function, registered before the first group, when the other ranks end. Rank 4
+is then stopped for ever. With "raise", rank 3 fails.
 """
 
 import atexit

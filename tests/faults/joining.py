@@ -2,8 +2,8 @@
 
 - "spawned": the ranks start another rank (`MPI_Comm_spawn`), and all ranks sum;
 - "after a death": one rank has died, and MPI has excluded it (`Shrink`);
-- "old dies": an old rank dies afterwards, and the others exclude it;
-- "new dies": the new rank dies, and the others exclude it;
+- "old dies": an old rank dies afterwards, and the other ranks exclude it;
+- "new dies": the new rank dies, and the other ranks exclude it;
 - "at once": as "old dies", but other ranks may still be making the communicator;
 - "again": old and new ranks die in turn, and each is replaced;
 - "connects": another mpirun starts the rank (`MPI_Comm_connect` and `accept`).

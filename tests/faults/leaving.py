@@ -63,7 +63,7 @@ try:
             )
             run(board, group, Sums(group), Faults(board), ROUNDS)
         case "in-flight":
-            # the root has not called this round when the others leave
+            # the root has not called this round when the other ranks leave
             if board.rank == 0:
                 time.sleep(1.0)
             flying = sums.start(ROUNDS + 1)

@@ -49,6 +49,7 @@ for number, handle in handles.items():
         note(number, error)
     else:
         assert (out == total * number).all(), f"round {number} is of another one"
-board.comm.Barrier()  # no rank closes the group before the others have their errors
+# no rank closes the group before the other ranks have their errors
+board.comm.Barrier()
 board.report(failed=sorted(failed))
 close(board, group)

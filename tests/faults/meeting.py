@@ -5,15 +5,16 @@
 - "late": the root comes late, and no rank is dead;
 - "late without one": as "late", but the last rank has died before;
 - "stops": the last rank is dead; the root is stopped just before MPI's part begins, and
-  continues after the others have given it up;
+  continues after the other ranks have given it up;
 - "fails": the root's program ends with an error;
 - "exits": the last rank's program ends in a way that MPI does not report;
 - "caught": rank 1 leaves the group in a ``with`` block whose error its program catches;
-- "in vain": the last two ranks are late, and the others may not put them out;
+- "in vain": the last two ranks are late, and the other ranks may not put them out;
 - "successor": the root dies, and its successor dies before it passes its state on; rank 2 then lacks one sum;
-- "asked for": as "successor", but the others have asked for that state before, without success;
+- "asked for": as "successor", but the other ranks have asked for that state before,
+  without success;
 - "overtaken": rank 1 is stopped just before all agree on the new group. It continues
-  after the others were interrupted and have done more rounds in the old group.
+  after the other ranks were interrupted and have done more rounds in the old group.
 
 The live ranks call `recovered` until they have met.
 """
@@ -140,7 +141,7 @@ if way == "in vain":
     board.wait(range(board.size), GIVES_UP + 1)
     meet()
 if way in ("successor", "asked for"):
-    # rank 2 lacks the last sum, as far as the others can know
+    # rank 2 lacks the last sum, as far as the other ranks can know
     if rank == 2:
         group._session.transport.rounds_of_all = lambda: 4
     board.note(LEAVES)

@@ -1,9 +1,9 @@
-"""Train with shared work while more ranks than `replicas` are stopped: the others
+"""Train with shared work while more ranks than `replicas` are stopped: the other ranks
 continue with the part of the batch that they hold.
 
 ``partial.py DIRECTORY WAY RANKS...``: each of the RANKS is stopped in the middle of a
-block until the others have done `WITHOUT` steps. WAY: blocks are computed in "jit", or
-on the "host". The program checks every step.
+block until the other ranks have done `WITHOUT` steps. WAY: blocks are computed in
+"jit", or on the "host". The program checks every step.
 """
 
 import hashlib
@@ -57,8 +57,8 @@ def compute(y):
 
 
 def continue_them():
-    """Continue the stopped ranks from the root, once the others have done `WITHOUT`
-    steps.
+    """Continue the stopped ranks from the root, once the other ranks have done
+    `WITHOUT` steps.
     """
     try:
         board.wait(set(range(board.size)) - set(victims), FAULT + WITHOUT)

@@ -17,8 +17,8 @@ WAY is one of:
 - "root-holds": as "root", with a root that holds data;
 - "root-donated": the step consumes the state; it is read from the root's checkpoint;
 - "behind": rank 2 was stopped meanwhile, and lacks results;
-- "wakes": the root was stopped, and continues after the others have missed the round in
-  which it announces the roll call.
+- "wakes": the root was stopped, and continues after the other ranks have missed the
+  round in which it announces the roll call.
 
 Other WAYs add a fault after the first deaths:
 
@@ -87,7 +87,7 @@ if any(hangs):
     logging.getLogger("jaxcoded").addHandler(logging.StreamHandler())
 size = board.size
 options = jaxcoded.Options()
-# a hanging rank delays the others
+# a hanging rank delays the other ranks
 if set(hangs) - {"", "leaves", "raises"} and way in FAILS:
     seconds = STUCK / 4 if way == "wakes" else STUCK
     options = jaxcoded.Options(deadline=seconds, on_deadline="raise")
@@ -283,7 +283,7 @@ def fails(**arguments):
 
 
 def wake():
-    """Continue the root once the others are in `recovered`."""
+    """Continue the root once the other ranks are in `recovered`."""
     stat = pathlib.Path(f"/proc/{pids[0]}/stat")
     while stat.read_text().rpartition(")")[2].split()[0] != "T":
         time.sleep(0.01)
@@ -315,7 +315,7 @@ for round_ in range(len(victims)):
         continue
     elif way == "stopped":
         if board.rank == board.size - 1:
-            board.wait({0}, 1000)  # until the others have given up
+            board.wait({0}, 1000)  # until the other ranks have given up
         else:
             said.append(fails(timeout=3.0))
             board.note(1000)
@@ -331,7 +331,7 @@ for round_ in range(len(victims)):
     elif way == "waits":
         change.OPENS, missing = 2.0, engine.missing
         if board.rank == board.size - 1:
-            # the others wait for it in the new group's communicator
+            # the other ranks wait for it in the new group's communicator
             engine.missing = lambda: time.sleep(change.OPENS + 4.0) or ""
         said.append(fails())
         change.OPENS, engine.missing = 120.0, missing

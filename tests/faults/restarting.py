@@ -1,5 +1,6 @@
 """Train from the latest checkpoint on. ``restarting.py DIRECTORY VICTIM [whole]``: rank VICTIM is killed after `KILLED`
-steps; with -1 no rank is killed. With "whole" the others end with an error at the next checkpoint.
+steps; with -1 no rank is killed. With "whole" the other ranks end with an error at the
+next checkpoint.
 """
 
 import os

@@ -3,7 +3,7 @@
 ``sharing.py DIRECTORY WAY WIDTH RANKS...``, where gradients have WIDTH floats and each
 of the RANKS has a fault, the WAY:
 
-- "stopped": in a block, until the others have done `WITHOUT` steps;
+- "stopped": in a block, until the other ranks have done `WITHOUT` steps;
 - "killed": in a block;
 - "uncaught": a block raises an exception that ends the program;
 - "closes", "continues": the rank catches the exception and closes the group, or does
@@ -83,8 +83,8 @@ def stopped(rank):
 
 
 def continue_them():
-    """Continue the stopped ranks from the root, once the others have done `WITHOUT`
-    steps.
+    """Continue the stopped ranks from the root, once the other ranks have done
+    `WITHOUT` steps.
     """
     while not all(map(stopped, victims)):
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Some processes are stopped for a while, and the others continue their rounds.
+"""Some processes are stopped for a while, and the other ranks continue their rounds.
 
 ``stopped.py DIRECTORY FANOUT ROUNDS WIDTHS RANKS...``: the RANKS of each argument ("5"
 or "1,5") are stopped together, for ROUNDS rounds. Gradients have the lengths WIDTHS

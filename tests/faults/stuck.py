@@ -8,8 +8,8 @@
 - "stopped": it is stopped;
 - "jit": the other ranks wait for it in a jitted step, as no rank may be missing.
 
-The others do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank and its parent.
-At the end the rank is killed; in "jit" it continues.
+The other ranks do `ROUNDS` more rounds, and send SIGUSR1 to the stuck rank and its
+parent. At the end the rank is killed; in "jit" it continues.
 """
 
 import logging
@@ -58,7 +58,7 @@ def stay():
 
 def ask():
     board.say("asks")
-    time.sleep(0.5 * SLOWNESS)  # until the others are in the step
+    time.sleep(0.5 * SLOWNESS)  # until the other ranks are in the step
     for rank in sorted({victim, parent, 0}):
         os.kill(pids[rank], signal.SIGUSR1)
     time.sleep(1.5 * SLOWNESS)

@@ -35,7 +35,7 @@ steps = BETWEEN
 for ranks in victims:
     for i, rank in enumerate(ranks.split(","), 1):
         faults.stop_at([int(rank)], steps, i * STOPPED)
-        # when the rank comes back, others are somewhat late
+        # when the rank comes back, other ranks are somewhat late
         for number in range(steps + i * STOPPED, steps + i * STOPPED + BETWEEN):
             for other in range(1, board.size):
                 faults.sleep_at(other, number, random.exponential(PAUSE))

@@ -234,7 +234,7 @@ def test_every_set_of_parts_of_progressive(n, s):
     ("n", "s", "m"), [(3, 1, 1), (4, 1, 1), (5, 2, 1), (4, 1, 2), (6, 2, 2), (4, 0, 2)]
 )
 def test_traffic_of_adaptive_follows_the_stragglers(n, s, m):
-    """With δ children missing, 1/(s+m−δ) of a gradient from each of the others
+    """With δ children missing, 1/(s+m−δ) of a gradient from each of the other children
     suffices; one part less from each does not.
     """
     code = codes.adaptive(n, s, m)

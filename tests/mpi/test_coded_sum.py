@@ -932,8 +932,8 @@ def square_of(_, x):
 
 @pytest.mark.parametrize("strategy", [Uncoded()], ids=repr, indirect=True)
 def test_sums_in_another_order(strategy):
-    """Ranks take the functions of a set in different orders. With shared work the others may be done before a late rank
-    calls: then only the late rank gets the error.
+    """Ranks take the functions of a set in different orders. With shared work the other
+    ranks may be done before a late rank calls: then only the late rank gets the error.
     """
     if strategy.size == 1:
         return

@@ -52,7 +52,7 @@ def too_late(group):
 
 
 def until_decided(group):
-    """Make this rank late, however late the others are."""
+    """Make this rank late, however late the other ranks are."""
     end = time.monotonic() + 40 * SECONDS
     while group.lag() == 0:
         assert time.monotonic() < end

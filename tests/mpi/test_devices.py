@@ -692,7 +692,8 @@ def test_devices_that_call_different_things(
 
 
 def test_time_in_which_the_process_is_stopped_is_no_patience(comm, monkeypatch):
-    """A device computes while its process is stopped for longer than the others wait."""
+    """A device computes while its process is stopped for longer than the other devices
+    wait."""
     monkeypatch.setattr(engine_call, "PATIENCE", 6.0)
 
     def compute(device):

@@ -208,7 +208,7 @@ def test_lag_in_step(comm, group):
 @late_ranks
 @pytest.mark.parametrize("form", ["token", "effect"])
 def test_lag_in_the_order_of_the_calls(comm, group, own, late, form):
-    """A late rank's calls return at once, with the sum of the others."""
+    """A late rank's calls return at once, with the sum of the other ranks."""
 
     @jax.jit
     def step(x, token):
@@ -1028,7 +1028,7 @@ def own_file(what):
 @pytest.mark.parametrize("what", ["page", "memory"])
 def test_others_cannot_harm_what_is_shared(comm, group, what):
     """Shared files cannot be truncated, which would kill all processes that map them,
-    and others can write only the page's wake-ups.
+    and other ranks can write only the page's wake-ups.
     """
     file = own_file(what)
     seals = fcntl.fcntl(file, fcntl.F_GET_SEALS)

@@ -79,7 +79,7 @@ def test_two_epochs(comm, transport, how):
 @engine_only
 @pytest.mark.parametrize("how", ["coded", "shared"] if SIZE > 2 else [])
 def test_a_slow_loader_skips_decided_batches(comm, transport, how):
-    """The last rank begins when the others have finished, and reads nothing."""
+    """The last rank begins when the other ranks have finished, and reads nothing."""
     with jaxcoded.CodedGroup(comm, GROUPS[how], transport=transport) as group:
         step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
         read = []
@@ -208,7 +208,7 @@ def test_an_approximate_mean(comm, transport):
 @pytest.mark.parametrize("replicas", [0, min(2, SIZE - 1)])
 def test_a_rank_at_another_batch_of_the_same_size(comm, transport, replicas, odd):
     """With shared work no other rank computes its blocks. The mismatch is detected in
-    this step, unless others have computed the whole batch; the next step is right.
+    this step, unless other ranks have computed the whole batch; the next step is right.
     """
     with jaxcoded.CodedGroup(
         comm, jaxcoded.Shared(replicas=replicas), transport=transport

@@ -93,7 +93,8 @@ def nothing(group, own, odd):
 
 
 def caught(group, own, odd):
-    """Let the odd rank catch an error and continue, one round behind the others."""
+    """Let the odd rank catch an error and continue, one round behind the other
+    ranks."""
     if odd:
         with pytest.raises(TypeError):
             coded_allreduce(np.ones(3, int), group)

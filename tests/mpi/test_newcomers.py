@@ -143,7 +143,8 @@ def test_programs_that_end_with_it(comm, transport, strategy, call, odd):
 @pytest.mark.parametrize("labelled", [False, True], ids=["rows", "labels"])
 @pytest.mark.parametrize("summed", ["gradient", "contribution"])
 def test_data_that_a_rank_has_alone(comm, going_on, odd, labelled, summed):
-    """All ranks get an error, or the sum of the others' data if the sum did not need the odd rank."""
+    """All ranks get an error, or the sum of the other ranks' data if the sum did not
+    need the odd rank."""
     if summed == "contribution" and going_on.plan.strategy.by_blocks:
         pytest.skip("shared work computes the contribution itself")
 
@@ -180,7 +181,8 @@ def test_data_that_a_rank_has_alone(comm, going_on, odd, labelled, summed):
 @each_rank
 @pytest.mark.parametrize("given", [{"seed": 1}, {"seed": None}, {"epoch": 1}], ids=str)
 def test_a_rank_at_another_batch(comm, going_on, given, odd):
-    """All ranks get an error, or the sum of the others' batch if the sum did not need the odd rank."""
+    """All ranks get an error, or the sum of the other ranks' batch if the sum did not
+    need the odd rank."""
     mine = batches(going_on, **given if comm.rank == odd else {})[0]
     wait_for_all(comm)
     try:

@@ -385,7 +385,8 @@ def test_parts_between_started_rounds(comm, transport):
 @late_ranks
 @forms
 def test_a_late_rank(comm, group, own, late, form):
-    """The late rank's starts keep their places, and its results match the others'."""
+    """The late rank's starts keep their places, and its results match the other
+    ranks'."""
 
     @jax.jit
     def three(x, token):
@@ -570,7 +571,7 @@ def test_an_error_does_not_spoil_the_rounds_behind_it(comm, group, own):
 
 @several
 def test_an_error_in_the_arguments_of_one_rank(comm, group, own):
-    """The others get an error, as with a call that waits."""
+    """The other ranks get an error, as with a call that waits."""
     errors = []
     if RANK == SIZE - 1:
         with pytest.raises(TypeError, match="floating point"):

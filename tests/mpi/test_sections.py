@@ -163,7 +163,7 @@ def test_other_lengths_in_turns(comm, family):
 
 
 def test_ranks_that_come_at_random(comm, family):
-    """Ranks come while others form the sum, or later."""
+    """Ranks come while other ranks form the sum, or later."""
     gradients = per_example(NUMBERS)
     mine = own(family, gradients)
     for number in range(30):
@@ -219,8 +219,8 @@ def test_started_rounds_and_ranks_with_nothing_to_contribute(comm, family):
 
 @pytest.mark.skipif(SIZE < 4, reason="nobody else holds the blocks")
 def test_blocks(comm):
-    """A rank that calls for another block has changed the vector that others may be
-    reading.
+    """A rank that calls for another block has changed the vector that other ranks may
+    be reading.
     """
     gradients = per_example(NUMBERS)
     with opened(comm, jaxcoded.Shared(replicas=min(2, SIZE - 1))) as group:
@@ -276,7 +276,8 @@ def test_other_threads_get_their_turn(comm):
 
 
 def test_groups_are_closed_while_others_still_fetch(comm):
-    """The others get their sums, even if the first rank to leave has formed a section."""
+    """The other ranks get their sums, even if the first rank to leave has formed a
+    section."""
     gradients = per_example(NUMBERS)
     for number in range(10):
         with opened(comm, stragglers=1 if SIZE > 3 else 0) as group:

@@ -293,7 +293,8 @@ def test_slow_ranks(comm, work, steps, asleep, slowness):
 @several
 @pytest.mark.parametrize("late", [SIZE - 1, 0])
 def test_a_rank_that_comes_late(comm, work, steps, late):
-    """The rank comes after the others have computed the whole batch; all ranks contribute to the next round."""
+    """The rank comes after the other ranks have computed the whole batch; all ranks
+    contribute to the next round."""
     wait_for_all(comm)
     actual = []
     for number in range(3):

@@ -857,7 +857,7 @@ def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
     ],
 )
 def test_vectors_that_cannot_be_lent(comm, gpu, stream, function, after):
-    """Only this rank gets the error, and the others do its work."""
+    """Only this rank gets the error, and the other ranks do its work."""
     size, last = 2 * CHUNK, SIZE - 1
     with jaxcoded.CodedGroup(comm, jaxcoded.Shared(blocks=2)) as group:
         shared_round(gpu, stream, group, size)
@@ -870,7 +870,7 @@ def test_vectors_that_cannot_be_lent(comm, gpu, stream, function, after):
             total, _ = shared_round(gpu, stream, group, size)
             blocks = 2 * SIZE
             assert total[0] == blocks * (blocks + 1) / 2
-        # a rank that continues after the error is in the same round as the others
+        # a rank that continues after the error is in the same round as the other ranks
         assert set(comm.allgather(_engine.next_round(group._session.index))) == {3}
 
 

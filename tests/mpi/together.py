@@ -53,9 +53,9 @@ def wait_until(condition, seconds=20):
 
 
 def one_late(comm, group, late, rounds, steps):
-    """Run ``steps()``, which has ``rounds`` rounds, on all ranks. The late rank begins its calls after the others have
-    made all of their calls. The other ranks make no calls while the late rank makes its
-    calls.
+    """Run ``steps()``, which has ``rounds`` rounds, on all ranks. The late rank begins
+    its calls after the other ranks have made all of their calls. The other ranks make
+    no calls while the late rank makes its calls.
     """
     wait_for_all(comm)
     if comm.rank != late:

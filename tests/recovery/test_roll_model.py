@@ -300,7 +300,7 @@ TIMES = st.floats(0, 12) | st.integers(1, 40)
     apart=False,
     interrupts={1: 0.0},
 )
-@example(  # the root came again and waited from the start; the others gave up
+@example(  # the root came again and waited from the start; the other ranks gave up
     seed=440,
     size=5,
     deaths=[18, 3.0, 3.0],

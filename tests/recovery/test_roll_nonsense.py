@@ -1,5 +1,5 @@
-"""`Roll` with one rank that sends invalid messages: the others continue, or raise an
-error.
+"""`Roll` with one rank that sends invalid messages: the other ranks continue, or raise
+an error.
 
 Ranks and time are simulated, see `test_roll_model`.
 """

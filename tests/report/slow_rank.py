@@ -1,4 +1,5 @@
-"""The last rank takes ten times as long as the others; the root saves its telemetry.
+"""The last rank takes ten times as long as the other ranks; the root saves its
+telemetry.
 
 slow_rank.py DIRECTORY ROUNDS
 """

@@ -6,9 +6,9 @@ keeps a *ledger* of grants. It takes the vectors, piece by piece, once they hold
 block exactly once. It can take back blocks that a rank has not added yet (*recall*),
 and all blocks of a silent rank (*drop*).
 
-The vectors are *lent*: they belong to the programs, and others may read them only while
-their programs wait for the next block. A program adds to its vector or empties it; it
-cannot subtract a block.
+The vectors are *lent*: they belong to the programs, and other ranks may read them only
+while their programs wait for the next block. A program adds to its vector or empties
+it; it cannot subtract a block.
 
 `Rules` switches off single rules, so that tests can show why each rule is needed.
 
@@ -19,8 +19,8 @@ the vector, and the number of blocks of this generation in it.
    ask, and says so too.
 1. Granted blocks go to the queue.
 2. The program takes blocks from the queue. It adds each block once computed, even if
-   the grant was revoked meanwhile. Then it asks for the next one, and waits if there is
-   none.
+   the grant was revoked meanwhile. Then it asks for the next block, and waits if there
+   is none.
 3. A recalled block is returned if it is queued. If it is being computed, it is returned
    only if the vector holds nothing else. Then the program's addition is ignored, and
    the vector must be emptied. Other blocks stay.
@@ -36,16 +36,17 @@ the vector, and the number of blocks of this generation in it.
 
 Parent, per round: the generation and the granted blocks of each rank, the free blocks,
 and the pieces of the sum that are formed.
-0'. A rank that has not called is told to hold before others get its blocks. The blocks
-   are free once the rank answers that it will ask, or is found silent. A rank that has
-   begun with them nevertheless is dropped. A rank that asks without need is granted its
-   blocks again.
+0'. A rank that has not called is told to hold before other ranks get its blocks. The
+   blocks are free once the rank answers that it will ask, or is found silent. A rank
+   that has begun with its blocks nevertheless is dropped. A rank that asks although it
+   need not is granted its blocks again.
 8. A free block is granted to a rank that holds it and has acknowledged its generation.
 9. Returned blocks are free. A silent rank is dropped: all its blocks are free.
 10. A rank is *sealed* when every block in its ledger is added. An idle rank is not
    necessarily sealed: a grant may be on its way.
 11. A piece is formed when no block is free and every rank with blocks in its ledger is
-   sealed. It is the sum of their pieces, each of the version with just these blocks.
+   sealed. It is the sum of these ranks' pieces, each from the version of the vector
+   that holds just the blocks in the ledger.
    Pieces formed before a drop stay: each is a complete sum.
 12. The round is over when every piece is formed.
 
@@ -61,15 +62,16 @@ blocks that were recalled or dropped while they were computed. Then:
 9''. If a rank is dropped after the end of the computation, the round fails on all
 ranks.
 
-With a deadline after which the sum may be of a part of the batch (``approximates``),
-the parent may *close* the round at any moment. From then on:
+If the sum may lack a part of the batch after a deadline (``approximates``), the parent
+may *close* the round at any moment. From then on:
 14. Nothing is granted. A rank that has not called has no blocks any more; if it has
-   begun with them nevertheless, it is dropped (0'). Blocks not yet added are recalled.
+   begun with its own blocks nevertheless, it is dropped (0'). Blocks not yet added are
+   recalled.
 15. The parent may drop any rank whose vector does not come, also after the end of the
    computation. The round does not fail then.
 16. A piece is formed when every rank with blocks in its ledger is sealed, although
-   blocks are free: the sum lacks these.
-17. All pieces are of the same blocks: after a drop the sum begins again.
+   blocks are free: the sum lacks the free blocks.
+17. All pieces contain the same blocks: after a drop the sum begins again.
 
 Ranks are processes: they stop and wake up, or die, at any moment, and what they have
 sent may still arrive. Messages between two ranks keep their order. A vector may be read
@@ -206,7 +208,7 @@ class Model:
         pieces: number of pieces of a vector.
         lends: whether programs lend their vectors while they wait, or hand them over at
             the end.
-        approximates: whether the sum may be of a part of the batch after a deadline.
+        approximates: whether the sum may lack a part of the batch after a deadline.
     """
 
     holders: tuple[frozenset[int], ...]

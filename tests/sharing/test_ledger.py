@@ -108,7 +108,8 @@ def test_equal_costs_change_nothing():
 
 
 def test_a_rank_that_has_not_called_must_hold():
-    """Others compute the rank's blocks. Once, the rank asks before it begins; later it need not ask."""
+    """Other members compute the rank's blocks. Once, the rank asks before it begins;
+    later it need not ask."""
     run = world([BLOCK] * WORKERS)
     late = 2 * BLOCKS * BLOCK
     step = run.run(calls=[0.0] * (WORKERS - 1) + [late])
@@ -123,7 +124,7 @@ def test_a_rank_that_has_not_called_must_hold():
 
 
 def test_a_rank_begins_before_the_order_to_hold_arrives():
-    """The rank is dropped, and others compute the blocks that it has begun."""
+    """The rank is dropped, and other members compute the blocks that it has begun."""
     ledger = Ledger([[0, 1], [1, 0], [1, 0]], 2, 0.02)
     first, second = Share(claimed=[0]), Share(claimed=[1, 2])
     ledger.begin(0.0)
@@ -165,7 +166,8 @@ def test_the_only_holder_of_a_free_block_is_not_given_up():
 
 
 def test_a_block_that_cannot_be_taken_back_while_it_is_computed():
-    """The block's rank is given up as soon as others would finish the block earlier."""
+    """The block's rank is given up as soon as other members would finish the block
+    earlier."""
     seconds = [BLOCK] * (WORKERS - 1) + [10 * BLOCK]
     run = world(seconds, replicas=11, empties=False)
     for _ in range(3):
@@ -178,7 +180,7 @@ def test_others_take_over_the_blocks_of_a_stopped_rank_until_it_comes_back():
     run = world([BLOCK] * WORKERS)
     step = run.run(faults=[(0.05, "stop", 3)])
     assert run.orders["drop"] == 1
-    # the others compute its five blocks or so again, after the patience
+    # the other members compute its five blocks or so again, after the patience
     assert step <= BLOCK * (BLOCKS + 2) * 1.3
     run.wake(3)
     run.run()  # one member was absent at the start
@@ -205,7 +207,7 @@ def test_closed_while_only_stopped_members_hold_blocks():
     step = run.run(faults=faults)
     assert run.ledger.missing == sum(set(h) <= stopped for h in run.holders) > 0
     assert closes <= step < closes + 0.03  # at most the patience longer
-    # all blocks of the others, including unused ones
+    # all blocks of the other members, including unused ones
     assert run.computed <= WORKERS * BLOCKS - run.ledger.missing + 5 * len(stopped)
 
 
@@ -368,7 +370,7 @@ def test_a_replay_divides_the_work_as_before(seed, members):
 
 
 def test_blocks_that_only_a_dead_rank_may_compute():
-    """Others hold the block, but had not computed it in the recorded round."""
+    """Other members hold the block, but had not computed it in the recorded round."""
     ledger = Ledger([[1, 0], [2]], 0.02)
     ledger.begin(0.0)
     for member in range(2):

@@ -92,7 +92,8 @@ def test_no_rank_is_late(replicas):
 
 def test_by_hand():
     """Workers 1 and 2 take 1 s for a block and worker 3 takes 3 s, as in
-    docs/sharing.md. Worker 3 computes one of its three blocks, and each of the others computes one more."""
+    docs/sharing.md. Worker 3 computes one of its three blocks, and each of the other
+    workers computes one more."""
     model = stragglers.FixedSlow(ranks=(3,), factor=3)
     assert steps(layout(4, 2, 3), model, work=9.0) == pytest.approx(4.0)
     # without replicas no other rank has the data
@@ -100,8 +101,9 @@ def test_by_hand():
 
 
 def test_a_block_that_was_begun():
-    """On the host a program cannot return a block that it has begun. The round waits for the block unless others would
-    compute it sooner; then the rank is out of the round, and late.
+    """On the host a program cannot return a block that it has begun. The round waits
+    for the block unless other ranks would compute it sooner; then the rank is out of
+    the round, and late.
     """
     network, job = FREE, {"payload": 0.0, "work": 9.0, "rounds": 1}
     for factor, expected in ((4.5, 4.5), (20, 5.0)):
@@ -160,7 +162,7 @@ def test_more_data_and_finer_blocks_help(model):
 
 
 def test_killed():
-    """Others compute a dead rank's blocks if they have the data."""
+    """Other ranks compute a dead rank's blocks if they have the data."""
     model = stragglers.Killed(ranks=(4, 5), round=3)
     assert np.isinf(steps(layout(13, 1, 12), model)[2:]).all()
     seconds = steps(layout(13, 2, 12), model)

@@ -158,8 +158,8 @@ def test_the_busiest_port_is_as_busy_as_the_engine_makes_it(
     busiest = max(_sent(traffic).max(), _received(traffic).max()) / payload
     makers, choices = as_in_the_engine(layout, late)
     _, in_engine = engine.section_shares(makers, choices, n + 1, job.pieces)
-    # one piece more or less goes to all others, and the engine, which assigns pieces
-    # one after the other, does not find the minimum
+    # one piece more or less goes to all other ranks, and the engine, which assigns
+    # pieces one after the other, does not find the minimum
     piece = len(makers) / job.pieces
     assert (
         busiest - piece <= in_engine <= busiest * (1.35 if computes else 1.15) + piece
@@ -228,7 +228,7 @@ def test_time_of_the_busiest_port():
     network = dataclasses.replace(CABLE, **FREE)
     piece = 60 * 1024.0
     payload = 100 * piece * 4
-    carries = 1.5 * payload  # its message to the three others, and a fourth of the sum
+    carries = 1.5 * payload  # its message to three ranks, and a fourth of the sum
     expected = (carries + 3 * piece) / network.bandwidth
     taken = seconds(star(3), network, payload)
     assert taken == pytest.approx(expected / 0.9, rel=0.02)
@@ -301,8 +301,8 @@ def test_the_sum_waits_for_a_late_rank_that_it_needs(s, waits):
 
 
 def test_a_rank_that_comes_soon_also_forms_a_section():
-    """The engine waits 2 ms after messages suffice. A later rank fetches the others'
-    sections or, once the root has all of them, the result from the root.
+    """The engine waits 2 ms after messages suffice. A later rank fetches the other
+    ranks' sections or, once the root has all of them, the result from the root.
     """
     payload, called = 2e6, np.zeros(13)
     for later, used, in_time in (
@@ -360,8 +360,8 @@ def test_shared_work_ends_with_a_sum_in_sections():
 )
 def test_figures_of_thirteen_hosts(s, late, payload, real):
     """Medians of real rounds of 13 hosts on few cores, with cables of 200 Mbit/s in
-    both directions, as in `benchmarks/sections.py`. The late rank calls when the others
-    are done.
+    both directions, as in `benchmarks/sections.py`. The late rank calls when the other
+    ranks are done.
     """
     network = Network(latency=1e-4, bandwidth=23.9e6, overhead=3e-5)
     layout = star(12, s)

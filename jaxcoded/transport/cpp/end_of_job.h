@@ -53,7 +53,7 @@ class EndOfJob {
 
  private:
   // A process of the world, as a rank of a group's communicator. The world contains all processes that this
-  // process knows: first those of MPI_COMM_WORLD, then those that have joined.
+  // process knows: first the processes of MPI_COMM_WORLD, then the processes that have joined.
   struct Place {
     MPI_Comm comm;
     Rank rank;

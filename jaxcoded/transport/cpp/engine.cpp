@@ -87,7 +87,7 @@ Closed use_after_close(std::uint64_t index) {
           " was closed; make a new CodedGroup, and compile with it what used the old one"};
 }
 
-// Return a call for which this rank lacks memory. The round of the call fails.
+// Return a call for which this rank has too little memory. The round of the call fails.
 std::shared_ptr<Flight> unmade_flight(std::uint64_t fingerprint = 0) {
   auto out = std::make_shared<Flight>();
   out->call.fingerprint = fingerprint;

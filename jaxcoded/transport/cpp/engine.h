@@ -63,7 +63,7 @@ struct Member {
   std::shared_ptr<Pool> pool;
   // Calls that are not over; the node has the first. An open call is always the last.
   std::deque<std::shared_ptr<Flight>> queue;
-  // Started calls for which `finish` was not called, in the order of their starts. They may be over.
+  // Started calls for which `finish` was not called, in the order of their starts. These calls may be over.
   std::deque<std::shared_ptr<Flight>> started;
   std::uint32_t numbers = 0;  // the latest number given to a started call
   bool running = false;       // a thread is in `run` or `take`, or copies in `start`

@@ -226,7 +226,7 @@ std::vector<Order> Ledger::orders(double now) {
   }
   bool again = true;
   while (std::exchange(again, false)) {
-    std::vector<std::size_t> idlest;  // members that have no blocks left except the one in progress
+    std::vector<std::size_t> idlest;  // members that have no blocks left except a block in progress
     for (std::size_t m = 0; m < members_.size(); ++m) {
       const Member& member = members_[m];
       if (member.here() && member.left() + member.promised <= ahead) idlest.push_back(m);

@@ -44,7 +44,7 @@ class Ledger {
   // `waits`: late members keep their blocks.
   Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t members,
          double patience_seconds, bool waits = false);
-  // Make a ledger in which each member computes its blocks of this division, in this order, and no others.
+  // Make a ledger in which each member computes its blocks of this division, in this order, and no other blocks.
   Ledger(const Division& division, double patience_seconds);
 
   // Begin a round. Members are expected to begin with their own blocks. But a member that was told to hold must

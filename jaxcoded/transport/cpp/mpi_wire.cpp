@@ -381,8 +381,8 @@ void MpiWire::complete_some() {
   for (std::size_t i = 0; i < requests.size(); ++i) {
     Transfer& it = *transfers[i];
     it.request = requests[i];
-    // If one request has failed, Open MPI frees all requests whose rank is dead. But it reports only those
-    // whose failure it had already seen.
+    // If one request has failed, Open MPI frees all requests whose rank is dead. But it reports only the
+    // requests whose failure it had already seen.
     if (it.state == Transfer::pending && it.request == MPI_REQUEST_NULL) it.state = Transfer::unreported;
   }
 }

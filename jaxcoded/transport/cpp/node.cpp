@@ -94,7 +94,7 @@ void Node::lack_memory(bool for_call) {
     if (!root()) stop_contributing();  // there may be no memory for this rank's sum
     return hand_over(*entry);
   }
-  if (root() && here) {  // others may have the result: the next round reports this failure to them
+  if (root() && here) {  // other ranks may have the result: the next round reports this failure to them
     alerts_.add(next_ + 1, "CodedError: " + text + ", round " + std::to_string(next_) +
                                ", whose result others have: go on from a checkpoint, on all ranks");
     return finish(Outcome::failed, "CodedError: " + text);

@@ -194,7 +194,7 @@ bool Node::only_silent_lack() {
 // --- No answer from above ---
 
 // Without the root no round is decided. Each rank that gets no answer from any rank above notices this by
-// itself. It then tells the ranks below, which may wait even while its own program makes no call.
+// itself. The rank then tells the ranks below, which may wait even while its own program makes no call.
 void Node::watch_above() {
   const double now = wire_.now();
   const bool waits = calling() ? next_ == frontier_ : awaited_below();

@@ -328,7 +328,7 @@ void Node::end_delegation() {
   withdraw(Object::What::own, next_ + 1);
   up_.delegated.reset();
   sections_ = {};
-  formed_.parts.clear();  // sections that this rank formed itself, because others did not
+  formed_.parts.clear();  // sections that this rank formed itself, because other ranks did not
 }
 
 // Make sure that some rank forms each section. Returns false if that is impossible.

@@ -55,7 +55,7 @@ void Node::check_offer(Child& child) {
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
   if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // then this rank waits for no child
-  if (up_.call.shared) return;  // others compute the blocks of children that have left
+  if (up_.call.shared) return;  // other ranks compute the blocks of children that have left
   // A child may leave between the parts of its message. What it has offered suffices at most for the first
   // pieces.
   const std::uint32_t last = up_.incoming.size() - 1;

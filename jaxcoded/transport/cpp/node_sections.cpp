@@ -214,7 +214,7 @@ void Node::end_sections() {
   early_.clear();
   up_.delegated.reset();
   if (!sections_.round) return;
-  const Sections ended = std::exchange(sections_, {});  // first, as telling others may run out of memory
+  const Sections ended = std::exchange(sections_, {});  // first, as telling other ranks may run out of memory
   if (ended.purpose != Purpose::copy) return;
   for (const Forming& it : ended.forming) {
     tell_unformed(ended.round, it.index, it.section.version, ended.members);

@@ -104,7 +104,7 @@ void Node::leave_call() {
   for (const auto what : {Object::What::message, Object::What::own}) withdraw(what, next_ + 1);
   stop_lending();
   up_.share.leave();
-  up_.call.complete = true;  // set first, as telling others may run out of memory
+  up_.call.complete = true;  // set first, as telling other ranks may run out of memory
   tell_share();
   complete({});
 }

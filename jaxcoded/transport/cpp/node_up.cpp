@@ -119,7 +119,7 @@ bool Node::too_few_left(std::uint32_t piece, bool exact) {
   return !sums_blocks() && !decoder_.decode(rows, possible);
 }
 
-// Give up this rank's sum, for which too few children are left. Then this rank's message is missing, too.
+// Give up this rank's sum, for which too few children are left. This rank's message is then missing, too.
 void Node::go_without_sum() {
   std::string lacks;
   for (std::size_t i = 0; i < children_.size(); ++i) {

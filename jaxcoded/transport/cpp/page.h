@@ -62,7 +62,7 @@ struct Page {
 };
 static_assert(offsetof(Page, magic) == Page::writable);
 
-// What others need to find this process's page and memory.
+// What other processes need to find this process's page and memory.
 struct Card {
   std::int64_t pid;
   std::int64_t descriptor;
@@ -82,7 +82,7 @@ class OwnPage {
 
   Page& operator*() const { return *page_; }
   Page* operator->() const { return page_; }
-  // Memory for vectors that others fetch.
+  // Memory for vectors that other ranks fetch.
   SharedMemory& memory() { return *memory_; }
   // Reserve a place for a group on the page, until `close_slot`.
   Card open_slot();

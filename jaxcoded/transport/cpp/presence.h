@@ -1,4 +1,4 @@
-// Tells a root that this process is there. Otherwise the root would end the job without it.
+// Tells a root that this process is there. If the root got no answer, it would end the job without this process.
 #pragma once
 
 #include <mpi.h>

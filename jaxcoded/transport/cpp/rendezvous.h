@@ -24,7 +24,7 @@ struct Arrival {
   bool begins = false;       // whether the call begins a round
   std::size_t device = 0;    // the device's place on the mesh
   std::size_t devices = 1;   // how many devices the program has
-  double seconds = 0;        // how long to wait for the others
+  double seconds = 0;        // how long to wait for the other devices
   void* brings = nullptr;    // what the device brings, valid until `meet` returns
 };
 

@@ -7,8 +7,8 @@
 
 namespace jaxcoded::reserve {
 
-// From now on, `new` takes memory from the reserve if there is no other. Any thread can do so while no other
-// thread has a turn.
+// From now on, `new` takes memory from the reserve if there is no other. Any thread can take memory from the
+// reserve while no other thread has a turn.
 void keep();
 // Fill the reserve again. Returns whether it is full.
 bool fill() noexcept;

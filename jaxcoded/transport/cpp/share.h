@@ -40,7 +40,7 @@ struct Progress {
   std::vector<Block> returned = {};  // recalled blocks that it has returned since its last report
 
   Version version() const { return {generation, added}; }
-  // Whether the rank made this report before the other one.
+  // Whether the rank made this report before the `other` report.
   bool before(const Progress& other) const {
     return std::tie(generation, out, added, answered) <
            std::tie(other.generation, other.out, other.added, other.answered);

@@ -16,7 +16,8 @@
 namespace jaxcoded {
 namespace {
 
-// How many bytes of addresses are reserved, in this process and in each reader. They take no memory.
+// How many bytes of addresses are reserved, in this process and in each reader. Reserved addresses take no
+// memory.
 constexpr std::size_t most = std::size_t{4} << 30;
 constexpr std::size_t least = 32 << 10;  // shorter blocks are not worth whole pages
 // In older kernels each signal ends an attempt, and a timer may send signals regularly.

@@ -1,5 +1,5 @@
-// Memory of a process that other processes of its host map. They copy vectors out of it without the kernel, in
-// a third of the kernel's time.
+// Memory of a process that other processes of its host map. The other processes copy vectors out of this memory
+// without the kernel, in a third of the kernel's time.
 //
 // As with all fetches, a reader checks afterwards whether the data was still valid, since memory is reused.
 // Readers can still use the memory when its process has ended.

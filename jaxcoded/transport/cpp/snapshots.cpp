@@ -80,7 +80,7 @@ bool Recovery::stuck(double now, double patience) {
   return true;
 }
 
-// A newer snapshot has replaced the one being fetched.
+// Handle the news that a newer snapshot has replaced the snapshot being fetched.
 Recovery::Progress Recovery::gone() {
   if (!without_.contains(from_)) asked_.erase(from_);
   return Progress::gone;

@@ -1,4 +1,4 @@
-// Snapshots of the user's state: the one that a rank keeps, and one on its way from a rank above.
+// Snapshots of the user's state: the snapshot that a rank keeps, and a snapshot on its way from a rank above.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace jaxcoded {
 
-// Memory of a state. It lives as long as any `State` refers to it, so that threads can fill and copy it while
-// others have their turns.
+// Memory of a state. It lives as long as any `State` refers to it, so that a thread can fill or copy it while
+// other threads have their turns.
 class State {
  public:
   State() = default;

@@ -44,8 +44,8 @@ class Upstream {
   bool dead(Rank rank) const { return dead_.contains(rank); }
   bool rootless() const { return !above_.empty() && dead(above_.back()); }
   bool all_dead() const { return std::ranges::all_of(above_, [&](Rank rank) { return dead(rank); }); }
-  // Record that MPI has lost a message to or from a living rank. It may have been a question, an offer or an
-  // answer, so the rank may be asked again.
+  // Record that MPI has lost a message to or from a living rank. The lost message may have been a question, an
+  // offer or an answer, so the rank may be asked again.
   void lost_message(Rank rank) {
     asked_.erase(rank);
     if (!above_.empty() && rank == parent()) unanswered_ = told_step_times_ = false;

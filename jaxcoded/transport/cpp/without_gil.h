@@ -6,8 +6,8 @@
 
 namespace jaxcoded {
 
-// Lets other Python threads run until the end of its scope. There this thread waits for the interpreter's lock,
-// and must hold no other lock.
+// Lets other Python threads run until the end of its scope. At its end this thread waits for the interpreter's
+// lock, and must hold no other lock.
 //
 // While the interpreter ends, a daemon thread never gets its lock. Python 3.14 lets the thread hang. Earlier
 // versions end the thread (`pthread_exit`), which unwinds its stack. Unwinding through destructors (this
