@@ -53,7 +53,7 @@ def made(text, n, stragglers, slices):
 
 def decoding(code, sets):
     """Return the median seconds for the coefficients of a set of children that is new."""
-    code = dataclasses.replace(code)  # with an empty cache
+    code = dataclasses.replace(code)  # a copy with an empty cache
     rng = np.random.default_rng(0)
     lost = max(1, code.stragglers)
     answered = [np.ones((code.n, code.parts), bool) for _ in range(sets)]

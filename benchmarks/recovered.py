@@ -33,7 +33,7 @@ import jaxcoded
 
 WIDTH, EXAMPLES = 1000, 26
 AFTER = 20  # steps between a death and `recovered`
-TIMEOUT = 2.0  # of `recovered`, if it puts out a stuck rank
+TIMEOUT = 2.0  # argument of `recovered`, if it puts out a stuck rank
 FAULTS = ("killed", "root", "stuck", "replaced")
 
 

@@ -21,7 +21,7 @@ from sklearn.datasets import load_diabetes
 
 import jaxcoded
 
-EDGES = np.linspace(3, 6, 13)  # of the bins, for the logarithm of progression
+EDGES = np.linspace(3, 6, 13)  # edges of the bins, for the logarithm of progression
 DRAWS = 20  # simulated patients for each real one
 
 
@@ -37,7 +37,7 @@ def patients():
     return the histogram of the real patients, float64 ``(36,)``.
     """
     data = load_diabetes()
-    mass = data.data[:, 2] * len(data.data) ** 0.5  # of variance 1
+    mass = data.data[:, 2] * len(data.data) ** 0.5  # scaled to variance 1
     groups = np.eye(3)[np.digitize(mass, np.quantile(mass, [1 / 3, 2 / 3]))]
     histogram = np.asarray(in_bins(groups, np.log(data.target)), np.float64).sum(0)
     each = np.repeat(np.column_stack([mass, groups]), DRAWS, axis=0)

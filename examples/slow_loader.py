@@ -44,7 +44,7 @@ def train(comm, epochs=10, slow=2, seconds=0.1):
                 time.sleep(seconds)  # a slow disk
             return x[indices], y[indices]
 
-        def nothing(indices):  # with the shapes and dtypes of load
+        def nothing(indices):  # returns arrays with the shapes and dtypes of `load`
             return np.zeros((len(indices), 5), x.dtype), np.zeros(len(indices), y.dtype)
 
         w, read, batches = jnp.zeros(5), 0, 0

@@ -163,7 +163,7 @@ def test_a_rank_that_is_too_late_continues_from_a_snapshot(tmp_path, tokens, lat
 
 @pytest.mark.exhaustive
 def test_a_rank_that_is_too_late_finds_a_snapshot_above_its_parent(tmp_path):
-    # its parent is stopped for longer than the rank
+    # the rank's parent is stopped for longer than the rank
     job = run(tmp_path, 7, "training.py", "no", "4,1")
     succeed(job, 7)
     assert job.reports[4]["resynced"]

@@ -127,7 +127,7 @@ def test_savings_with_a_child_that_is_always_late():
     np.testing.assert_allclose(saved.uncoded, 3.0)
     assert saved.avoided == pytest.approx(5 * 2.1)
     assert saved.inferred.all()
-    # its first round has no step time, but it sent a message 2 s before the end
+    # rank 3 has no step time, but it sent a message 2 s before the end
     saved = analysis.savings(
         missing(1, step_times=[0.1, 0.9, 0.9, NAN], silent=[0, 0, 0, 2.0])
     )

@@ -130,7 +130,7 @@ def test_summary():
     assert lines[1] == "failed: 1 of 4 rounds"
     assert lines[2] == "approximate: 1 of 4 rounds"
     assert lines[3] == (
-        "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # it still lives
+        "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # still alive
         "; each of equally fast children is late in 33%"
     )
     assert lines[4] == (

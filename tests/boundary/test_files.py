@@ -321,4 +321,4 @@ def test_snapshots(data):
         assert type(state["n"]) is int
 
 
-assert sys.byteorder == "little"  # as in the headers above
+assert sys.byteorder == "little"  # the headers above say so

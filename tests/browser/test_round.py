@@ -14,7 +14,7 @@ from jaxcoded.tools.simulator.sharing import Sharing
 from jaxcoded.tools.simulator.stragglers import Delays
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "round.html"
-RANKS, BLOCKS, PART = 6, 6, 120.0  # as on the page
+RANKS, BLOCKS, PART = 6, 6, 120.0  # the same as on the page
 SPEEDS = {"well": 1.0, "slow": 0.25, "frozen": 0.0, "dead": 0.0}
 LAST = 600  # ms that the page shows
 INSTANT = Network(latency=0, overhead=0, call=0, bandwidth=1e30, combine=1e30)

@@ -789,7 +789,7 @@ class World:
         for link, queue in self.queues.items():
             if link[1] == rank:
                 queue.clear()
-            elif link[0] == rank:  # its last messages on their way are lost
+            elif link[0] == rank:  # the rank's last messages on their way are lost
                 for _ in range(self.rng.randint(0, len(queue))):
                     queue.pop()
         if not known:

@@ -123,7 +123,7 @@ def test_a_rank_leaves_in_a_started_round():
         random.Random(0),
     )
     world.submit(1)
-    world.advance(1)  # it offers its message
+    world.advance(1)  # rank 1 offers its message
     world.leave(1)
     world.idle = {0}
     world.settle()

@@ -466,7 +466,7 @@ def test_a_rank_without_memory_between_two_blocks():
     """
     world = sharing_of_four(rounds=2)
     world.submit(1)
-    assert world.may_extend(1)  # it computes
+    assert world.may_extend(1)  # rank 1 computes a block
     world.idle.add(1)
     world.nodes[1].lack_memory(True)
     world.settle()

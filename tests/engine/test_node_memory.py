@@ -95,8 +95,8 @@ def die(world, rank):
             world.nodes[other].lost(rank)
 
 
-# The ranks missing from the sixth round on, in a tree of a root, its children 1 to 3,
-# and a child of rank 1.
+# The ranks that are missing from the sixth round on. The tree has a root, its children
+# 1 to 3, and a child of rank 1.
 MISSING = {
     "nobody": lambda world: None,
     "an inner rank has failed": lambda world: world.leave(1, "ValueError: no luck"),

@@ -103,7 +103,7 @@ def play(world, rng):
     links = list(world.queues)
     for number in range(rng.choice([100, 400])):
         world.step()
-        if number % 10 == 0:  # also rare messages
+        if number % 10 == 0:  # ranks also send rare messages
             source, to = rng.choice(links)
             fields = [rng.randrange(KINDS), rng.randrange(256), 0, 0]
             fields += [rng.randint(0, ROUNDS + 2) for _ in range(3)]

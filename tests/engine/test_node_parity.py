@@ -135,7 +135,7 @@ CODES = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
     if dtype == "bfloat16" and code == "adaptive":
-        return  # its amplification leaves no digits
+        return  # this code's amplification leaves no digits
     slices = 2 if code == "polynomial" else 1
     plan = make_plan(
         children + 1,

@@ -207,7 +207,7 @@ def test_below_a_frozen_rank_results_come_from_further_above(hosts, inline):
         world.clock += 10
         world.settle()
         world.assert_done(healthy)
-    # they already know what rank 1 would tell them now
+    # ranks 3 and 4 already know what rank 1 would tell them now
     world.frozen.clear()
     world.settle()
     world.assert_done()
@@ -492,7 +492,7 @@ def test_a_late_rank_asks_for_those_below_it_while_it_catches_up():
     world.open = 61
     since = world.clock
     while world.nodes[late].next_round() < 60:
-        world.submit(late)  # its result has already arrived
+        world.submit(late)  # the round's result has already arrived
         for _ in range(4):
             world.sweep_all()
             world.clock += world.limits.orphan_seconds / 5

@@ -443,7 +443,7 @@ def test_no_rank_waits_for_the_section_of_a_rank_that_left(seed):
             world.step()
             for rank in leaves - world.leaving:
                 if world.nodes[rank].next_round() > rounds:
-                    world.leave(rank)  # its process ends
+                    world.leave(rank)  # the rank's process ends
         if not world.sweep():
             world.clock += 1
     world.settle()

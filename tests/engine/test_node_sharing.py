@@ -223,7 +223,7 @@ class World(simulation.World):
         if running.work is None:
             running.work = self.nodes[rank].take_block()
             if running.work is not None:
-                for vector in running.own:  # its vectors are not lent any more
+                for vector in running.own:  # the rank's vectors are not lent any more
                     vector[:] = np.nan
         return running.work is not None or self.nodes[rank].no_more_blocks()
 
@@ -807,7 +807,7 @@ def test_the_root_sleeps_while_its_program_repeats_a_finished_block(deadline):
         limits={"deadline_seconds": deadline},
     )
     run.submit(0)
-    assert run.may_extend(0)  # it takes a block
+    assert run.may_extend(0)  # rank 0 takes a block
     run.idle = {0}
     for _ in range(100):
         run.sweep_all()

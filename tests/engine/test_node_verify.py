@@ -510,7 +510,7 @@ def test_a_parent_waits_for_a_slow_message(then):
         check=Check(wait=True),
     )
     world.submit(1)
-    world.advance(1)  # its offer is on its way
+    world.advance(1)  # rank 1's offer is on its way
     world.frozen = {1}
     world.sweep_all()
     world.clock += 1

@@ -71,7 +71,7 @@ if place == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     threading.Thread(target=die_when_announced, daemon=True).start()
 while place == 0 and pathlib.Path(f"/proc/{pids[1]}").exists():
-    time.sleep(1e-3)  # its parent comes too late to fetch it
+    time.sleep(1e-3)  # the parent comes too late to fetch the message
 if place == 0 and when == "known":
     time.sleep(KNOWN)
 try:

@@ -19,7 +19,8 @@ from mpi4py import MPI
 
 directory, way, *joins = sys.argv[1:]
 port = pathlib.Path(directory) / "port"
-VICTIMS = [0, -1, 1, -1]  # of "again": the first rank, the newest, ...
+# the ranks that die in "again": the first rank, the newest rank, and so on
+VICTIMS = [0, -1, 1, -1]
 
 
 def tolerant(comm):

@@ -19,7 +19,7 @@ import jaxcoded
 
 ROUNDS, CLEAN = 40, 6
 EVERY_VECTOR, EVERY_OTHER = 3, 997  # one of this many requests for memory fails
-GROWTH = 1.16  # of the vectors' lengths, so that freed memory rarely fits
+GROWTH = 1.16  # factor of the vectors' lengths, so that freed memory rarely fits
 
 directory, way, victim = sys.argv[1:]
 # the engine then takes ordinary memory instead of shared memory

@@ -59,7 +59,7 @@ class Blocks:
     def __call__(self, y):
         time.sleep(NAP)
         self.number += 1
-        # its vector then has one block, which no other rank will use
+        # this rank's vector then has one block, which no other rank will use
         if self.step >= FAULT and self.number == 2 and not self.harmless:
             self.harmless = True
             befall()

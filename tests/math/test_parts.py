@@ -82,7 +82,7 @@ def promised(code, s):
             yield answered
 
 
-# with s
+# codes, each with s and a function that returns its sets of answers
 SETS = {
     "adaptive 4, 2, seed 2": (codes.adaptive(4, 2, seed=2), 2, first_parts),
     "adaptive 4, 2, seed 1": (codes.adaptive(4, 2, seed=1), 2, first_parts),

@@ -201,7 +201,7 @@ def test_two_loops(comm, loop):
         jaxcoded.CodedGroup(
             comm, jaxcoded.Shared(replicas=min(2, comm.size - 1), blocks=3)
         ) as group,
-        # or too many have already left their loops
+        # or too many ranks have already left their loops
         pytest.raises(CodedError, match="loop over the blocks once|nobody who is left"),
         group.blocks(BATCH) as blocks,
     ):
@@ -225,7 +225,7 @@ def test_within_a_loop(comm, inner):
     ) as group:
         part = group.batch(BATCH)
         with (
-            # or too many have already left their loops
+            # or too many ranks have already left their loops
             pytest.raises(
                 (CodedError, jax.errors.JaxRuntimeError),
                 match="let the first one end before the next|nobody who is left",

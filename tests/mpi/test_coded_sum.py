@@ -310,7 +310,7 @@ def test_memory_of_a_gradient(comm, how):
         alone = planned(
             lambda layers, x: jnp.log1p(deep(layers, x).sum() ** 2), batch.data
         )
-        # so the memory includes intermediate values
+        # this shows that the memory includes intermediate values
         assert alone > 8 * jnp.asarray(batch.data).nbytes
         assert here < 1.1 * alone, (here, alone)
 

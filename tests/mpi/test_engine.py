@@ -1073,7 +1073,7 @@ def test_a_longer_text_than_an_inbox_holds(comm, transport):
         comm, jaxcoded.Coded(stragglers=0), transport=transport
     ) as group:
         one = np.ones(1)
-        # its beginning and end
+        # the error shows the beginning and the end of the text
         text = r"a long story .* \.\.\. .* a long story of rank 1"
         with pytest.raises(jaxcoded.GroupMismatch, match=text):
             group._session.transport.host_round(

@@ -40,7 +40,7 @@ RANK = MPI.COMM_WORLD.rank
 CHUNK = (4 << 20) // 4  # float32 numbers that are copied at a time
 DONE = 1
 LOST = int(SIZE > 2)  # stragglers
-CALL, NAME = "a test of staging", 1234567  # its description and fingerprint
+CALL, NAME = "a test of staging", 1234567  # the call's description and fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -840,7 +840,8 @@ def test_lent_vectors_come_to_the_host_once_a_round(comm, gpu, stream):
         shared_round(gpu, stream, group, size)
         before = gpu.copied_bytes()
         shared_round(gpu, stream, group, size)
-        assert gpu.copied_bytes() - before == 2 * 4 * size  # and the sum to the GPU
+        # the vector to the host, and the sum to the GPU
+        assert gpu.copied_bytes() - before == 2 * 4 * size
         wait_for_all(comm)
 
 

@@ -45,11 +45,11 @@ struct World::Running {
   std::size_t known = 0;  // how many of the call's vectors the node has
   double scale = 1;       // see `Settings::chained`
   bool left = false;      // the program passes no more vectors of this call, and does not read its result
-  // If its work is shared:
+  // If the call's work is shared:
   const Planned* of = nullptr;          // the call that sums the blocks
-  std::vector<Numbers> sums = {};       // of the blocks in its vectors
-  std::optional<Work> work = {};        // the block that its program computes
-  bool over = false;                    // its program has left the loop over its blocks
+  std::vector<Numbers> sums = {};       // of the blocks in the rank's vectors
+  std::optional<Work> work = {};        // the block that the rank's program computes
+  bool over = false;                    // the rank's program has left the loop over its blocks
 
   std::vector<Bytes>& results() { return in_place ? own : out; }
   const std::vector<Bytes>& results() const { return in_place ? own : out; }

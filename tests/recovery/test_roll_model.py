@@ -373,7 +373,7 @@ def test_all_live_ranks_meet(
                 if done is not None:
                     each[rank].next_attempt()
                     attempt += 1
-            world.kill(rank)  # its program ends
+            world.kill(rank)  # the rank's program ends
 
         world.run(program)
     live = set(range(size)) - world.dead

@@ -60,7 +60,7 @@ blocks that were recalled or dropped while they were computed. Then:
    leave their loops.
 6''. A piece is given out once the program has handed over its vector, after its loop.
 9''. If a rank is dropped after the end of the computation, the round fails on all
-ranks.
+   ranks.
 
 If the sum may lack a part of the batch after a deadline (``approximates``), the parent
 may *close* the round at any moment. From then on:
@@ -136,8 +136,8 @@ class Rank(NamedTuple):
     added: int = 0  # number of blocks that count
     stale: bool = False  # whether the vector must be emptied
     left: bool = False
-    ends: bool = False  # it knows that the computation has ended,
-    handed_over: bool = False  # and its program has handed the vector over
+    ends: bool = False  # the rank knows that the computation has ended
+    handed_over: bool = False  # the rank's program has handed the vector over
     called: bool = True
     asks: bool = False  # whether the rank asks before it begins with its own blocks
 

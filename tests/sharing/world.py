@@ -266,7 +266,7 @@ class World:
                 self.ledger.give_up(m, self.clock)
                 self._decide()
                 return
-            # its vector is available while its program waits for blocks
+            # a member's vector is available while its program waits for blocks
             assert self.shares[m].sealed, m
             assert self.shares[m].version == version, m
             assert version[1] == len(self.vectors[m]), m

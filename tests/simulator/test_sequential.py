@@ -21,7 +21,7 @@ from jaxcoded.tools.simulator.bursts import Bursts
 from jaxcoded.tools.simulator.stragglers import Measured
 
 LATE = 100.0
-# also on a busy machine
+# without a deadline, so that tests also pass on a busy machine
 patient = settings(
     deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -151,7 +151,7 @@ def test_the_model_of_bursts_is_the_papers(proposal):
     for row in proposed:
         more = np.vstack([so_far, row])
         assert bursts.allow(row) == bursty(more, burst, window, stragglers)
-        if bursts.allow(row):  # then subsets of them are allowed, too
+        if bursts.allow(row):  # subsets of an allowed row are allowed, too
             assert all(bursts.allow(row & ~one) for one in np.eye(workers, dtype=bool))
         else:
             row = np.zeros(workers, bool)

@@ -33,7 +33,7 @@ class Departures {
   }
 
   // Return the kind of error to raise if these ranks do not make a call. If all of them have failed, no program
-  // has made a wrong call. Otherwise one of these ranks or the caller has made one.
+  // has made a wrong call. If not, one of these ranks or the caller has made a wrong call.
   std::string kind(const std::vector<Rank>& ranks) const {
     const auto failed = [&](Rank rank) { return failures_.contains(rank); };
     return std::ranges::all_of(ranks, failed) ? "CodedError: " : "GroupMismatch: ";

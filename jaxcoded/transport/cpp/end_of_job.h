@@ -18,15 +18,16 @@ namespace jaxcoded {
 // waiting for some ranks finalizes only once it knows that all other ranks will finalize. At the start of
 // `MPI_Finalize` every rank reports its end to its roots. The root then asks the remaining ranks whether they
 // are there. The engine of a rank answers until the rank finalizes, whatever its program does, even after it has
-// closed the group. Once all remaining ranks are silent, the root ends the job. It does not know ranks that were
-// never in one of its groups, and waits for them in `MPI_Finalize`, as any program does.
+// closed the group. Once all remaining ranks are silent, the root ends the job. The root does not know ranks
+// that were never in one of its groups, and waits for these ranks in `MPI_Finalize`, as any program does.
 //
 // No rank continues with `MPI_Finalize` before its roots do. Open MPI's launcher may crash or hang if a job is
 // ended while some of its ranks are in `MPI_Finalize`.
 //
 // If MPI is fault-tolerant, living ranks may continue without a rank whose program has ended with an error. MPI
 // would consider this rank alive, and wait until it ends. So the rank kills itself, unless all other ranks are
-// at their end, too. It does so only under `jaxcoded run`, which knows that the rank's program failed.
+// at their end, too. The rank kills itself only under `jaxcoded run`, which knows that the rank's program
+// failed.
 class EndOfJob {
  public:
   // Record that this process is in a group; all ranks of the group call this. `comm` is never freed. At the end

@@ -21,7 +21,7 @@ namespace {
 // For this long after the last message, a thread polls before it sleeps, and yields its core after each poll.
 // Sleeping and waking up takes longer than the rest of a short round: 76 µs instead of 56 on 4 ranks.
 constexpr double spin_seconds = 60e-6;
-// Without wake-ups (peers on other hosts), the naps between polls grow. They grow slowly if no rank waits.
+// Without wake-ups (peers on other hosts), the naps between polls grow. The naps grow slowly if no rank waits.
 constexpr double shortest_nap = 20e-6;
 constexpr double usual_nap = 1e-3;  // while any rank waits for a round
 // With wake-ups no message goes unnoticed, so the lengths of sleeps matter only for timers. The longer nothing
@@ -332,7 +332,7 @@ std::string Engine::returned(std::uint64_t index) {
   return its.mixed_up;
 }
 
-// Add a call to the queue. It takes the place of an open call whose last parts never came.
+// Add a call to the queue. The new call takes the place of an open call whose last parts never came.
 void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
   const bool breaks_off = its.has_open_call();
   its.queue.push_back(flight);  // if there is too little memory for this, nothing has changed

@@ -33,8 +33,8 @@ struct Flight {
   Call call;                 // the call itself, until the node takes it
   bool submitted = false;    // the node has taken the call
   std::shared_ptr<Flight> replaces = {};  // the same round's earlier call, which the node has until it takes this call
-  bool open = false;         // more parts of the call's vectors follow,
-  bool shared = false;       // or, with shared work, more blocks, until the round is over
+  bool open = false;         // more parts of the call's vectors follow
+  bool shared = false;       // shared work: more blocks may follow, until the round is over
   bool looped = false;       // the program computes the blocks in a loop on the host, and reports the loop's end
   Outcome outcome = Outcome::pending;
   std::string error;

@@ -472,7 +472,7 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
     if (v == m || !(other.here() || other.expected()) || other.held) continue;
     if (other.left() <= other.recalls.size()) continue;
     const double its = done_in(other, now);
-    // A member's only remaining block is in progress. It is taken back only for an idle member.
+    // A member's only remaining block is in progress. This block is taken back only for an idle member.
     const bool last = other.here() && other.left() == 1;
     if (its <= latest || (last && !idle)) continue;
     for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {

@@ -107,16 +107,16 @@ class Ledger {
     std::set<Block> kept = {};        // blocks that were recalled and not returned
     std::uint32_t promised = 0;      // how many blocks are recalled for this member
     std::uint32_t times_given_up = 0;
-    std::optional<double> held = {};  // when it was told to hold, if it has not answered
-    double since = 0;     // when it began the work that it has not reported
-    double seconds = 0;   // its time for a block of usual cost; 0: not known
+    std::optional<double> held = {};  // when the member was told to hold, if it has not answered
+    double since = 0;     // when the member began the work that it has not reported
+    double seconds = 0;   // the member's time for a block of usual cost; 0: not known
     bool measured = false;  // `seconds` was measured in this round
 
     bool expected() const { return state == State::expected; }
     bool here() const { return state == State::here; }
     bool takes_part() const { return here() || state == State::given_up; }
     std::size_t left() const { return blocks.size() - added; }
-    // Return after how many more blocks it reports its progress, as far as the parent knows.
+    // Return after how many more blocks the member reports its progress, as far as the parent knows.
     std::size_t until_told() const {
       std::size_t out = 1;
       while (out < left() && !tells_with(left() - out)) ++out;

@@ -9,9 +9,9 @@
 namespace jaxcoded {
 
 struct Listener {
-  Round first = 1, last = 0;  // the results that it wants and does not know of yet
-  std::uint32_t told = 0;     // pieces of the result of `first` that it knows of
-  Round called = 0;           // the round that it waits for in a call
+  Round first = 1, last = 0;  // the results that the rank wants and does not know of yet
+  std::uint32_t told = 0;     // pieces of the result of `first` that the rank knows of
+  Round called = 0;           // the round that the rank waits for in a call
   bool wants_state = false;
   Signatures::Known introduced = {};
 

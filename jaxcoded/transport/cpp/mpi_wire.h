@@ -80,7 +80,8 @@ class MpiWire : public Wire {
     std::size_t fetches = 0;  // fetches in progress
     double since = 0;         // since when fetches have been in progress without a break
   };
-  // A message or a piece on its way. It is kept until its outcome is known and the node has it.
+  // A message or a piece on its way. A transfer is kept until its outcome is known and the node has the message
+  // or piece.
   struct Transfer {
     Rank other;
     int tag;

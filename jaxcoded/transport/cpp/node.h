@@ -93,9 +93,9 @@ enum class OnContradiction {
 struct Limits {
   std::uint64_t piece_bytes = 256 << 10;     // bytes that are decoded at a time
   std::uint64_t announced_bytes = 1 << 20;   // bytes that are announced at a time
-  std::uint64_t history_bytes = 256 << 20;   // results kept for late ranks,
-  std::uint64_t history_rounds = 64;         // but at least this many rounds,
-  std::uint64_t history_most = 1ull << 30;   // as long as they take at most this many bytes
+  std::uint64_t history_bytes = 256 << 20;   // bytes of results that are kept for late ranks
+  std::uint64_t history_rounds = 64;         // rounds whose results are kept even beyond `history_bytes`
+  std::uint64_t history_most = 1ull << 30;   // the most bytes that the results of these rounds may take
   std::uint64_t ahead_bytes = 32 << 20;      // results that a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least silence before a rank is asked whether it is there, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
@@ -106,16 +106,16 @@ struct Limits {
   bool waits_for_all = false;  // with shared work: no rank computes blocks of late ranks
   OnContradiction on_contradiction = OnContradiction::raise;
   double deadline_seconds = 0;               // from the start of a round; 0: none
-  double deadline_rounds = 0;                // or this multiple of the median of rounds of the same call; 0: none
-  double deadline_share = 1;                 // this rank's share of the deadline: ranks below it have less
+  double deadline_rounds = 0;                // a multiple of the median of rounds of the same call; 0: none
+  double deadline_share = 1;                 // this rank's share of the deadline; ranks below have a smaller share
   std::uint64_t telemetry_rounds = 1024;     // remembered rounds
   double step_times_seconds = 1;             // between messages about the speed of ranks
   std::uint64_t sections_from = 0;           // least bytes of a sum in sections; 0: no sections
   std::uint64_t section_pieces = 0;          // the wanted number of pieces of a sum in sections
-  std::uint32_t slices = 1;                  // one piece of a message makes this many pieces of the sum,
-  std::uint32_t parts = 1;                   // and a message has this many parts
-  std::uint64_t least_piece_bytes = 16 << 10;  // pieces have at least this length,
-  std::uint64_t most_piece_bytes = 32 << 10;   // and at most this length: MPI sends such pieces at once
+  std::uint32_t slices = 1;                  // one piece of a message makes this many pieces of the sum
+  std::uint32_t parts = 1;                   // a message has this many parts
+  std::uint64_t least_piece_bytes = 16 << 10;  // pieces have at least this length
+  std::uint64_t most_piece_bytes = 32 << 10;   // pieces have at most this length, at which MPI sends them at once
 
   // The length of the pieces of a vector of this many bytes.
   std::uint64_t piece_for(std::uint64_t bytes) const {
@@ -287,9 +287,9 @@ class Node {
     double asked = 0;  // when it was asked whether it is there; 0 if it has sent something since
     Round asked_round = 0;
     Round there = 0;  // the round that it has confirmed to be in
-    Offer offer = {};         // its latest offer
-    Round overdue_round = 0;  // the latest round in which it reported a wait past its deadline,
-    std::string overdue = {};  // and the ranks that it waits for
+    Offer offer = {};         // the child's latest offer
+    Round overdue_round = 0;  // the latest round in which the child reported a wait past its deadline
+    std::string overdue = {};  // the ranks that the child then waited for
     Round not_finite_round = 0;  // the latest round in which it reported NaN or infinities
     Round done = 1;
     Round told = 0;  // the latest round that it has reported to have called
@@ -297,10 +297,10 @@ class Node {
     bool retired = false;  // makes no more offers
     bool left = false;     // has left, and no rank below it needs anything
     struct Behind {
-      Round called = 0;   // its latest call
+      Round called = 0;   // the child's latest call
       double since = 0;   // since when rounds have been decided that it has not called
       double asked = 0;   // when it was asked where it is
-      double answered = 0;  // when it answered; its answer:
+      double answered = 0;  // when the child answered; its answer follows
       bool in_program = false;
       Round next = 0;
       bool said = false;  // whether this was reported to the user

@@ -54,13 +54,13 @@ void Node::check_offer(Child& child) {
 
 void Node::check_offers() {
   for (Child& child : children_) check_offer(child);
-  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // then this rank waits for no child
+  if (!calling() || !waits_for_children() || up_.all_decoded()) return;  // this rank waits for no child
   if (up_.call.shared) return;  // other ranks compute the blocks of children that have left
   // A child may leave between the parts of its message. What it has offered suffices at most for the first
   // pieces.
   const std::uint32_t last = up_.incoming.size() - 1;
   if (sums_blocks()) {
-    if (approximates()) return;  // then this rank continues without the children that have left
+    if (approximates()) return;  // this rank continues without the children that have left
     for (std::size_t i = 0; i < children_.size(); ++i) {
       const Child& child = children_[i];
       if (up_.call.leaves_out(i) || usable(i, last)) continue;

@@ -284,7 +284,7 @@ bool Node::is_there(Child& child) {
 }
 
 // Handle an answer that says where a child is. If the round failed at the child alone, the child may have
-// continued. It then no longer has its vector, although the round may still get a result.
+// continued. The child then no longer has its vector, although the round may still get a result.
 void Node::hear_where_it_is(Child& child, const Header& head) {
   if (head.last == head.round) {
     child.there = head.round;

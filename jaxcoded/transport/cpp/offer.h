@@ -16,13 +16,13 @@ namespace jaxcoded {
 struct Offer {
   Round round = 0;  // 0: the child has offered nothing yet
   std::uint64_t fingerprint = 0;
-  std::uint64_t order = 0;  // its place in the order in which offers are used
+  std::uint64_t order = 0;  // the offer's place in the order in which offers are used
   double seen = 0;          // when the child's first message of the round came
 
   std::uint32_t ready = 0;  // pieces
   std::uint32_t exact = 0;  // how many of these pieces are exact
-  bool skips = false;       // the child has nothing to contribute,
-  std::string why = {};     // and this is the reason
+  bool skips = false;       // the child has nothing to contribute
+  std::string why = {};     // why the child has nothing to contribute
   bool withdrawn = false;
   Progress progress = {};  // with shared work
   std::vector<std::uint64_t> addresses = {};

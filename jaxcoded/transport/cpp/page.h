@@ -29,7 +29,7 @@ class WakeUp {
   // Sleep until more than `seen` wake-ups were sent, or for this many seconds.
   void sleep(Sleeper who, std::uint32_t seen, double seconds);
   void begin_driving() { state_.fetch_or(driving); }
-  // Let the progress thread take over. It is woken if `wake`, or if more than `seen` wake-ups were sent.
+  // Let the progress thread take over. The thread is woken if `wake`, or if more than `seen` wake-ups were sent.
   void end_driving(std::uint32_t seen, bool wake);
 
  private:
@@ -41,7 +41,7 @@ class WakeUp {
 };
 
 // Which objects of a group can be read: for each kind, the first round whose objects are valid. A reader checks
-// this after it has read. It must not use an object that was withdrawn meanwhile.
+// this after it has read. The reader must not use an object that was withdrawn meanwhile.
 struct Validity {
   std::atomic<std::uint64_t> group{0};  // the group's ticket; objects of a group with another ticket are not valid
   std::array<std::atomic<std::uint64_t>, Object::kinds> first_valid{};

@@ -90,8 +90,8 @@ class Parity {
     DType dtype;
     std::size_t vector;
     int kind;                  // see `Apart`; -1 for the rest
-    std::vector<Size> rows;    // of each row's message,
-    std::vector<Size> checks;  // and of the sums that should be 0
+    std::vector<Size> rows;    // of each row's message
+    std::vector<Size> checks;  // of the sums that should be 0
   };
   // Elements [first, end) of a vector, and where they are summed.
   struct Run {
@@ -108,10 +108,10 @@ class Parity {
   double scale(const Check& check, const std::vector<Size>& rows, Norm norm) const;
   double bound(const Check& check, const Sums& sums, Norm norm) const;
 
-  std::vector<Check> checks_;  // all checks,
+  std::vector<Check> checks_;  // all checks
   std::vector<double> sizes_;
   std::vector<Below> below_;
-  std::vector<Check> active_;  // and combinations of them without the rows that take no part
+  std::vector<Check> active_;  // combinations of the checks that do not use rows that take no part
   std::vector<bool> rows_;
   std::vector<bool> finite_;  // by row
   std::vector<Sums> sums_;  // of the rest of each vector, then of elements that are compared separately

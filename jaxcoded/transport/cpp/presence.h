@@ -17,7 +17,7 @@ class Presence {
   // Answer the question that has come since the last call. Returns whether there was one.
   bool answer();
   // Whether the root is at its end, and everything that it sent before has arrived. The root asks only at its
-  // end. It asks again a while after the first answer.
+  // end. The root asks again a while after the first answer.
   bool root_has_ended() const { return asked_ >= 2; }
 
  private:

@@ -43,9 +43,9 @@ struct Term {
 
 // What the sections of a family form together.
 enum class Purpose : std::uint8_t {
-  result,   // the sum of the round, which every rank fetches,
-  message,  // the parent's message, which only the parent fetches,
-  copy,     // or the parent's copy of the round's result, which the other ranks fetch
+  result,   // the sum of the round, which every rank fetches
+  message,  // the parent's message, which only the parent fetches
+  copy,     // the parent's copy of the round's result, which the other ranks fetch
 };
 
 // The shape of a sum that is formed in sections.
@@ -58,9 +58,9 @@ struct SumShape {
 
 // How a section uses the parent's own vector or, for a copy, the parent's result.
 enum class OfParent : std::uint8_t {
-  none,  // it is not added,
-  term,  // it is the first term,
-  zero,  // or it is all zeros, which no rank has to fetch
+  none,  // the vector is not added
+  term,  // the vector is the first term
+  zero,  // the vector is all zeros, which no rank has to fetch
 };
 
 // The version numbers of a parent's sections. 0 means none.
@@ -167,7 +167,7 @@ struct Forming {
   Section section = {};
   OfParent of_parent = OfParent::none;
   std::vector<Term> terms = {};
-  std::uint32_t next = 0;  // its next piece
+  std::uint32_t next = 0;  // the next piece to form
 
   struct Slot {
     Buffer buffer = {};
@@ -245,9 +245,9 @@ struct Sections {
   std::uint32_t slices = 1;  // pieces of the sum that one piece of a message makes
   struct Known {
     Section section = {};
-    std::uint32_t formed = 0;  // the maker has the pieces before this one,
-    std::vector<std::uint64_t> addresses = {};  // where the maker has them
-    bool gone = false;         // the maker no longer has them
+    std::uint32_t formed = 0;  // the maker has the pieces before this one
+    std::vector<std::uint64_t> addresses = {};  // where the maker has these pieces
+    bool gone = false;         // the maker no longer has these pieces
     std::uint32_t taken = 0;   // pieces before this one have arrived
     void take(const std::vector<bool>& here) {
       while (taken < formed && here[taken]) ++taken;

@@ -16,7 +16,7 @@
 
 namespace jaxcoded {
 
-using Block = std::uint32_t;  // its number in the global batch, from 0
+using Block = std::uint32_t;  // a block's number in the global batch, from 0
 
 // Which blocks are in a rank's vector: a generation, and the number of blocks added in it.
 struct Version {
@@ -35,7 +35,7 @@ struct Progress {
   std::uint32_t added = 0;     // blocks in the rank's vector
   std::uint32_t answered = 0;  // blocks that were recalled, returned or not
   bool out = false;            // the rank no longer takes part in the round
-  bool claims = false;         // it began with its own blocks before they were granted
+  bool claims = false;         // the rank began with its own blocks before they were granted
   float seconds = 0;           // since it added its latest block
   std::vector<Block> returned = {};  // recalled blocks that it has returned since its last report
 

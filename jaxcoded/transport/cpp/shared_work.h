@@ -19,12 +19,12 @@ struct SharedWork {
   std::vector<Block> own = {};      // the blocks with which it begins
   std::size_t owned = 0;            // how many blocks it owns, even if it does not begin with them
   std::vector<std::vector<Rank>> holders = {};  // of each block, its owner first
-  bool asks_first = false;          // it asks before it begins with its own blocks
-  Round computed_round = 0;         // the latest round with blocks, and the blocks that this rank has computed in it
+  bool asks_first = false;          // this rank asks before it begins with its own blocks
+  Round computed_round = 0;         // the latest round with blocks; then the blocks that this rank computed in it
   std::vector<Block> computed = {};
 
-  Round dealt = 0;         // the latest round whose blocks are in vectors that the next round sums,
-  bool dealt_all = false;  // and whether all of them are
+  Round dealt = 0;         // the latest round whose blocks are in vectors that the next round sums
+  bool dealt_all = false;  // whether all blocks of that round are in these vectors
 
   bool holds(Rank rank, Block block) const {
     return block < holders.size() && std::ranges::find(holders[block], rank) != holders[block].end();

@@ -11,8 +11,8 @@ namespace jaxcoded {
 
 class Signatures {
  public:
-  static constexpr std::size_t most = 1024;  // the most signatures that are kept,
-  static constexpr std::size_t most_bytes = 16 << 20;  // with at most this many bytes
+  static constexpr std::size_t most = 1024;  // the most signatures that are kept
+  static constexpr std::size_t most_bytes = 16 << 20;  // the most bytes that these signatures take
   // Fingerprints whose calls another rank knows.
   using Known = std::set<std::uint64_t>;
 

@@ -20,8 +20,8 @@ static_assert(std::atomic<WakeUp*>::is_always_lock_free);
 std::atomic<bool> came = false;
 std::atomic<WakeUp*> wake_up = nullptr;
 
-// The signal's handler. It may interrupt any thread anywhere, even a thread that holds the engine's lock or
-// Python's lock. So it only notes that the signal came, and the engine's own thread does the rest.
+// The signal's handler. The signal may interrupt any thread anywhere, even a thread that holds the engine's lock
+// or Python's lock. So the handler only notes that the signal came, and the engine's own thread does the rest.
 void note(int) {
   const int error = errno;
   came.store(true);

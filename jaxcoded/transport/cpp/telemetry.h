@@ -25,8 +25,8 @@ struct RoundRecord {
   bool approximate = false;
   bool shared = false;  // the round itself settled which rank computes which blocks
   bool loop = false;    // the round computes blocks in a loop, and the next round sums them
-  double busy = 0;      // seconds for which this rank computed blocks,
-  std::uint32_t blocks = 0;  // and their number
+  double busy = 0;      // seconds for which this rank computed blocks
+  std::uint32_t blocks = 0;  // the number of blocks that this rank computed
 };
 
 // A record for each of the latest rounds. For each child, a record has when the child's message came, and
@@ -163,7 +163,7 @@ class Telemetry {
     double at = unknown;
   };
   std::vector<Heard> heard_;  // the latest message of each child
-  Round current_ = 1;         // this rank's latest call
+  Round current_ = 1;         // the round of this rank's latest call
   double ended_ = unknown;
 };
 

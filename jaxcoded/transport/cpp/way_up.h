@@ -55,9 +55,9 @@ struct WayUp : Incoming {
   // With shared work: what this rank computes.
   Share share = Share();
   double added_at = 0;  // when the latest block was added
-  double busy = 0;      // seconds spent on computing blocks,
-  std::uint32_t blocks = 0;     // the number of these blocks,
-  double computing_since = 0;   // and when the current one began
+  double busy = 0;      // seconds spent on computing blocks
+  std::uint32_t blocks = 0;     // the number of computed blocks
+  double computing_since = 0;   // when the current block began
   bool audits = false;  // whether this rank must first compute the audited block
   std::vector<Version> versions = {};  // of the members' vectors from which the pieces so far were formed
   bool lent = false;        // `call.own` stays valid as long as the program waits
