@@ -3,11 +3,12 @@
     .venv/bin/python benchmarks/sequential.py
 
 Simulated (`jaxcoded.tools.simulator`): 20 jobs on 256 workers with SR-SGC and M-SGC
-(Krishnan et al. 2023), gradient coding with these schemes' rule of waiting, gradient coding that waits for any n - s
-workers, shared work, and no code. Fractional repetition needs one worker of each group. Delays have the form that the
-authors published: the seconds of each worker in each round with load 0, plus its load times the seconds of a whole
-batch. These seconds include all messages. Each scheme has the best parameters for these delays among those whose jobs
-end at most 10 rounds late.
+(Krishnan et al. 2023), gradient coding with these schemes' rule of waiting, gradient
+coding that waits for any n - s workers, shared work, and no code. Fractional repetition
+needs one worker of each group. Delays have the form that the authors published: the
+seconds of each worker in each round with load 0, plus the worker's load times the
+seconds of a whole batch. These seconds include all messages. Each scheme has the best
+parameters for these delays among those whose jobs end at most 10 rounds late.
 
 The delays are random unless ``--profile`` names a file: a file that the authors published (``delay_profiles/*.pkl`` in
 github.com/mamaj/Sequential-Gradient-Coding-2), or a table of seconds with a line for each round and a column for each

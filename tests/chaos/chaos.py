@@ -48,9 +48,9 @@ LOOK = 0.02  # seconds between two looks at the board
 # Seconds on an idle machine without progress, after which ranks hang; `extended` may wait for 30 s
 # (`joining.opening_seconds`) until it gives up
 HANGS = 45.0
-STARTS = 60.0  # until a job starts
-ENDS = 20.0  # until processes end after the last schedule
-ASKED = 1.0  # until ranks have written their stacks
+STARTS = 60.0  # seconds within which a job starts
+ENDS = 20.0  # seconds within which processes end after the last schedule
+ASKED = 1.0  # seconds within which ranks write their stacks
 LINES = 60  # lines of the ranks' output that are shown with a finding
 
 

@@ -160,9 +160,9 @@ def test_history_without_stragglers(far):
 @pytest.mark.parametrize(
     ("budget", "rounds", "most", "kept"),
     [
-        (10 * ENTRY, 3, 1 << 30, 10),  # limited by its bytes
-        (2 * ENTRY, 7, 1 << 30, 7),  # but at least this number of rounds
-        (2 * ENTRY, 50, 12 * ENTRY, 12),  # limited by these bytes
+        (10 * ENTRY, 3, 1 << 30, 10),  # as many results as the budget holds
+        (2 * ENTRY, 7, 1 << 30, 7),  # at least this number of rounds
+        (2 * ENTRY, 50, 12 * ENTRY, 12),  # as many of these rounds as `most` holds
         (0, 0, 0, 1),
     ],
 )

@@ -22,11 +22,12 @@ from jaxcoded import Coded, make_plan
 
 KINDS = 18  # number of `Kind`s in message.h
 ROUNDS = 6
-MOST_BYTES = 64 << 20  # most bytes of a node, whose sums have some hundred
+# most bytes that a node may take; its sums have some hundred bytes
+MOST_BYTES = 64 << 20
 NUMBERS = [0, 1, 2, 3, 7, 8, 255, 2**16, 2**31, 2**32 - 1]
 NUMBERS += [2**32, 2**40, 2**48, 2**48 + 1, 2**62, 2**63, 2**64 - 1]
 # Nodes accept a length that fits into this machine's memory. So all lengths in bodies
-# are shorter, or too long.
+# are either short, or too long to be accepted.
 LENGTHS = [n for n in NUMBERS if n <= 2**16 or n >= 2**48]
 
 

@@ -1,4 +1,4 @@
-"""Ranks later than their ancestors' history continue from a snapshot."""
+"""Ranks that their ancestors' history no longer reaches continue from a snapshot."""
 
 import random
 import re

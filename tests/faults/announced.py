@@ -1,4 +1,4 @@
-"""A rank whose message is needed is killed, where MPI reports deaths.
+"""A rank whose message is needed is killed, under an MPI that reports deaths.
 
 ``announced.py DIRECTORY WHEN FLOATS...``: each number of FLOATS has a group of `PLACES` ranks. The second rank of each
 group is killed:

@@ -25,8 +25,8 @@ In other events a new process fails to join:
 In the last kind of event an old rank dies, and the live ranks recover:
 
 - "loses 2 ask": before it asks the root to start processes;
-- "loses 2 start": while these start;
-- "loses 2 connect": before it connects with them;
+- "loses 2 start": while the processes start;
+- "loses 2 connect": before it connects with the processes;
 - "loses 2 ready": once it has made the group;
 - "loses 2 connect stops": it is stopped instead, and put out.
 

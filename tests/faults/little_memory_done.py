@@ -1,7 +1,8 @@
 """A rank has too little memory to take a sum that is decided, see `memory.cpp`.
 
-``little_memory_done.py DIRECTORY VICTIM``: this is the sum of the third step. Each rank adds its results to its state,
-and reports the errors of its steps.
+``little_memory_done.py DIRECTORY VICTIM``: VICTIM has too little memory to take the sum
+of the third step. Each rank adds its results to its state, and reports the errors of
+its steps.
 """
 
 import ctypes

@@ -159,7 +159,7 @@ if way in ("successor", "asked for"):
     if successor:
         die()
     if way == "asked for":
-        # in a jitted call, whose tracing does not show how it ends
+        # ask in a jitted call: its tracing does not show how the call ends
         ask = jax.jit(lambda state: jaxcoded.tree_bcast(state, group))
         board.note(LEAVES + 2)
         with contextlib.suppress(jax.errors.JaxRuntimeError):

@@ -77,7 +77,8 @@ def losses(params, batch):
 CODES = schemes.EXACT.get(SIZE, {}) | schemes.APPROXIMATE.get(SIZE, {})
 CODES |= {"fractional_repetition": {"stragglers": 2}, "cyclic_repetition": {}}
 ALIKE = {"adaptive", "gaussian_mds", "grouped(load=3)", "progressive"}
-# on 7 ranks, whose tree is as flat as with 4 ranks, the codes that are not tested with 4
+# 7 ranks, whose tree is as flat as that of 4 ranks, test the codes that 4 ranks do not
+# test
 ON_7 = {"random_generator(load=4)", "expander(degree=3)"}
 FEW = ON_7 if SIZE == 7 else set(CODES) - ALIKE
 

@@ -626,8 +626,8 @@ who = pytest.mark.parametrize("who", [0, SIZE - 1] if SIZE > 1 else [0])
 
 @not_alone
 def test_a_refusal_after_the_round_is_told_to_all(comm, gpu, stream):
-    """The round is decided, so the other ranks get the error in the next round. Otherwise their sums would lack the
-    rank, whose state misses this result.
+    """The round is decided, so the other ranks get the error in the next round. Without
+    this error, later sums would lack this rank, whose state lacks the result.
     """
     texts = []
     with jaxcoded.CodedGroup(comm, jaxcoded.Coded(stragglers=0)) as group:

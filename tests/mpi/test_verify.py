@@ -246,7 +246,8 @@ def test_shared_work_of_a_rank_that_computes_nan(comm):
         step = step_of(group, VECTOR.astype(np.float32), losses)
         words = f"what rank {LIAR} has computed has NaN or infinities"
         with pytest.raises(JaxRuntimeError, match=words):
-            for _ in range(1000):  # other ranks may have computed all its blocks
+            # other ranks may have computed all blocks of this rank
+            for _ in range(1000):
                 jax.block_until_ready(step())
 
 

@@ -69,7 +69,7 @@ may *close* the round at any moment. From then on:
    recalled.
 15. The parent may drop any rank whose vector does not come, also after the end of the
    computation. The round does not fail then.
-16. A piece is formed when every rank with blocks in its ledger is sealed, although
+16. A piece is formed when every rank with blocks in its ledger is sealed, even if
    blocks are free: the sum lacks the free blocks.
 17. All pieces contain the same blocks: after a drop the sum begins again.
 

@@ -42,7 +42,7 @@ def test_no_rank_is_late():
     assert run.computed == WORKERS * BLOCKS
     # a member reports when it calls, and when 7, 3, 1 and no blocks are left
     assert run.told == WORKERS * 5
-    messages = 1 + WORKERS  # done, and each vector fetched
+    messages = 1 + WORKERS  # the end of the round, and the fetch of each vector
     assert step == pytest.approx(BLOCK * BLOCKS + messages * steady())
 
 

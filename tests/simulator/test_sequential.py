@@ -173,7 +173,7 @@ def test_whatever_the_delays_all_jobs_are_decoded_in_time(kind, data):
         job = sequence(scheme, np.where(proposed, LATE, 1.0), one_by_one=one_by_one)
         assert np.isfinite(job.ends).all()
         assert (job.used + job.skipped <= len(proposed)).all()
-        # round t ends before 2 × 1 s and its work, or with all workers
+        # each round ends at the latest when all workers are done
         waited = np.where(proposed.any(axis=1), LATE, 1.0) + scheme.load
         limits = np.cumsum(waited)[scheme.delay :]
         assert (job.ends <= limits + 1e-9).all()
@@ -235,7 +235,9 @@ def test_multiplexed_by_hand():
     table = np.zeros((5, 4))
     table[:2, 0] = LATE
     job = sequence(scheme, table, work=32.0, jobs=2)
-    # tasks of 3 s: of job 0, of both in three rounds, of job 1; twice that in the first two
+    # a task takes 3 s: round 0 has one of job 0, rounds 1 to 3 have one of each job,
+    # and round 4 has one of job 1; in the first two rounds the master waits twice as
+    # long
     assert job.ends.tolist() == [6 + 12 + 6 + 6, 6 + 12 + 6 + 6 + 3]
     assert job.used.tolist() == [3, 5, 5, 5] and job.skipped.tolist() == [2, 0, 0, 0]
     table[2, 0] = LATE  # worker 0 is late a third time, and the master waits for it

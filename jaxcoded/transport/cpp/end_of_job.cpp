@@ -157,7 +157,7 @@ void end_job(int status) {
 std::set<int> EndOfJob::dead() const {
   std::set<int> out;
   add_dead(MPI_COMM_WORLD, out);
-  // also the dead ranks among the processes that have joined
+  // add the dead ranks among the processes that have joined
   if (world_size() > size_of(MPI_COMM_WORLD)) {
     for (const Own& group : own_) add_dead(group.comm, out);
     for (const auto& [rank, root] : roots_) add_dead(root.comm, out);
@@ -332,7 +332,7 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
 std::vector<std::pair<int, unsigned char>> EndOfJob::received(int tag) {
   std::vector<std::pair<int, unsigned char>> out;
   for (const Own& group : own_) {
-    // one rank after the other: once MPI has noticed a failure, it reports nothing for any source
+    // ask for one rank after the other: once MPI has noticed a failure, a probe for any source reports nothing
     for (Rank rank = 0; rank < static_cast<Rank>(group.world.size()); ++rank) {
       int there = 0;
       while (MPI_Iprobe(rank, tag, group.comm, &there, MPI_STATUS_IGNORE) == MPI_SUCCESS && there) {

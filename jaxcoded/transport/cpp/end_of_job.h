@@ -36,7 +36,7 @@ class EndOfJob {
   // Record that this process joins a job, or lets other processes join its job. MPI then keeps communicators
   // with processes that were not all started together.
   void join() { joins_ = true; }
-  // Record that this root has left a group without these ranks.
+  // Record that this root has left a group without waiting for these ranks.
   void give_up(MPI_Comm comm, const std::vector<Rank>& ranks);
   // Whether this root has left a group without waiting for some ranks.
   bool left_any() const { return !absent_.empty(); }

@@ -383,8 +383,8 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
   }
 }
 
-// End the open call of a program that takes no more blocks, or passes no more parts. Other ranks compute its
-// blocks, and the round ends without it. If this runs out of memory, `fly` does it later.
+// End the open call of a program that takes no more blocks, or passes no more parts. Other ranks compute the
+// program's blocks, and the round ends without this rank. If this runs out of memory, `fly` does it later.
 void Engine::leave_call(Member& its, Flight& flight) {
   flight.open = false;
   if (flight.submitted) {

@@ -124,7 +124,8 @@ class Engine {
 
   // Return what the other ranks need to know about this process for a new group.
   Card introduce();
-  // `cards`: what `introduce` returned on all ranks of a group. Must be called on every rank before any opens it.
+  // `cards`: what `introduce` returned on all ranks of a group. Must be called on every rank before any rank
+  // opens the group.
   void let_read(const std::vector<Card>& cards);
   // Forget a card, because its group will not be opened.
   void forget(const Card& card);
@@ -200,7 +201,8 @@ class Engine {
   // left after this many seconds are given up. Afterwards the engine does only one thing: until `MPI_Finalize`,
   // it answers that this process is there. When this returns, no other thread is in the engine, and no rank
   // uses anything that it reads in this process. If `status` is not 0, the process would end the job with this
-  // status. Returns whether the engine itself will end the job, as a root that has left without some ranks.
+  // status. Returns whether the engine itself will end the job, as a root does that has left without waiting for
+  // some ranks.
   bool stop(double seconds, const std::string& failure, int status);
 
  private:

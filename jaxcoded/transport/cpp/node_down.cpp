@@ -142,7 +142,7 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
   const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
-  // A leaf keeps only the first results that it needs for its own calls. The ranks above keep the later ones.
+  // A leaf keeps only the first results that it needs for its own calls. The ranks above keep the later results.
   if (!mine && listeners_.empty() && !history_.empty() &&
       history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;

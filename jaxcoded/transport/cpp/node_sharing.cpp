@@ -353,8 +353,8 @@ void Node::leave_out_the_others() {
   }
 }
 
-// Return the vectors of the children that are not left out, once all of these are available. After the
-// deadline, return the available ones, from which the whole sum is formed.
+// Return the vectors of the children that are not left out, once all of these are available. After the deadline,
+// return the available vectors, from which the whole sum is formed.
 std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
   const bool some = up_.overdue && approximates();
   if (some && !up_.approximating) {

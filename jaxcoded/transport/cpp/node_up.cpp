@@ -104,7 +104,7 @@ std::uint32_t Node::needed() const {
 }
 
 // Whether this piece can no longer be decoded, because children are dead or have nothing to contribute,
-// whichever other children still come. `exact`: a child that offers an approximation does not come, either.
+// whichever other children still come. `exact`: children that offer an approximation do not count as coming.
 bool Node::too_few_left(std::uint32_t piece, bool exact) {
   if (up_.call.shared) return false;
   const auto lacks = [&](const Child& child) { return child.dead || skips(child); };

@@ -49,7 +49,7 @@ struct Offer {
     if (head.flags & shares) {
       if (its.before(progress)) return false;
       if (its.version() != progress.version()) slots.clear();
-      if (progress.before(its)) {  // fewer pieces than before may be available, or withdrawn pieces again
+      if (progress.before(its)) {  // fewer pieces may be available now, or withdrawn pieces may be available again
         ready = 0;
         withdrawn = false;
       }

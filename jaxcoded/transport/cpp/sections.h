@@ -291,8 +291,8 @@ struct Delegated {
   OfParent of_parent = OfParent::none;
   std::vector<std::shared_ptr<const Decoding>> decodings = {};  // for each section
   std::vector<Flow> flows = {};                                 // of each section
-  std::vector<Rank> members = {};  // ranks that the makers tell
-  std::vector<Rank> joined = {};   // ranks that came later, which the parent tells
+  std::vector<Rank> members = {};  // ranks to which the makers report
+  std::vector<Rank> joined = {};   // ranks that came later, to which the parent reports
   std::vector<std::size_t> attempts = {};  // for each section, how often another rank was chosen to form it again
   std::size_t turns = 0;                   // which member is considered next to form a section again
   int changes = 0;                         // how often other messages were chosen because some were late
