@@ -21,7 +21,7 @@ FAILURES = 5  # after this number of failed jobs the other tests are skipped
 def test_under_mpirun(ranks, devices, request, tmp_path):
     """Run the tests on ``ranks`` ranks with ``devices`` devices each.
 
-    A failure ends a job, as the other ranks would wait for the failed one for ever.
+    A failure ends a job, as the other ranks would wait for the failed rank for ever.
     Another job runs the rest.
     """
     options = ["--of-the-suite", "tests/mpi"]

@@ -808,7 +808,7 @@ def test_ends_of_ranks_that_have_joined():
 def test_a_job_in_which_no_rank_ended_properly_has_failed():
     """The job has failed whatever the launcher reports, for example after it has lost its daemons."""
     with ends.listening(0, sure=True) as heard:
-        assert heard.failure == 1  # none has begun
+        assert heard.failure == 1  # no rank has begun
     with ends.listening(0) as heard:
         assert heard.failure == 0  # unknown, as no rank can report
         process = ended(heard, 0, "import sys; print(1, flush=True); sys.stdin.read()")

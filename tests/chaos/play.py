@@ -1,5 +1,5 @@
-"""The program of ranks that play schedules of faults: one training, in every way of
-`schedule`.
+"""The program of ranks that play schedules of faults: one training, with one of the
+ways of summing in `schedule`.
 
 ``play.py DIRECTORY``: play the schedules in the directory, each on the ranks that the
 previous one has left. `chaos.py` starts this program, continues stopped ranks, kills

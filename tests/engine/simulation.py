@@ -711,8 +711,8 @@ class World:
         return more
 
     def rest(self, times=RESTS):
-        """Let ``times`` · `orphan_seconds` pass without messages and calls. Nodes wake
-        up when they have asked to, and seldom.
+        """Let ``times`` · `orphan_seconds` pass without messages and calls. Nodes may
+        wake up only when they have asked to, and seldom.
         """
         stopped = self.frozen | self.dead
         awake = [rank for rank in range(self.plan.size) if rank not in stopped]

@@ -36,7 +36,7 @@ for step in range(1, STEPS + 1):
     own.append(jnp.full(4, mine, jnp.bfloat16))
     try:
         handle = jax.block_until_ready(uncounted.coded_allreduce_start(own, group))
-        # until the round is decided
+        # wait until the round is decided
         while _engine.decided(group._session.index) < step:
             time.sleep(0.01)
         if board.rank == victim and step == LACKS:

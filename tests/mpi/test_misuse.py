@@ -158,7 +158,7 @@ def test_errors_show_the_difference_of_long_calls():
 @differences
 def test_mismatch(group, own, call, usual, unusual):
     """Every rank gets the error in that call."""
-    # the next call reports an error before this test
+    # the next call reports an error that happened before this test
     assert_sum(group, coded_allreduce(own, group), VECTOR)
     with pytest.raises(JaxRuntimeError) as error:
         jax.block_until_ready(call(group, own, odd=RANK == SIZE - 1))
@@ -184,7 +184,7 @@ def assert_odd_one_out(comm, group, own, odd, call, usual, unusual):
         lambda: coded_allreduce(own, group),
         lambda: coded_allreduce(own, group),
     ]
-    # the next call reports an error before this test
+    # the next call reports an error that happened before this test
     assert_sum(group, coded_allreduce(own, group), VECTOR)
     together.wait_for_all(comm)
     together.assert_odd_one_out(comm, calls, odd, usual, unusual, check)

@@ -719,7 +719,7 @@ def test_handles_are_not_batched(group, own):
     with pytest.raises(NotImplementedError, match="a handle belongs to one round"):
         jax.vmap(lambda x: coded_allreduce_done(handle, after=x))(jnp.ones(2))
     assert_sum(group, coded_allreduce_done(handle), VECTOR)
-    # the value computed before may be anything, and has no derivative
+    # `after` may be any value computed before the call, and has no derivative
     value, grad = jax.value_and_grad(
         lambda x: (
             coded_allreduce_done(coded_allreduce_start(own, group), after=x).sum() * x

@@ -514,7 +514,7 @@ def calls(work):
     step, own = stepped(work), contribution(work, VECTOR)
     add = jax.jit(lambda v: coded_allreduce(v, work))
     local = held(batch, part.indices)
-    finish(add(own))  # this reports mistakes from before these tests
+    finish(add(own))  # this reports errors that happened before these tests
     return lambda: flat(step(params, part.of(local))), lambda: finish(add(own))
 
 

@@ -362,7 +362,7 @@ def test_a_rank_that_missed_a_replan_cannot_spoil_a_sum(comm, fresh):
         try:
             group = group.replan(speeds)
             break
-        except jaxcoded.GroupMismatch:  # the error of the sum before
+        except jaxcoded.GroupMismatch:  # the error of the previous sum
             wait_for_all(comm)
     wait_for_all(comm)
     assert len(set(comm.allgather(group.plan.to_json()))) == 1

@@ -322,7 +322,7 @@ def test_waiting_for_any_n_minus_s_is_a_star():
     """
     table = 1 + np.random.default_rng(1).pareto(2.0, (20, 6))
     network = Network(latency=0, overhead=0, call=0, combine=np.inf, bandwidth=np.inf)
-    for s in (0, 3, 4):  # other s use fractional repetition, which needs fewer
+    for s in (0, 3, 4):  # other s use fractional repetition, which needs fewer workers
         star = simulate(
             Layout.balanced(7, 6, s),
             network,

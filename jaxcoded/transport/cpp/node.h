@@ -87,7 +87,7 @@ enum class Compares {
 enum class OnContradiction {
   raise,  // the round fails
   warn,   // it logs this, and continues
-  drop,   // it continues without the wrong child; if it cannot tell which one is wrong, the round fails
+  drop,   // it continues without the wrong child; if it cannot tell which child is wrong, the round fails
 };
 
 struct Limits {
@@ -99,7 +99,7 @@ struct Limits {
   std::uint64_t ahead_bytes = 32 << 20;      // results that a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least silence before a rank is asked whether it is there, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used
-  double stuck_seconds = std::numeric_limits<double>::infinity();  // before a child is asked why it does not call
+  double stuck_seconds = std::numeric_limits<double>::infinity();  // how long a child is behind before it is asked why
   double silent_seconds = 1;                 // least time before a rank that does not answer is given up
   OnDeadline on_deadline = OnDeadline::wait;
   Compares compares = Compares::all;

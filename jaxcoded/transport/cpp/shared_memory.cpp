@@ -81,7 +81,7 @@ std::byte* SharedMemory::allocate(std::size_t bytes) {
     if (!there && errno != EINTR) break;
   }
   if (!there) return heap.allocate(bytes);
-  auto taken = free_.extract(found);  // reusing this node, noting the rest takes no memory
+  auto taken = free_.extract(found);  // this node is reused, so noting the rest takes no memory
   const std::size_t at = taken.key();
   if (taken.mapped() > wanted) {
     taken.key() += wanted;

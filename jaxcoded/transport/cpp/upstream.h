@@ -75,11 +75,11 @@ class Upstream {
   }
   // Whether the parent was offered something and has been silent since.
   bool unanswered() const { return unanswered_; }
-  // Whether the parent may get step times, to which it need not answer: it has sent something since the last
-  // ones and the last offer.
+  // Whether the parent may get step times, to which it need not answer: it has sent something since it last got
+  // step times or an offer.
   bool tell_step_times() { return !unanswered_ && !std::exchange(told_step_times_, true); }
   // Keep an alert for the parent. Until the parent sends something, it gets only a few alerts of each kind. Of
-  // the rest, the latest round's alert is kept.
+  // the alerts that must wait, only the latest round's alert is kept.
   void alert(Message message) {
     auto& waiting = alerts_[message.header.flags].waiting;
     if (!waiting || waiting->header.round < message.header.round) waiting = std::move(message);
