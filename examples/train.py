@@ -1,4 +1,4 @@
-"""A training script with jaxcoded: `train_mpi4jax.py` is the same without jaxcoded.
+"""A training script with jaxcoded: `train_mpi4jax.py` is the same script without it.
 
 jaxcoded run -n 4 --ft examples/train.py
 """

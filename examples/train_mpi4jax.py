@@ -1,4 +1,4 @@
-"""A training script without jaxcoded: `train.py` is the same with jaxcoded.
+"""A training script without jaxcoded: `train.py` is the same script with it.
 
 jaxcoded run -n 4 examples/train_mpi4jax.py
 """

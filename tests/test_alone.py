@@ -97,8 +97,8 @@ def test_a_group_warns(tmp_path):
 
 @pytest.mark.mpi
 def test_a_job_in_an_allocation_is_quiet(tmp_path):
-    """A job in an allocation is quiet, also if some ranks have a communicator of one
-    rank.
+    """A job in an allocation prints no warning, even if some ranks have a communicator
+    of one rank.
     """
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(180)]
 
 
 def test_schedules_of_faults():
-    """Ranks, also the root, are killed and stopped; ranks skip and make errors; more
-    ranks die than the plan tolerates.
+    """Ranks, even the root, are killed and stopped. Ranks skip and make errors, and
+    more ranks die than the plan tolerates.
     """
     needs_fault_tolerance()
     played, _ = chaos.play([162, 137], 8)

@@ -1138,7 +1138,7 @@ def test_ranks_join_a_group_that_runs(tmp_path, ranks, option, events, sizes):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("option", ["code", "shared"])
 def test_all_ranks_are_replaced_one_after_the_other(tmp_path, option):
-    """All ranks are replaced, also the root, three times: at the end a new rank is the
+    """All ranks, even the root, are replaced three times: at the end a new rank is the
     root.
     """
     events = ["kill 0", "join 1"] * 4

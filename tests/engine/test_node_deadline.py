@@ -232,7 +232,8 @@ def test_an_inner_parent_announced_more_children_than_it_has_at_the_end(seed):
 
 
 def test_a_section_is_not_formed_again_from_messages_within_offers():
-    """Such messages have no address, but the engine once read one in this schedule."""
+    """Such messages have no address, but an earlier engine read an address in this
+    schedule."""
     what_has_come(3880313583, 3)
 
 
@@ -262,8 +263,8 @@ def test_the_same_error_on_all_ranks(seed):
 
 
 def test_a_rank_that_hears_an_answer_does_not_fail_alone():
-    """The root answers this rank, which asks it again in the same turn. The rank once
-    added up the time from question to question.
+    """The root answers this rank, which asks it again in the same turn. In an earlier
+    version the rank added up the time from question to question.
     """
     what_fails(1281514287)
 

@@ -118,7 +118,7 @@ def flushing():
 
 @pytest.mark.parametrize("dtype", EVERY)
 def test_the_same_bits_on_every_thread(dtype):
-    """Sums of the smallest numbers are equal, also on a thread that flushes them to
+    """Sums of the smallest numbers are equal, even on a thread that flushes them to
     zero.
     """
     if dtype in HALF:

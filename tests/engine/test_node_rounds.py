@@ -63,7 +63,7 @@ def test_nothing_waits_for_time_to_pass(seed):
 
 @pytest.mark.parametrize("length", range(1, 9))
 def test_pieces_that_come_together(length):
-    """More pieces come together than a node hands on at a time."""
+    """More pieces arrive together than a node passes on at a time."""
     plan = make_plan(2, Coded(stragglers=0))
     script = [Call((("float64", length),), seed) for seed in range(8)]
     limits = {"piece_bytes": 8, "announced_bytes": 8}

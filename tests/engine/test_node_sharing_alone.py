@@ -235,7 +235,7 @@ def drawn(rng, size, rounds):
 @many
 @given(seeds)
 def test_a_rank_that_fails_alone_never_spoils_shared_work(seed):
-    """Any ranks stop and continue, also the root, and programs stay away."""
+    """Any ranks stop and continue, even the root, and programs stay away."""
     rng = random.Random(seed)
     rounds = 8
     size = rng.randint(2, 5)

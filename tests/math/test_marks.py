@@ -152,7 +152,7 @@ def test_parameters_that_differ_in_rounding_alone_or_in_their_seed(seed, scale):
         for each in (params, rounded, *others)
     ]
     assert abs(keys[1] - keys[0]) < 1e-3  # a thousandth of a batch number's effect
-    # one of them may have the same key by chance
+    # some of the other parameters may have the same key by chance
     assert max(abs(key - keys[0]) for key in keys[2:]) > 1e-3 or scale < 0.01
 
 

@@ -72,8 +72,8 @@ def of_batch(indices):
 def test_a_scalar_loss_is_as_good_as_losses_of_examples(
     comm, transport, strategy, loss
 ):
-    """The result is exact in every batch, also a smaller last one. Another seed, epoch or batch does not trace the
-    function again.
+    """The result is exact in every batch, even in a smaller last batch. Another seed,
+    epoch or batch does not trace the function again.
     """
     traces = 0
 

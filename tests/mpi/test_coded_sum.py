@@ -790,7 +790,8 @@ def test_axes_of_a_vmap_around_it(group):
 
 @engine_only
 def test_an_implicit_function(group):
-    """`jax.lax.custom_root` differentiates all that it closes over, also the batch."""
+    """`jax.lax.custom_root` differentiates all values that it closes over, including
+    the batch."""
     batch = group.batch(A[:, 0])
     total = coded_sum(lambda w, x: w * x**2, group)
     slope = (A[:, 0] ** 2).sum()

@@ -62,7 +62,7 @@ def until_decided(group):
 @several
 @pytest.mark.parametrize("deadline", [SECONDS, "100x"])
 def test_raise(comm, deadline):
-    """All ranks, also the late ones, get the same text, and continue together."""
+    """All ranks, even the late ranks, get the same text, and continue together."""
     with opened(comm, deadline, "raise") as group:
         late = too_late(group)
         x = contribution(group, VECTOR)

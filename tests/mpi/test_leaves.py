@@ -178,7 +178,7 @@ def test_complex_sums_on_the_host(group, dtype):
 
 @pytest.mark.parametrize("name", INTEGERS)
 def test_integers_on_the_host(comm, transport, name):
-    """Integers keep their width, also where JAX has only 32 bits."""
+    """Integers keep their width, even if JAX has only 32 bits."""
     mine = INTEGERS[name] + np.array(comm.rank).astype(INTEGERS[name].dtype)
     with (
         jax.enable_x64(False),

@@ -482,7 +482,7 @@ def test_mean_must_be_one_number(group):
 
 @once
 def test_many_divisors(comm, transport):
-    """Outside ``jit`` each divisor compiles a program, also if the group's ranks
+    """Outside ``jit`` each divisor compiles a program, even if the group's ranks
     agree."""
     with jaxcoded.CodedGroup(comm, jaxcoded.Uncoded(), transport=transport) as group:
         divide = lambda by: coded_allreduce(np.ones(2), group, divisor=by)

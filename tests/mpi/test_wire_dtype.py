@@ -69,7 +69,7 @@ def test_what_is_rounded(comm, group, wire, mean):
 
 @pytest.mark.parametrize(("dtype", "wire"), [("float16", None), ("float32", "float16")])
 def test_the_smallest_halves(comm, group, dtype, wire):
-    """Below 6·10⁻⁵ float16 has steps of 6·10⁻⁸, also on XLA's threads."""
+    """Below 6·10⁻⁵ float16 has steps of 6·10⁻⁸, even on XLA's threads."""
     gradients = (1.5e-6 + 5e-7 * per_example(500)).astype(dtype)
     call = jax.jit(lambda x: coded_allreduce(x, group, wire_dtype=wire))
     total = call(contribution(group, gradients))

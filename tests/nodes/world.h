@@ -83,7 +83,7 @@ class World {
 
   // Let one random event happen.
   void step();
-  // Let every running rank do all it can. Returns 2 if anything happened besides questions of waiting ranks and
+  // Let every running rank do all it can. Returns 2 if anything happened except questions of waiting ranks and
   // the answers, 1 if only these happened, and 0 if nothing happened.
   int sweep();
   // Let ranks run and time pass, until nothing happens any more.

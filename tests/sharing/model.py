@@ -67,7 +67,7 @@ may *close* the round at any moment. From then on:
 14. Nothing is granted. A rank that has not called has no blocks any more; if it has
    begun with its own blocks nevertheless, it is dropped (0'). Blocks not yet added are
    recalled.
-15. The parent may drop any rank whose vector does not come, also after the end of the
+15. The parent may drop any rank whose vector does not come, even after the end of the
    computation. The round does not fail then.
 16. A piece is formed when every rank with blocks in its ledger is sealed, even if
    blocks are free: the sum lacks the free blocks.

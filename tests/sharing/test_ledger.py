@@ -201,8 +201,8 @@ def test_closed_while_only_stopped_members_hold_blocks():
     stopped = {2, 3, 4, 5, 6}
     closes = 0.4
     faults = [(0.05, "stop", m) for m in stopped] + [(closes, "close", None)]
-    # if a part of the batch suffices, also a rank with blocks that no other can compute
-    # is given up
+    # if a part of the batch suffices, even a rank with blocks that no other rank can
+    # compute is given up
     faults += [(closes / 2, "give_up", m) for m in stopped]
     step = run.run(faults=faults)
     assert run.ledger.missing == sum(set(h) <= stopped for h in run.holders) > 0

@@ -446,7 +446,7 @@ double Ledger::anew_in(std::size_t from, double now) const {
 
 // Return how many more seconds a member's last block must be expected to take before it is granted to another
 // member, which would finish it in `mine` seconds. The threshold doubles each time, so a block that takes long
-// on every member is finished at last.
+// on every member is finished in the end.
 double Ledger::worth_taking(std::size_t from, double mine, double now) const {
   const Member& other = members_[from];
   double least = mine;

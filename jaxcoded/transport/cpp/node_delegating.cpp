@@ -367,7 +367,7 @@ bool Node::mend_sections() {
     }
     if (late && !other) it.flows[i].wait(now);
     // A section that begins again loses all fetched pieces. So patience doubles with each attempt. The parent
-    // is the last to try, and never loses its pieces: even on slow networks the sum is formed at last.
+    // is the last to try, and never loses its pieces: even on slow networks the sum is formed in the end.
     const bool stuck = now - it.flows[i].moved >= std::ldexp(patience, static_cast<int>(it.attempts[i]));
     if (!other && (!maker || !(left || stuck))) continue;
     other_messages |= late && other;

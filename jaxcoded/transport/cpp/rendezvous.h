@@ -39,9 +39,9 @@ class Rendezvous {
   static Rendezvous& instance();
 
   // Blocks until all devices of the run have come, and the last of them has made the call. `call` gets what the
-  // devices bring, in their order on the mesh. All devices get its result. The call fails for all devices of
-  // the run, also if they come later, in three cases: programs are mixed up, devices call different things, or
-  // a device does not come. Raises `Closed` if the group is closed.
+  // devices bring, in their order on the mesh. All devices get its result. The call fails for all devices of the
+  // run, even for devices that come later, in three cases: programs are mixed up, devices call different things,
+  // or a device does not come. Raises `Closed` if the group is closed.
   Met meet(const Arrival& arrival, const std::function<Met(const std::vector<void*>&)>& call);
   // Record that a device has too little memory to come. The run fails on all devices, and so does the round
   // that the call begins.

@@ -224,7 +224,7 @@ struct Formed {
 // The progress of one section or of all sections, piece by piece.
 struct Flow {
   double moved = 0;    // when the last piece came
-  double longest = 0;  // longest time without a piece, also if this process was stopped
+  double longest = 0;  // longest time without a piece, including time in which this process was stopped
   static constexpr double most = 5;  // at most this many seconds count
 
   void begin(double now) { *this = {.moved = now}; }
