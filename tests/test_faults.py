@@ -454,6 +454,7 @@ def test_a_message_that_mpi_refuses_is_not_lost(tmp_path, refusing):
         ("sent", 3, 1),
         ("asking", 3, 1),
         ("piece", 0, 1),
+        ("received", 1, 7),
         *(
             more(*each)
             for each in (("received", 1, 2), ("received", 3, 1), ("sent", 1, 1))

@@ -100,7 +100,10 @@ def agreed_transport(
     available, or does not support the options. ``explicit``: whether a call, and not
     the environment, requested a ``check``.
     """
-    reason = "" if transport == "mpi4jax" else engine.missing()
+    try:
+        reason = "" if transport == "mpi4jax" else engine.missing()
+    except Exception as error:  # noqa: BLE001  # other ranks wait for an answer
+        reason = f"{type(error).__name__}: {error}"
     reasons = gathered(comm, reason)
     strategy = plan.strategy
     if strategy.by_blocks and (why := why_not_shared(transport, reasons)):

@@ -153,7 +153,12 @@ class Engine(Transport):
         limits.deadline_share = _deadline_share(plan, comm.rank)
         compare(limits, options.check)
         cards = on_all(comm, _introduce, undo=_engine.forget)
-        _engine.let_read(cards)  # on all ranks, before any rank continues
+
+        def let_read() -> Any:
+            _engine.let_read(cards)
+            return cards[comm.rank]
+
+        on_all(comm, let_read, undo=_engine.forget)  # before any rank continues
         # all ranks draw the same session number, which distinguishes new messages from
         # old messages
         session = told(comm, _random())

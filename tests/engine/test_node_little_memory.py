@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from schedules import many, seeds
 
-pytest.importorskip("_nodes", reason="built without the engine")
+_nodes = pytest.importorskip("_nodes", reason="built without the engine")
 
 import simulation
 from simulation import (
@@ -344,6 +344,42 @@ class Short(simulation.Wire):
             self.short = False
             raise MemoryError
         super().send(to, message)
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_too_little_memory_to_hear_that_the_root_has_ended(number):
+    """The rank learns it from the next message that says so, and its call ends."""
+    world = world_of(make_plan(3, Coded(stragglers=0)))
+    world.open = 1
+    world.idle = {2}
+    world.submit(1)
+    world.advance(1)
+    world.frozen = {0}
+    with _nodes.Failing(number):
+        try:
+            world.nodes[1].root_has_ended()
+        except MemoryError:
+            world.nodes[1].lack_memory()
+    world.nodes[1].root_has_ended()
+    world.check_end(1)
+    assert 1 in world.ends[1], world.nodes[1].waiting_for()
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_too_little_memory_to_leave(number):
+    """The rank leaves when it tries again, and no other rank waits for it."""
+    world = world_of(make_plan(3, Coded(stragglers=0, parents=(-1, 0, 1))))
+    node = world.nodes[1]
+    with _nodes.Failing(number):
+        try:
+            node.leave("")
+        except MemoryError:
+            node.lack_memory()
+    node.leave("")
+    world.leaving.add(1)
+    world.open = 1
+    world.settle()
+    assert all(1 in world.ends[rank] for rank in (0, 2)), world.describe(0)
 
 
 def test_too_little_memory_to_say_that_a_program_computes_no_more(monkeypatch):

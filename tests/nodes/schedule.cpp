@@ -256,7 +256,17 @@ class Player {
         if (world_.linked(from, to) && world_.next_message(from, to)) links.emplace_back(from, to);
       }
     }
-    if (links.empty() || !losses_) return;
+    if (!losses_) return;
+    std::vector<std::pair<Rank, std::size_t>> requests;
+    for (const Rank source : world_.living()) {
+      for (std::size_t i = 0; i < world_.requests(source); ++i) requests.emplace_back(source, i);
+    }
+    if (!requests.empty() && (links.empty() || random_.chance(0.5))) {
+      const auto [source, which] = random_.pick(requests);
+      losses_ -= world_.lose_request(source, which);
+      return;
+    }
+    if (links.empty()) return;
     --losses_;
     const auto [from, to] = random_.pick(links);
     // report the loss of a last message to its sender: if only the parent knew of the loss, the sender might

@@ -402,6 +402,8 @@ void World::check_end(Rank rank) {
   if (outcome == Outcome::desynchronized && error.find("alone") == std::string::npos) {
     check_lost(rank, ended.round);
   }
+  const bool accuses = error.find("cannot read a message") != std::string::npos;
+  check(!accuses || settings_.damaged || settings_.vanishing, "rank", rank, "accuses an honest rank:", error);
   for (Rank other = 0; other < size() && error.find(" has too little memory") != std::string::npos; ++other) {
     const bool named = error.find("rank " + std::to_string(other) + " has too little memory") != std::string::npos;
     check(!named || lacked_memory_.has(other), "rank", rank, "has an error without a reason:", error);
@@ -765,6 +767,18 @@ void World::lose(Rank from, Rank to, Rank told) {
   ++seen.losses;
   take_message(from, to);
   turn_to_the_end(told, [&](Node& its) { its.lost_message(told == from ? to : from); });
+}
+
+// Returns whether the request is lost. A rank that fetches a snapshot asks again only after its time-out, and a rank
+// that lacks a piece of a message fails its round with others, so these requests stay.
+bool World::lose_request(Rank source, std::size_t which) {
+  auto& its = requests_[index(source)];
+  const Request request = its[which];
+  if (request.object.what != Object::What::result || dead.has(request.asker)) return false;
+  ++seen.losses;
+  its.erase(its.begin() + static_cast<std::ptrdiff_t>(which));
+  turn_to_the_end(source, [&](Node& node) { node.lost_message(request.asker); });
+  return true;
 }
 
 // End the processes that may end.

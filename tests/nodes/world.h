@@ -94,6 +94,10 @@ class World {
   void kill(Rank rank, bool known);
   void report_death(Rank rank, Rank to);
   void report_death(Rank rank);
+  // The requests of pieces that wait at a rank, by their places in its queue.
+  std::size_t requests(Rank source) const { return requests_[index(source)].size(); }
+  // Lose a request of a piece. MPI reports this to the rank that was to answer it.
+  bool lose_request(Rank source, std::size_t which);
   // Lose the next message from one rank to another. MPI reports this to `told`, one of the two ranks.
   void lose(Rank from, Rank to, Rank told);
   // Let an exception end a program between two blocks.

@@ -16,10 +16,10 @@ class Departures {
   // Record that this rank makes no more calls: because of `failure` or, if `failure` is empty, as planned.
   // Returns false if this rank has already left.
   bool leave(Rank self, const std::string& failure) {
-    if (std::exchange(leaving_, true)) return false;
+    if (leaving_) return false;
     closed({self});
     if (!failure.empty()) failed(self, failure);
-    return true;
+    return leaving_ = true;  // last, as the others may run out of memory
   }
   bool leaving() const { return leaving_; }
   // Record that a rank (this rank or a rank below it) left because of a failure. `words` describe the failure.

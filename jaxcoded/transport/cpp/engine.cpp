@@ -548,7 +548,9 @@ Taken Engine::take(std::uint64_t index, Request request) {
   const bool ended = drive(lock, done, 1e300);
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
-  if (flight->outcome != Outcome::pending) return {.error = std::move(flight->error)};
+  if (flight->outcome != Outcome::pending) {
+    return {.error = std::move(flight->error), .desynchronized = flight->outcome == Outcome::desynchronized};
+  }
   // If more remains to be done than to wait for messages, the progress thread does it.
   if (!request.continues || its.root || its.wire->hears_nothing()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
@@ -1028,7 +1030,10 @@ void Engine::finalize() {
   }
   page_->wake_up.send();
   thread_.join();
-  end_of_job_.end();
+  try {
+    end_of_job_.end();
+  } catch (const std::bad_alloc&) {  // a job whose work is done must not fail for this
+  }
 }
 
 }  // namespace jaxcoded

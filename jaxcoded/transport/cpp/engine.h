@@ -105,6 +105,7 @@ struct Request {
 struct Taken {
   std::optional<Work> work = {};
   std::string error = {};
+  bool desynchronized = false;  // the kind of the error
   bool needs_own = false;  // the program did not pass its vectors: it must call again with them
 };
 

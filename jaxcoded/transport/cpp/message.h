@@ -54,6 +54,7 @@ enum Flag : std::uint8_t {
   overdue = 64,      // in an alert: it names ranks that the sender waits for after its deadline
   continued = 128,   // the body continues in the sender's next message (wires only)
   ended = 16,         // in bye: my offers are no longer available
+  lost = 1,           // in a note: MPI has lost a message to the sender, which may have asked for a piece
   alone = 32,         // in a result: the round failed because the root does not answer
 };
 

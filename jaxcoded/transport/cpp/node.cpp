@@ -431,7 +431,9 @@ void Node::understand(Rank from, const Message& message) {
       on_result(from, message);
       break;
     case Kind::note:
-      if (is_above(from)) newest_ = std::max(newest_, head.last);
+      if (!is_above(from)) break;
+      newest_ = std::max(newest_, head.last);
+      if (head.flags & Flag::lost) asked_pieces_.clear();  // ask again; a piece may then come twice
       break;
     case Kind::gone:
       if (is_above(from)) on_gone(from, head.round, head.last);
@@ -489,7 +491,12 @@ void Node::lost(Rank rank) {
 
 void Node::root_has_ended() {
   if (std::exchange(root_ended_, true)) return;
-  lost(family_.ancestors.back());
+  try {
+    lost(family_.ancestors.back());
+  } catch (const std::bad_alloc&) {
+    root_ended_ = false;  // the root asks again
+    throw;
+  }
 }
 
 void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<const std::byte> data) {

@@ -558,7 +558,7 @@ class Node {
   void tell_gone(Rank rank, Round round, Round oldest);
   void tell(Rank rank, Listener& listener);
   void tell_all();
-  void note(Rank rank, Round newest);
+  void note(Rank rank, Round newest, std::uint8_t flags = 0);
   bool over_budget(std::uint64_t bytes, std::size_t rounds) const;
   void forget();
   Entry& fail_newest(std::uint64_t fingerprint, const std::string& error, bool alone);

@@ -470,9 +470,10 @@ void Node::tell_all() {
   }
 }
 
-void Node::note(Rank rank, Round newest) {
+void Node::note(Rank rank, Round newest, std::uint8_t flags) {
   Message message{header(Kind::note, newest)};
   message.header.last = newest;
+  message.header.flags = flags;
   wire_.send(rank, message);
 }
 

@@ -42,7 +42,7 @@ void Node::check_offer(Child& child) {
   if (expected != offer.fingerprint) {
     offer.withdrawn = true;
     alert(offer.round, clash(child.rank, offer.fingerprint, offer.round, other, expected));
-  } else if (calling() && offer.round == next_ && !offer.fits(up_.of_child())) {
+  } else if (calling() && offer.round == next_ && !up_.told_little_memory && !offer.fits(up_.of_child())) {
     offer.withdrawn = true;
     garbled(child.rank, "an offer of " + std::to_string(offer.ready) + " pieces");
   } else if (departures_.leaving() && offer.round >= next_ && !calling()) {
@@ -142,7 +142,7 @@ void Node::lost_message(Rank other) {
   if (!root() && other == family_.ancestors.front()) distrust_sections();
   // The lost message may have been a question. Then the other rank asks again when it learns that this rank is
   // there.
-  if (listeners_.contains(other)) note(other, newest_);
+  if (listeners_.contains(other)) note(other, newest_, Flag::lost);
 }
 
 void Node::decide_error(std::string text) {

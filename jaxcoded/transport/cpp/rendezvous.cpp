@@ -11,7 +11,6 @@ namespace {
 
 // Time between checks whether the group is still open.
 constexpr auto turn = std::chrono::milliseconds(100);
-constexpr std::size_t most_failed = 1024;
 
 constexpr const char* two_programs =
     "two programs on several devices called collectives of one group at the same time: hand the token "
@@ -24,10 +23,12 @@ Rendezvous& Rendezvous::instance() {
   return *rendezvous;
 }
 
-// Why the run has failed at this rank; null if it has not.
-const std::string* Rendezvous::failure_of(std::int64_t run) const {
-  const auto failed = std::ranges::find(failed_, run, [](const auto& it) { return it.first; });
-  return failed == failed_.end() ? nullptr : &failed->second;
+// Return why the run has failed at this rank, if it has.
+std::optional<std::string_view> Rendezvous::failure_of(std::int64_t run) const {
+  const auto end = failed_.begin() + static_cast<std::ptrdiff_t>(std::min(failures_, failed_.size()));
+  const auto failed = std::find_if(failed_.begin(), end, [&](const auto& it) { return it.first == run; });
+  if (failed == end) return {};
+  return failed->second.empty() ? no_memory : std::string_view(failed->second);
 }
 
 void Rendezvous::end(Meeting& meeting) {
@@ -35,9 +36,14 @@ void Rendezvous::end(Meeting& meeting) {
   changed_.notify_all();
 }
 
-void Rendezvous::remember(std::int64_t run, const std::string& failure) {
-  failed_.emplace_back(run, failure);
-  while (failed_.size() > most_failed) failed_.pop_front();
+void Rendezvous::remember(std::int64_t run, std::string_view failure) {
+  auto& [its, words] = failed_[failures_++ % failed_.size()];
+  its = run;
+  words.clear();
+  try {
+    words = failure;
+  } catch (const std::bad_alloc&) {
+  }
 }
 
 // End a meeting with an error. No thread keeps waiting, even if there is too little memory, for example for
@@ -69,19 +75,26 @@ void Rendezvous::miss(const Arrival& arrival) {
 
 void Rendezvous::miss_now(const Arrival& arrival) {
   if (failure_of(arrival.run)) return;
-  if (arrival.begins) Engine::instance().note_unmade(arrival.group);
+  Engine& engine = Engine::instance();
+  arrival.begins ? engine.note_unmade(arrival.group) : engine.note_lost_part(arrival.group);
   const auto open = open_.find(arrival.group);
   if (open != open_.end() && open->second->run == arrival.run) {
     end(*open->second);
     open_.erase(open);
   }
-  remember(arrival.run, no_memory);
+  remember(arrival.run, {});
 }
 
 Met Rendezvous::meet(const Arrival& arrival,
                      const std::function<Met(const std::vector<void*>&)>& call) {
   std::unique_lock lock(mutex_);
-  if (const std::string* const why = failure_of(arrival.run)) return {.failed = true, .error = *why};
+  if (const auto why = failure_of(arrival.run)) {
+    try {
+      return {.failed = true, .error = std::string(*why)};
+    } catch (const std::bad_alloc&) {
+      throw Missed();
+    }
+  }
   auto opened = open_.find(arrival.group);
   if (opened == open_.end()) {
     try {
@@ -90,7 +103,7 @@ Met Rendezvous::meet(const Arrival& arrival,
       opened = open_.emplace(arrival.group, std::move(begun)).first;
     } catch (const std::bad_alloc&) {
       miss_now(arrival);
-      throw;
+      throw Missed();
     }
   }
   const std::shared_ptr<Meeting> meeting = opened->second;

@@ -2,15 +2,17 @@
 // last device makes the call for all of them.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -33,6 +35,9 @@ struct Met {
   bool failed = false, desynchronized = false;
   std::string error = {};
 };
+
+// Thrown for a device that has too little memory, if its run has failed for this.
+struct Missed {};
 
 class Rendezvous {
  public:
@@ -57,9 +62,9 @@ class Rendezvous {
     Met met = {.failed = true, .error = "CodedError: the call of this process's devices was not made"};
   };
 
-  const std::string* failure_of(std::int64_t run) const;
+  std::optional<std::string_view> failure_of(std::int64_t run) const;
   void end(Meeting& meeting);
-  void remember(std::int64_t run, const std::string& failure);
+  void remember(std::int64_t run, std::string_view failure);
   void miss_now(const Arrival& arrival);
   template <class Words>
   void fail(std::uint64_t group, const std::shared_ptr<Meeting>& meeting, Words words);
@@ -69,8 +74,10 @@ class Rendezvous {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::uint64_t, std::shared_ptr<Meeting>> open_;  // by group
-  // Runs that failed here: devices that come later must not wait for devices that have left.
-  std::deque<std::pair<std::int64_t, std::string>> failed_;
+  // The latest runs that failed here: devices that come later must not wait for devices that have left. Adding a run
+  // needs no memory; its text is empty if there was no memory for it.
+  std::array<std::pair<std::int64_t, std::string>, 1024> failed_;
+  std::size_t failures_ = 0;
 };
 
 }  // namespace jaxcoded

@@ -48,7 +48,9 @@ ffi::Error take_impl(ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> order,
     pass_on(call);
     const Taken taken =
         Engine::instance().take(static_cast<std::uint64_t>(group), std::move(call.request));
-    if (!taken.error.empty()) return failed_precondition(taken.error);
+    if (!taken.error.empty()) {
+      return error_of({taken.desynchronized ? Outcome::desynchronized : Outcome::failed, taken.error});
+    }
     std::ranges::copy(words_of(taken.work), work->typed_data());
     return ffi::Error::Success();
   });

@@ -96,7 +96,9 @@ ffi::Error take_impl(cuda::Stream stream, ffi::RemainingArgs args, ffi::Result<f
   return guarded_on_device(group, first != 0, [&] {
     XlaCall call = take_call(args, *order, signature, fingerprint, first, apart, examples, audits);
     const Taken taken = take_on_device(device_call(call, stream, group));
-    if (!taken.error.empty()) return failed_precondition(taken.error);
+    if (!taken.error.empty()) {
+      return error_of({taken.desynchronized ? Outcome::desynchronized : Outcome::failed, taken.error});
+    }
     pass_on(call, stream);
     in_context(stream, [&] {
       std::int32_t* to = work->typed_data();

@@ -99,27 +99,31 @@ ffi::Error meet(ffi::RunId run, Place place, std::int64_t group, bool begins, st
     });
     return error.success() ? met : Met{.failed = true, .error = error.message()};
   };
-  return guarded(group, false, [&] {
-    std::optional<Brought> brings;
-    Arrival arrival{.group = static_cast<std::uint64_t>(group),
-                    .run = run.run_id,
-                    .begins = begins,
-                    .device = static_cast<std::size_t>(*place.typed_data()),
-                    .devices = static_cast<std::size_t>(devices),
-                    .seconds = patience};
-    try {
-      arrival.call = make(brings);
-      pass_on(brings->call);
-      read(brings->call);
-    } catch (const std::bad_alloc&) {
-      Rendezvous::instance().miss(arrival);
-      throw;
-    }
-    arrival.brings = &*brings;
-    const Met met = Rendezvous::instance().meet(arrival, std::ref(made));
-    if (!met.failed) return ffi::Error::Success();
-    return error_of({met.desynchronized ? Outcome::desynchronized : Outcome::failed, met.error});
-  });
+  try {
+    return guarded(group, false, [&] {
+      std::optional<Brought> brings;
+      Arrival arrival{.group = static_cast<std::uint64_t>(group),
+                      .run = run.run_id,
+                      .begins = begins,
+                      .device = static_cast<std::size_t>(*place.typed_data()),
+                      .devices = static_cast<std::size_t>(devices),
+                      .seconds = patience};
+      try {
+        arrival.call = make(brings);
+        pass_on(brings->call);
+        read(brings->call);
+      } catch (const std::bad_alloc&) {
+        Rendezvous::instance().miss(arrival);
+        throw Missed();
+      }
+      arrival.brings = &*brings;
+      const Met met = Rendezvous::instance().meet(arrival, std::ref(made));
+      if (!met.failed) return ffi::Error::Success();
+      return error_of({met.desynchronized ? Outcome::desynchronized : Outcome::failed, met.error});
+    });
+  } catch (const Missed&) {  // the run's failure is noted
+    return failed_precondition(no_memory);
+  }
 }
 
 ffi::Error round_impl(ffi::RunId run, Place place, ffi::RemainingArgs args,
