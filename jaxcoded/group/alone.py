@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 _MPIRUN = "with the mpirun of the MPI that mpi4py uses"
 # For each launcher, the variable with its number of tasks, and the command that makes
-# these tasks ranks of one job. The number of tasks of an allocation, such as SLURM_NTASKS,
-# does not help: single processes and several jobs run in an allocation.
+# these tasks ranks of one job. The number of tasks of a whole allocation, such as
+# SLURM_NTASKS, does not help: an allocation may also run single processes and several
+# jobs.
 _TASKS = {
     "SLURM_STEP_NUM_TASKS": "by `srun --mpi=pmix` (`srun --mpi=list` lists the types that yours supports)",
     "FLUX_JOB_SIZE": "by `flux run -o pmi=pmix`",
@@ -21,17 +22,18 @@ def warning() -> str:
     """Return the warning for this rank, or an empty text."""
     from mpi4py import MPI
 
-    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # other ranks have spawned it
+    if MPI.Comm.Get_parent() != MPI.COMM_NULL:  # other ranks have spawned this process
         return ""
     return words(MPI.COMM_WORLD.size)
 
 
 def words(ranks: int, variables: Mapping[str, str] = os.environ) -> str:
     """Return the warning if a launcher has started more tasks than MPI has ``ranks``.
-    Return an empty text if it has not, or no launcher is known.
+    Otherwise, or if no launcher is known, return an empty text.
 
-    mpirun may run in a step of more tasks, and neither variable shows which launcher is the inner one. So the
-    warning appears only if all numbers of tasks are larger. In a terminal, single processes are intended."""
+    One launcher may run inside another launcher's step, and no variable shows which launcher started this
+    process. So the warning appears only if every launcher's number of tasks is larger. A terminal gets no
+    warning, since a user who starts a single process there intends it."""
     tasks = {
         name: int(said)
         for name in _TASKS

@@ -28,13 +28,14 @@ class Batch:
     """A rank's part of a batch, for `coded_value_and_grad`. `CodedGroup.epoch` and `CodedGroup.batch` make it.
 
     A batch is a pytree of arrays, which can be passed to ``jit`` as one argument. The leading axis of every array is
-    the axis of examples. The batch size, the plan and the rank are static, and everything else is data. So another
-    seed, another epoch or a smaller last batch recompiles nothing.
+    the axis of examples. The batch size, the plan and the rank are static, and everything else is data. So a batch
+    of another seed or epoch, or a smaller last batch, needs no new compilation.
 
     Attributes:
-        data: pytree of the examples, each leaf ``(length, …)``. ``None`` until `of` is called, if the batch was made
-            from a number of examples.
-        indices: int64 ``(length,)``, into the data set. Padding repeats an example.
+        data: pytree of the examples; each leaf has shape ``(length, …)``. If the batch was made from a number of
+            examples, ``None``: `of` returns a batch with data.
+        indices: int64 ``(length,)``, the examples' places in the data set. Padding
+            repeats an example.
         weights: the `Weights` of these examples, 0 for padding.
 
     Example:
@@ -52,14 +53,15 @@ class Batch:
     weights: Weights
 
     def of(self, data: Any) -> "Batch":
-        """Return the batch with these examples, loaded by its `indices`.
+        """Return a copy of this batch with these examples, which the program has loaded
+        by the batch's `indices`.
 
         Args:
-            data: pytree of arrays, each with ``len(indices)`` examples along its first axis.
+            data: pytree of arrays whose first axis has the ``len(indices)`` examples.
 
         Raises:
             TypeError: a leaf is not an array of numbers. The message names the leaf.
-            ValueError: a leaf has another number of examples.
+            ValueError: a leaf has a different number of examples.
         """
         check_length(data, len(self.indices))
         return dataclasses.replace(self, data=data)
@@ -87,8 +89,8 @@ def check_length(data: Any, length: int) -> None:
 
 def number_of_examples(data: Any) -> int:
     """Return the number of examples of a data set. ``data`` may also be this number.
-    Raise a TypeError or ValueError that names the leaf if a leaf is not an array with
-    this number of examples along its first axis.
+    Raise a TypeError or ValueError that names the leaf if a leaf is not an array, or if
+    the first axes of two leaves have different lengths.
     """
     if isinstance(data, numbers.Integral):
         return _require.integer(
@@ -119,7 +121,8 @@ def number_of_examples(data: Any) -> int:
 
 
 def read(data: Any, indices: np.ndarray) -> Any:
-    """Return examples of a data set, or ``None`` if only their number is known."""
+    """Return examples of a data set, or ``None`` if ``data`` is only a number of
+    examples."""
     if isinstance(data, numbers.Integral):
         return None
     return jax.tree.map(lambda leaf: leaf[indices], data)

@@ -19,10 +19,10 @@ class Block:
     """A part of the batch for this rank to compute.
 
     Attributes:
-        number: the number of this block among all blocks, from 0.
+        number: this block's number, from 0.
         indices: int64 ``(examples,)``, the places of its examples in the global batch, in increasing order. Some
-            blocks are empty if the batch has fewer examples than blocks, or if some examples cost more than a
-            block.
+            blocks are empty if the batch has fewer examples than blocks, or if a single example costs more
+            than a block should.
     """
 
     number: int
@@ -31,8 +31,8 @@ class Block:
 
     def done(self, result: Any) -> None:
         """Set the result of the block: a pytree of arrays, such as the sum so far. The
-        rank has finished the block when these arrays are computed. Without this call,
-        it has finished the block when all of JAX's pending work is done."""
+        block counts as finished when these arrays are computed. Without this call, it
+        counts as finished when all of JAX's pending work is done."""
         self._result = result
 
 
@@ -69,10 +69,10 @@ class Blocks:
                 "loop over the blocks once, inside their with statement: "
                 "with group.blocks(batch_size) as blocks: for block in blocks: ..."
             )
-        # a second loop over the same object would be another round, with another sum
+        # A second loop over the same object would be a second round, with its own sum.
         self._begun = True
         self._session.blocks = True
-        primitive.effects_barrier()  # rounds in flight come before this round
+        primitive.effects_barrier()  # wait for the rounds in flight, which come before this round
         failed = _failed()
         number = self._work.take_block(self._words, first=True, costs=self._costs)
         while number is not None:
@@ -103,8 +103,8 @@ class Blocks:
 
 
 def _failed() -> list[jax.Array]:
-    """Return the arrays whose computation has failed, so that they have no value. The
-    program gets the error when it waits for them.
+    """Return the arrays whose computation has failed. The program gets the error when
+    it waits for these arrays.
     """
     failed = []
     for array in _live():
@@ -116,7 +116,8 @@ def _failed() -> list[jax.Array]:
 
 
 def _wait_for(block: Block, failed: list[jax.Array]) -> None:
-    """Wait until the block is computed, since JAX's calls return earlier."""
+    """Wait until the block is computed, since JAX's calls return before their results
+    are computed."""
     if block._result is not None:
         jax.block_until_ready(block._result)
         return

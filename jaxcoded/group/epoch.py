@@ -19,7 +19,7 @@ class Epoch:
     """See `CodedGroup.epoch`.
 
     Attributes:
-        batch_size: the number of examples in a batch; a smaller last batch has fewer.
+        batch_size: the number of examples in a batch, except in a smaller last batch.
     """
 
     def __init__(
@@ -69,13 +69,13 @@ class Epoch:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, number: int) -> Batch:
-        """Return this rank's part of one batch: shapes and dtypes are the same for all batches."""
+        """Return this rank's part of one batch. All batches have the same shapes and dtypes."""
         batch, positions, values = self.indices(number), self._positions, self._weights
         counted = self._first + operator.index(number) % len(self)
         if len(batch) < self.batch_size:
-            # The missing examples are at the end of the batch, and of each chunk and block, which keep their first
-            # example. A real example with weight 0 replaces each missing one. Its gradient is finite. The gradient
-            # of made-up numbers could be NaN, and 0 · NaN is NaN.
+            # A smaller batch lacks examples at the end of the batch, and of each chunk and block; the first
+            # example of each is present. A present example with weight 0 replaces each missing example, since its
+            # gradient is finite. The gradient of made-up numbers could be NaN, and 0 · NaN is NaN.
             there = positions < len(batch)
             filler = positions[there.argmax()] if there.any() else 0
             positions = np.where(there, positions, filler)
@@ -95,9 +95,9 @@ class Epoch:
         return Batch(read(self._data, indices), indices, weights)
 
     def indices(self, number: int) -> np.ndarray:
-        """Return the places in the data set of all examples of one batch: int64 ``(batch_size,)``, or fewer for a
-        smaller last batch. The array is read-only, and the same on all ranks. Raise an IndexError if there is no such
-        batch."""
+        """Return the places in the data set of all examples of one batch: int64 ``(batch_size,)``, or a shorter array
+        for a smaller last batch. The array is read-only, and the same on all ranks. Raise an IndexError if there is
+        no such batch."""
         if isinstance(number, slice):
             raise TypeError(
                 "an epoch cannot be sliced: take itertools.islice(epoch, start, stop)"

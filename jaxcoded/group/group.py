@@ -36,22 +36,24 @@ class CodedGroup:
     The group works on a duplicate of ``comm``, so its messages never mix with other
     messages. Two groups are never equal, and never share a compiled function.
 
-    No round is decided without the root (rank 0 unless the plan says otherwise). If the root dies, see `recovered`.
+    No round is decided without the root, which is rank 0 unless the plan has another root. `recovered` explains
+    what to do if the root dies.
 
     Args:
         comm: an mpi4py intra-communicator.
         strategy: how the work of a step is divided: `Shared`, `Coded` or `Uncoded`; or a
-            `Plan` for the number of ranks of ``comm``. Default: ``Shared()``, on any number
-            of ranks.
+            `Plan` for as many ranks as ``comm`` has. Default: ``Shared()``, which fits any
+            number of ranks.
         transport: ``"engine"``, which does not wait for stragglers; ``"mpi4jax"``, in which every rank takes part
-            in every round; or ``"auto"``, which takes the engine if all ranks have it,
-            otherwise mpi4jax with a warning. Shared work needs the engine.
+            in every round; or ``"auto"``, which selects the engine if all ranks have
+            it, and otherwise mpi4jax with a warning. Shared work needs the engine.
         options: how the group runs its rounds: deadlines, memory, telemetry and
             checks; see `Options`.
-        record: with shared work, a file to which rank 0 writes which blocks each rank has computed in each round,
+        record: with shared work, a file in which the root records which blocks each rank computed in each round,
             and in which order.
         replay: a file written with ``record`` by a group of the same plan. Each round then divides its work as the
-            recorded round did, so that sums have the same bits, and waits for late ranks; see ``docs/sharing.md``.
+            recorded round did, so sums have the same bits. Rounds then wait for late ranks; see
+            ``docs/sharing.md``.
 
     Raises:
         TypeError: ``comm`` is not an intra-communicator, or ``strategy`` is not a strategy or plan.
@@ -109,21 +111,21 @@ class CodedGroup:
             comm: as for the constructor.
             payload: number of bytes that a step sums.
             work: a function ``work(part)`` that computes what a rank would compute for a
-                part of the batch, a number up to 1. `auto` calls ``work`` once, and
-                then again for about a second, with ``1/(N−1)`` each time. Or a number:
-                the seconds that a typical rank would take for the whole batch on its
-                own, as in ``jaxcoded plan --compute``. Then a loop measures how much
-                ranks differ.
+                fraction ``part`` of the batch. `auto` calls ``work(1/(N−1))`` once, and
+                then repeatedly for about a second. Or a number: the seconds that a
+                typical rank would take to compute the whole batch alone, as in
+                ``jaxcoded plan --compute``. Then `auto` times a loop of its own to
+                measure how much ranks differ.
             seed: the seed of random codes.
             replicas: how many other ranks may hold each rank's part of the batch, to share
-                the work (``docs/sharing.md``). 0 for a program that cannot share work,
-                such as one with plain sums only. Default: all other ranks.
-            reading: seconds that a rank would take to read the data of the whole batch, if
-                it reads its examples again in every step.
+                the work (``docs/sharing.md``). Pass 0 for a program that cannot share
+                work, such as a program with plain sums only. Default: all other ranks.
+            reading: seconds that a rank would take to read the data of the whole batch.
+                Give it if ranks read their examples again in every step.
             transport, options: as for the constructor, without ``piece_bytes``.
 
         Raises:
-            ValueError: an argument is not as described, or rank 0 could not plan. Raised on
+            ValueError: an argument is invalid, or rank 0 could not make a plan. Raised on
                 every rank.
             RuntimeError: ``work`` failed on a rank. Raised on every rank.
             TypeError, GroupMismatch: as for the constructor.
@@ -154,7 +156,8 @@ class CodedGroup:
         self._snapshots = 0
         self._successor: CodedGroup | None = None
         self._callback: Callable[[RoundSeen], Any] | None = None
-        # if warnings are errors, the other ranks still have the group
+        # Give the warnings last: if warnings are errors, the other ranks still have the
+        # group.
         for warning in session.warnings:
             if session.rank == 0:
                 warnings.warn(warning, RuntimeWarning, stacklevel=3)
@@ -183,9 +186,9 @@ class CodedGroup:
     @property
     def alike(self) -> bool:
         """Whether all ranks have received the same sums, including the sums of the group that `recovered` replaced.
-        It is false if they have not, or if ranks have joined (`extended`). Then sums raise an error until one
-        `tree_bcast` has sent the root's whole state. After that it is true. The root of
-        a recovered group is one of the ranks with the most results."""
+        False if some ranks lack a sum, or if ranks have joined (`extended`). While it is false, sums raise an
+        error; one `tree_bcast` that sends the root's whole state makes it true. The root of a recovered group is
+        one of the ranks with the most results."""
         return self._session.alike
 
     @property
@@ -210,7 +213,7 @@ class CodedGroup:
 
     @property
     def rounds(self) -> int:
-        """The number of this group's rounds that this rank has called."""
+        """The number of rounds that this rank has called in this group."""
         check_open(self)
         return self._session.transport.rounds()
 
@@ -268,44 +271,48 @@ class CodedGroup:
         ``batch.weights.examples``, the number of examples.
 
         The batches depend only on the number of examples, ``seed`` and ``epoch``, and not on the number of ranks or
-        the plan. The same holds for the order within a batch, unless ``costs`` are given. So a checkpoint needs only
-        the number of finished batches. After `replan` or `recovered` the new group's epoch continues at the same
-        batch:
+        the plan. Without ``costs``, the order within a batch does not depend on ranks or plan either. So a
+        checkpoint needs only the number of finished batches. After `replan` or `recovered` the new group's epoch
+        continues at the next batch:
 
             epoch = group.epoch((x, y), batch_size=256, seed=0, epoch=3)
             for number in range(done, len(epoch)):
                 batch = epoch[number]
 
-        ``epoch.indices(number)`` has the places of all examples of a batch, for `blocks`. See ``docs/data.md``.
+        ``epoch.indices(number)`` returns the places of all examples of a batch in the data set, for use with
+        `blocks`. See ``docs/data.md``.
 
         Arguments and data must be the same on all ranks. `coded_value_and_grad` raises
         ``GroupMismatch`` if ``batch_size`` differs, and ``InconsistentMessages`` for batches of another seed, epoch,
         number of examples, or data set. It compares three examples of the data.
 
         Args:
-            data: pytree of arrays of NumPy or JAX, or memory maps, whose first axis has all examples of the data
-                set; or the number of examples.
+            data: pytree of NumPy arrays, JAX arrays or memory maps, whose first axis has all examples of the
+                data set; or the number of examples.
             batch_size: the number of examples in a global batch.
-            seed: the seed of the shuffling. ``None`` keeps the order of the examples, as for an evaluation.
+            seed: the seed with which examples are shuffled. ``None`` keeps the order of the examples, for
+                example for an evaluation.
             epoch: the number of this pass; each pass has a different order.
-            drop_last: leave out a smaller last batch.
-            multiple: pad the part that a rank reads to a multiple of this number, such as the number of devices
-                over which the rank splits a batch (``docs/devices.md``).
+            drop_last: whether to leave out a smaller last batch.
+            multiple: the number of examples that a rank reads is padded to a multiple of this number, such as
+                the number of devices over which the rank splits a batch (``docs/devices.md``).
             costs: the cost of each example: finite numbers ≥ 0 with shape ``(examples,)``, such as seconds or
                 lengths; only ratios count. The examples of a batch are then ordered so that the parts of all ranks,
-                and their blocks, cost about the same. The numbers of examples do not change. Default: all cost the
-                same.
+                and their blocks, cost about the same. Each rank still gets as many examples as without ``costs``.
+                Default: all examples cost the same.
 
         Returns:
-            An `Epoch`: a sequence that reads each `Batch` on request. It keeps the order, ``8 n`` bytes. Each batch
-            has the same length ≥ 1 on all ranks; with ``speeds``, a different length on each rank. Padding repeats one
-            of the rank's own examples (the first one of the batch on a rank without data) with weight 0.
+            An `Epoch`: a sequence that reads each `Batch` on request. It keeps the order of the ``n`` examples in ``8
+            n`` bytes. A rank's batches all have the same length ≥ 1. This length is the same on all ranks, unless the
+            strategy has ``speeds``. Padding repeats one of the rank's own examples with weight 0, or the batch's first
+            example on a rank without data.
 
         Raises:
             TypeError: a leaf of ``data`` is not an array, or ``costs`` are not numbers.
-            ValueError: a leaf has no axis of examples, or another number of examples; or ``costs`` have another
-                shape, or are negative or not finite. Also if an argument is not an integer as described,
-                ``drop_last`` leaves no batch, or ``multiple`` is given with slices, parts or shared work.
+            ValueError: a leaf has no axis of examples, or leaves have different numbers of examples; ``costs``
+                have a wrong shape, or are negative or not finite; another argument is not an integer as
+                described; ``drop_last`` leaves no batch; or ``multiple`` is given with slices, parts or shared
+                work.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -336,19 +343,18 @@ class CodedGroup:
         microbatches. The group must share its work (`Shared`).
 
         A rank that has finished gets blocks of a late rank. Once all blocks are computed, the loop ends on all
-        ranks, and the next collective adds up their sums:
+        ranks, and the next collective adds up the ranks' totals:
 
             with group.blocks(batch_size) as blocks:
                 for block in blocks:
                     total = add(total, gradient(params, load(block.indices)))
             total = jaxcoded.coded_allreduce(total, group, divisor=batch_size)
 
-        A rank that gets no block contributes zeros, with the shapes and dtypes of the other ranks' sums. If a rank
+        A rank that gets no block contributes zeros, with the shapes and dtypes of the other ranks' totals. If a rank
         raises an exception in the loop or leaves it early, the other ranks learn this in their next call, and compute
-        the rank's blocks. If a rank dies after the loop and before its sum is fetched,
-        the round fails on all ranks: repeat the step. The loop waits for JAX's pending
-        work before it asks for the next block, so that ranks are timed correctly. With
-        `Block.done` it waits for other arrays instead.
+        the rank's blocks. If a rank dies after the loop and before its total is fetched, the round fails on all
+        ranks: repeat the step. Before the loop asks for the next block, it waits for JAX's pending work, so that
+        ranks are timed correctly. After `Block.done` it waits only for the arrays given to `done`.
 
         Args:
             batch_size: the number of examples in the global batch, the same on all ranks.
@@ -363,7 +369,7 @@ class CodedGroup:
             ValueError: ``batch_size < 1`` or ``≥ 2**63``; ``costs`` have another shape,
                 or a cost is negative or not finite; or the group does not share its
                 work.
-            GroupMismatch: ranks gave different costs or batch sizes. Raised on every rank, in the loop.
+            GroupMismatch: ranks gave different costs or batch sizes. The loop raises it on every rank.
 
         Example:
             >>> import numpy as np, jaxcoded
@@ -409,23 +415,23 @@ class CodedGroup:
     def lag(self, *, token: jax.Array) -> Result: ...
 
     def lag(self, *, token: jax.Array | None = None) -> int | jax.Array | Result:
-        """Return the number of decided rounds of this group that this rank has not called yet, as far as it knows.
+        """Return the number of decided rounds of this group that this rank has not called yet, as far as this rank
+        knows.
 
-        While this number is not 0, the next collective returns an existing result and drops this rank's
-        contribution. So the rank need not compute its gradient: `coded_value_and_grad`
-        skips it. The number is 0 on a rank in time, and always 0 with the mpi4jax
-        transport.
+        While this number is above 0, the next collective returns an existing result and drops this
+        rank's contribution. So the rank need not compute its gradient: `coded_value_and_grad` skips it.
+        The number is 0 on a rank in time, and always 0 with the mpi4jax transport.
 
-        Outside ``jit`` this call waits for this rank's own rounds in flight. Pass the token to include calls that a
-        token orders. To leave out a gradient that you compute yourself, pass
-        ``skip=True`` to the call of `jaxcoded.coded_allreduce`. Zeros alone would count
-        as a contribution if the round is not decided yet.
+        Outside ``jit`` this call waits for this rank's own rounds in flight. If your calls are ordered by a token,
+        pass the token to wait for them, too. If you compute the gradient yourself and leave it out, pass
+        ``skip=True`` to `jaxcoded.coded_allreduce`. Without ``skip``, zeros would count as a contribution if the
+        round is not decided yet.
 
         Args:
-            token: orders this call, see `jaxcoded.coded_allreduce`.
+            token: the token that orders this call; see `jaxcoded.coded_allreduce`.
 
         Returns:
-            A number; inside ``jit`` an int32 scalar, read in the order of the
+            A Python integer; inside ``jit`` an int32 scalar, read in the order of the
             collectives. With a ``token``, inside and outside ``jit``, a `Result` with
             an int32 scalar and the token for the next call.
 
@@ -442,23 +448,24 @@ class CodedGroup:
         return self._session.transport.host_lag()
 
     def snapshot(self, state: Any, *, every: int = 16) -> bool:
-        """Keep a copy of this rank's state for ranks that must continue from a copy; see `resync`.
+        """Keep a copy of this rank's state, from which a rank that is too late can continue; see
+        `resync`.
 
         Call it on every rank after each step, with the state that the step returned: parameters, optimizer state,
-        step number, position of the sampler. It waits for this rank's own steps only. Late ranks can use the copy as
-        long as the results of all later rounds are kept. So ``every`` steps must have fewer rounds than the history
-        (64 or more).
+        step number, position of the sampler. It waits for this rank's own steps only. A late rank can use the copy
+        as long as the history has the results of all later rounds. So ``every`` steps must have fewer rounds than
+        the history keeps (64 or more).
 
         Args:
             state: pytree of arrays, equal on all ranks.
             every: number of calls between two copies (≥ 1).
 
         Returns:
-            Whether this call made a copy.
+            True if this call made a copy.
 
         Raises:
             ValueError: ``every`` is not an integer ≥ 1.
-            CodedError: this rank lacks state of the new root, see `alike`.
+            CodedError: this rank lacks the new root's state; see `alike`.
             TypeError: a leaf is not an array of numbers or random keys.
         """
         check_open(self)
@@ -480,8 +487,8 @@ class CodedGroup:
         the collectives that followed the snapshot; their results come from the history.
 
         Args:
-            like: pytree of arrays or ``jax.ShapeDtypeStruct``: only structure, shapes
-                and dtypes count.
+            like: pytree of arrays or ``jax.ShapeDtypeStruct``, of which only the
+                structure, shapes and dtypes are used.
             timeout: seconds to wait for an answer, ≥ 0.
 
         Returns:
@@ -489,8 +496,9 @@ class CodedGroup:
 
         Raises:
             Desynchronized: no rank above has a snapshot or answers in time, or the
-                group has called `replan` meanwhile.
-            ValueError: the snapshot has another structure, or other shapes or dtypes.
+                group has called `replan` since this rank became too late.
+            ValueError: the snapshot's structure, shapes or dtypes differ from those of
+                ``like``.
         """
         check_open(self)
         primitive.effects_barrier()
@@ -501,8 +509,8 @@ class CodedGroup:
         """Return this rank's record of the latest rounds: which ranks were late and by how much, which message decided
         a round, and how long each step took. This call neither waits nor communicates.
 
-        Like every parent, the root has records of its own children. It also knows how fast all ranks are
-        (`Telemetry.speeds`).
+        A parent's telemetry covers its own children. The root's telemetry also covers the speeds of all
+        ranks (`Telemetry.speeds`).
 
         Raises:
             NotImplementedError: with the mpi4jax transport, in which all ranks wait for
@@ -513,13 +521,14 @@ class CodedGroup:
         return Telemetry.of(self.rank, self.plan, transport.telemetry())
 
     def statistics(self) -> dict[str, int]:
-        """Return the engine's counts on this rank since the group was made; empty with the mpi4jax transport.
+        """Return the engine's counts on this rank since the group was made, or an empty dictionary with the
+        mpi4jax transport.
 
         Returns:
             A dictionary of counts. ``compared_rounds``: rounds in which this rank had messages to compare
             (``docs/verify.md``). ``fetched_bytes``: bytes of other ranks' messages and results. ``formed_bytes``:
-            bytes of sections (``docs/engine.md``). Two entries are bytes of memory in
-            use now: ``history_bytes`` for results that late ranks may lack, and
+            bytes of sections (``docs/engine.md``). Two entries are the memory in use
+            now, in bytes: ``history_bytes`` for results that late ranks may lack, and
             ``memory_bytes`` in total.
         """
         check_open(self)
@@ -527,8 +536,8 @@ class CodedGroup:
         return transport.statistics() if isinstance(transport, Engine) else {}
 
     def on_round(self, callback: Callable[[RoundSeen], Any]) -> None:
-        """Call a function with a `jaxcoded.group.telemetry.RoundSeen` after each of this
-        rank's rounds, for loggers.
+        """After each of this rank's rounds, call a function with a
+        `jaxcoded.group.telemetry.RoundSeen`, for example to log it.
 
         The function runs on a separate thread, in the order of the rounds, and delays no round. If 65,536 rounds wait
         for the function, it misses the oldest. Errors that it raises are logged. A group has only one such function:
@@ -545,22 +554,22 @@ class CodedGroup:
         """Return a new group whose data is assigned in proportion to these speeds.
 
         The call is a round like any other: all ranks call it between the same two rounds, and no rank waits for a
-        late rank. Only the root's speeds count, such as ``group.telemetry().speeds``. The call closes this group: use
-        the new group's `epoch`, and compile the step with the new group. A ``with`` block of this group
-        closes the new group when the block ends.
+        late rank. Only the root's ``speeds`` count; pass, for example, ``group.telemetry().speeds``. The call closes
+        this group: use the new group's `epoch`, and compile the step with the new group. A ``with`` block of this
+        group closes the new group when the block ends.
 
         Args:
             speeds: relative speed of each rank, positive; see `Coded`.
 
         Returns:
-            A group of the same ranks, whose strategy has these speeds. Its tree and options are
-            the same.
+            A group of the same ranks, with the same tree and options, whose strategy has these
+            speeds.
 
         Raises:
-            ValueError: there is no plan for the root's speeds, or the strategy takes no speeds.
-                Raised on every rank; this group stays open.
-            TypeError, ValueError: this rank's own ``speeds`` are no numbers, or not one for
-                each rank. Raised on this rank only, which has not replanned.
+            ValueError: there is no plan for the root's speeds, or the strategy does not accept
+                speeds. Raised on every rank; this group stays open.
+            TypeError, ValueError: this rank's own ``speeds`` are not numbers, or are not
+                one number for each rank. Raised on this rank only; it has not replanned.
             GroupMismatch: other ranks made a different call. By then the root's speeds
                 may have reached only some ranks. Until all ranks have replanned, sums
                 of ranks with different plans raise this error, too.
@@ -606,30 +615,30 @@ class CodedGroup:
         """Return a new group without the dead ranks. The new group tolerates as many stragglers as before, and its
         data is divided among the living ranks; see ``docs/recovery.md``.
 
-        All living ranks call it between the same two rounds. It waits for all of them, so call it only every few
-        steps. If MPI reports no death, it returns this group, unchanged. Otherwise this group is closed: use the new
-        group's `rank`, `size` and `epoch`, and compile the step with the new group. A ``with`` block of this group
-        closes the new group when the block ends. Ranks keep their order, except for a new root. Parameters and state stay on
-        their ranks.
+        All living ranks call `recovered` between the same two rounds. It waits for all living ranks, so call it only
+        every few steps. If MPI reports no death, it returns this group, unchanged. If a rank is dead, it closes this
+        group: use the new group's `rank`, `size` and `epoch`, and compile the step with the new group. A ``with`` block
+        of this group closes the new group when the block ends. Ranks keep their order, except for a new root.
+        Parameters and state stay on their ranks.
 
-        After a failed step, call it if the root has died. Some ranks may have received
-        the sum of the last round, and other ranks an error. So the group is not
-        `alike`: sums raise an error until the root has sent its state with
-        `tree_bcast`.
+        Also call it when a step fails because the root has died. Some ranks may then
+        have received the sum of the last round, and other ranks an error. In this case
+        the new group is not `alike`: sums raise an error until the root has sent its
+        state with `tree_bcast`.
 
-        A living rank that does not call this, because its program hangs or its process
-        is stopped, keeps the other ranks waiting. With ``put_out`` its process is
-        killed after ``timeout``, and the rank counts as dead. This also kills a rank
-        that is only slow. But no rank is killed while rounds continue without the
-        caller.
+        A living rank that does not call `recovered`, because its program hangs or its
+        process is stopped, keeps the other ranks waiting. With ``put_out`` its process
+        is killed after ``timeout``, and the rank counts as dead. A rank that is only
+        slow is killed, too. But no rank is killed while other ranks continue to call
+        rounds.
 
-        It needs Open MPI 5 and ``jaxcoded run --ft``.
+        `recovered` needs Open MPI 5 and ``jaxcoded run --ft``.
 
         Args:
             strategy: the strategy of the new group, the same on all ranks. Default: this group's strategy, with
                 the speeds of the living ranks.
             options: the options of the new group. Default: this group's options.
-            timeout: seconds to wait for living ranks that do not call this.
+            timeout: seconds to wait for living ranks that do not call `recovered`.
             put_out: whether to kill (``SIGKILL``) the processes of such ranks after
                 ``timeout``. Any rank in the call on the same host and in the same pid
                 namespace kills them, if it has permission. The root's value counts, if
@@ -639,10 +648,10 @@ class CodedGroup:
             ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; this group's
                 strategy fits only its own ranks (``Coded(parents=…)``) and no other strategy is given; or the group has a
                 ``record`` or ``replay``. Raised on every rank; this group stays open.
-            TypeError: ``strategy`` or ``put_out`` has another type.
-            CodedError: a living rank did not call this, and was not or could not be killed; another rank died while
-                the new group was made; or rounds of this group were decided meanwhile. Raised on every rank in the
-                call; this group stays open, and all ranks may call this again.
+            TypeError: ``strategy`` or ``put_out`` has a wrong type.
+            CodedError: a living rank did not call `recovered`, and was not or could not be killed; another rank
+                died while the new group was made; or rounds of this group were decided during the call. Raised on
+                every rank in the call; this group stays open, and all ranks may call `recovered` again.
         """
         check_open(self)
         return self._followed_by(
@@ -658,14 +667,15 @@ class CodedGroup:
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> "CodedGroup":
-        """Start processes, and return a new group with these additional ranks; see ``docs/recovery.md``.
+        """Start processes, and return a new group with these processes as additional ranks; see
+        ``docs/recovery.md``.
 
         Experimental: it relies on the behaviour of one MPI, Open MPI 5.
 
-        All ranks of a group without dead ranks call it between the same two rounds. Call `recovered` first. The new
-        processes run this program, and get the group from `joining`. They do not have the state of the training. So
-        the new group is not `alike`, on any rank, and sums raise an error until a `tree_bcast` has sent the root's
-        state:
+        All ranks call `extended` between the same two rounds. The group must not have dead ranks, so call
+        `recovered` first. The new processes run this program, and get the group from `joining`. They do not have
+        the training state. So the new group is not `alike` on any rank, and sums raise an error until a
+        `tree_bcast` has sent the root's state:
 
             group = group.recovered()
             if group.size < size:
@@ -677,7 +687,7 @@ class CodedGroup:
         compile the step with the new group. A ``with`` block of this group
         closes the new group when the block ends. The root stays the root. The other ranks keep their order,
         and new ranks come after them. Use ``group.comm`` instead of MPI.COMM_WORLD, which
-        does not change on old ranks, and has only the new ranks on a new rank.
+        does not change on old ranks, and on a new rank has only the new ranks.
 
         On several hosts the new ranks run on the host with the fewest ranks of the group. `extended` needs Open MPI 5
         and ``jaxcoded run --ft``.
@@ -687,25 +697,25 @@ class CodedGroup:
             strategy: the strategy of the new group, the same on all old ranks. Default: this group's strategy.
             options: the options of the new group. Default: this group's options.
             command: the command that starts each new process. Default: the command that
-                started the job's first ranks. It runs in the folder in which the rank
-                that starts the processes has imported jaxcoded.
-            timeout: seconds to wait for ranks that do not call this, and then for all processes to call `joining`.
-                After that, making the group may take half of ``timeout``, or 30 s if
-                this is longer.
+                started the job's first ranks. The command runs in the folder in which
+                the rank that starts the processes has imported jaxcoded.
+            timeout: seconds to wait for ranks that do not call `extended`, and then for all processes to call
+                `joining`. After that, making the group may take half of ``timeout`` or 30 s, whichever is longer.
 
         Returns:
             A group of all old and new ranks.
 
         Raises:
-            ValueError: an argument is not as described; MPI or its launcher does not survive the death of a rank;
-                the strategy does not fit the new number of ranks; this group's strategy fits only its own ranks
-                (``Coded(parents=…)``) and no other strategy is given; or the group has a ``record`` or ``replay``. Raised on
-                every rank; this group stays open.
-            TypeError: ``strategy``, ``options`` or ``command`` has another type.
+            ValueError: an argument is invalid; MPI or its launcher does not survive the death of a rank; the strategy
+                does not fit the new number of ranks; this group's strategy fits only its own ranks
+                (``Coded(parents=…)``) and no other strategy is given; or the group has a ``record`` or ``replay``.
+                Raised on every rank; this group stays open.
+            TypeError: ``strategy``, ``options`` or ``command`` has a wrong type.
             GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
-            CodedError: some ranks of this group are dead, or did not call this; or a
-                new process was late, ended or died, in which case all new processes are
-                killed. Raised on every rank in the call; this group stays open.
+            CodedError: some ranks of this group are dead, or did not call `extended`;
+                or a new process was late, ended or died, in which case all new
+                processes are killed. Raised on every rank in the call; this group stays
+                open.
 
         Example:
             >>> from mpi4py import MPI
@@ -722,14 +732,16 @@ class CodedGroup:
         )
 
     def _followed_by(self, session: Session) -> "CodedGroup":
-        """Return the group of a session on which all ranks have agreed. It may be this group."""
+        """Return the group of a session on which all ranks have agreed: this group if it has
+        this session."""
         if session is self._session:
             return self
         other = self._successor = self._of(session)
         session.transport.enter()
         if self._callback is not None:
             other.on_round(self._callback)
-        # all ranks are in this call and know all results, so no rank needs to wait
+        # All ranks are in this call and know all results, so the old group can close
+        # without waiting.
         self._session.withdraw()
         return other
 
@@ -739,8 +751,8 @@ class CodedGroup:
         like `extended`.
 
         Call it instead of making a group, as early as possible, since the other ranks wait. The group is not `alike`
-        yet: take part in the `tree_bcast` that the other ranks call next. The values that it returns, such as the
-        number of the step, tell the program where to continue (``docs/recovery.md``).
+        yet: take part in the `tree_bcast` that the other ranks call next. The values that `tree_bcast` returns,
+            such as the number of the step, tell the program where to continue (``docs/recovery.md``).
 
         Raises:
             CodedError: the group did not accept this process, or the process has called this before.
@@ -757,18 +769,19 @@ class CodedGroup:
         """Finish pending rounds and free the communicator. Collective. A second call
         does nothing.
 
-        Calls ordered by a token must have ended: wait for the result of the last call. A
-        later call of a collective on this group, compiled or not, raises
-        `GroupClosed`. With the engine a rank leaves once the ranks below it have left,
-        so that late ranks can still get their results.
+        Before `close`, wait for the result of the last call that a token orders. After
+        `close`, every collective on this group, compiled or not, raises `GroupClosed`.
+        With the engine a rank leaves once the ranks below it have left, so that late
+        ranks can still get their results.
 
         Args:
-            timeout: seconds after which the engine leaves anyway. A warning then names the ranks that are absent.
+            timeout: seconds after which the engine leaves even if ranks below have not left. A warning then names
+                these ranks.
 
         Raises:
             ValueError: ``timeout`` is not a number ≥ 0; the group stays open.
-            GroupMismatch: other ranks called a collective instead. The mpi4jax transport raises it on all ranks. The
-                engine raises it on ranks that wait for more ranks than their code tolerates.
+            GroupMismatch: other ranks called a collective instead of `close`. The mpi4jax transport raises it on all
+                ranks. The engine raises it on ranks that wait for more ranks than their code tolerates.
         """
         timeout = _require.not_negative("timeout", timeout)
         if self.closed:

@@ -56,9 +56,9 @@ def agreed_plan(
     request: dict[str, Any],
     planner: Callable[[], Plan],
 ) -> Plan:
-    """Return this rank's plan if all ranks have the same plan and the same request.
-    Otherwise raise the same error on all ranks: the error of ``planner`` if it is the
-    same on all ranks, or a GroupMismatch. Collective.
+    """Return this rank's plan if all ranks have the same plan and gave the same
+    ``request``. Otherwise raise the same error on all ranks: the error of ``planner``
+    if it is the same on all ranks, or a GroupMismatch. Collective.
     """
     plan: Plan | None = None
     failure: BaseException | None = None
@@ -97,8 +97,8 @@ def agreed_transport(
 ) -> tuple[Transport, Options, list[str]]:
     """Return the requested transport, the same on all ranks, its options, and a list of
     warnings. Collective. Raise a ValueError on every rank if the transport is not
-    available, or does not support the options. ``explicit``: whether a call, and not
-    the environment, requested a ``check``.
+    available, or does not support the options. ``explicit`` tells whether the caller
+    requested a ``check``; otherwise an environment variable requested it.
     """
     try:
         reason = "" if transport == "mpi4jax" else engine.missing()
@@ -154,9 +154,9 @@ def why_not_shared(transport: str, reasons: list[str]) -> str:
 def _checking(
     plan: Plan, transport: str, options: Options, explicit: bool
 ) -> tuple[Options, list[str]]:
-    """Return the options and a list of warnings. If a ``check`` was requested, the
-    options have the check that this group supports. Raise a ValueError if a call
-    requested a check that the group does not support.
+    """Return the options and a list of warnings. If a ``check`` was requested that this
+    group does not support, raise a ValueError, or, if an environment variable requested
+    it, return options without it.
     """
     if not isinstance(check := options.check, Check):
         return options, []
@@ -171,8 +171,8 @@ def _checking(
 
 
 def has_died(failure: BaseException | None) -> bool:
-    """Return whether a rank's death may be the reason that not all ranks have made a
-    group. ``failure`` is this rank's error, if any; errors that no death can cause are
-    the same on all ranks.
+    """Return whether a rank's death may be why not all ranks have made a group.
+    ``failure`` is this rank's error, if any. Errors that a death cannot cause are the
+    same on all ranks.
     """
     return failure is None or isinstance(failure, MPI.Exception | Unreadable)

@@ -11,16 +11,16 @@ STATE, PARENT, BEGAN = 0, 1, 19  # fields of `stat`
 
 
 class Process(NamedTuple):
-    """A process, distinguished from later processes with the same number."""
+    """A process. Later processes with the same process number count as different."""
 
     host: str  # the name of its host
-    numbers: str  # the scope of its number: a boot of the host and a pid namespace
+    numbers: str  # where its number is unique: the host's boot id and the pid namespace
     pid: int  # its number
     started: int  # its start time in ticks of the kernel's clock
 
     @classmethod
     def own(cls) -> Self:
-        """Return this process. Without ``/proc`` no rank can kill it."""
+        """Return this process. If the host has no ``/proc``, no rank can kill it."""
         pid = os.getpid()
         try:
             boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -52,11 +52,11 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Return whether no other live process of this host has called this for the
-        same process."""
+        """Return whether this is the first call for this process. Earlier calls count
+        only while the process that made them lives."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            # the abstract name of a socket, which only one process can hold
+            # an abstract socket name, which only one process can hold
             line.bind(f"\0jaxcoded.{self.pid}.{self.started}")
         except OSError as error:
             line.close()

@@ -25,15 +25,16 @@ Path = str | os.PathLike[str]
 
 
 class Record:
-    """The record that a group writes to ``path``, and the record of another run in
-    ``replay`` that the group follows. Both are optional. Only the root reads and writes.
+    """Write the group's record to the file ``path``, and follow the record of another
+    run in the file ``replay``. Each file is optional. Only the root reads and writes
+    files.
 
-    A file has a line of JSON for its plan, and one line for each round with shared work.
-    This line has the round's number, the call's description if it has changed, and the
-    blocks of each rank.
+    The first line of a file has the plan as JSON. Then each round with shared work has
+    one line: its number, the call's description if it differs from the previous line,
+    and the blocks of each rank.
 
     Attributes:
-        request: the given arguments, by name.
+        request: those of the two arguments that were given, by name.
     """
 
     def __init__(self, path: Path | None, replay: Path | None) -> None:
@@ -63,8 +64,9 @@ class Record:
             )
 
     def open(self, comm: MPI.Intracomm, plan: Plan) -> None:
-        """Read the file to follow, and begin the file to write. Collective. Raise a
-        CodedError on every rank if the root cannot read or begin a file.
+        """Read the record to follow, and create the file for the new record.
+        Collective. Raise a CodedError on every rank if the root cannot read or create
+        its files.
         """
 
         def mine() -> None:
@@ -79,7 +81,8 @@ class Record:
             on_all(comm, mine, undo=lambda _: self.close())
 
     def follow(self, transport: Transport) -> None:
-        """Let this transport follow one file, and write its rounds to the other."""
+        """Let this transport follow the record in ``replay``, and write its rounds to
+        ``path``."""
         if self._replay is not None:
             Engine.of(transport, _NEEDED).replay(self._rounds)
         if self._writer is not None:
@@ -128,7 +131,8 @@ class Writer:
     def while_whole(
         self, following: Callable[[], Dealt | None]
     ) -> Callable[[], Dealt | None]:
-        """Return the source of the next round, until an earlier round is lost."""
+        """Return a function that returns the next round, or None once the engine has
+        lost a round."""
 
         def whole() -> Dealt | None:
             try:

@@ -1,6 +1,6 @@
 """A number that tells whether ranks have the same arrays, up to rounding.
 
-Each function works on arrays of NumPy, or on those of JAX; ``xp`` is ``numpy`` or ``jax.numpy``.
+Each function works on NumPy or JAX arrays; ``xp`` is ``numpy`` or ``jax.numpy``.
 """
 
 import functools
@@ -14,19 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_OF_EACH = 256  # how many numbers of an array are compared
-# log2 of numbers so small that they may consist of rounding errors only
+_OF_EACH = 256  # how many numbers of an array are used
+# log2 of the sizes below which a number may be only a rounding error
 _SMALL, _SMALLER = math.log2(0.01), -20
-_SWING = 16  # the largest effect of an array's numbers
+_SWING = 16  # the largest change of the result by one array's numbers
 
 
 def of_arrays(xp: Any, arrays: Sequence[Any], *, scaled: bool = False) -> Any:
     """Return a float32, mostly from −16 to 16, that depends on the finite numbers of
-    each floating-point array: on a few of these numbers, or with ``scaled`` on all.
+    each floating-point array. It depends on a few numbers of each array, or with
+    ``scaled`` on all numbers.
 
     If an array's numbers change by a small relative amount, the result changes by
-    little more than 16 times this amount. Arrays of small numbers count less: below
-    0.01, or with ``scaled`` below a millionth of the largest number.
+    little more than 16 times this amount. An array counts less if all its numbers are
+    small: below 0.01, or with ``scaled`` below a millionth of the largest number of all
+    arrays.
     """
     parts = [
         _finite(xp, array if scaled else _corner(array))
@@ -54,7 +56,8 @@ def of_arrays(xp: Any, arrays: Sequence[Any], *, scaled: bool = False) -> Any:
 
 
 def of_data(data: Any) -> tuple[int, np.float32]:
-    """Compare three examples of a data set: return a checksum of the integers, and `of_arrays` of the other numbers.
+    """Return two numbers that depend on three examples of a data set: a checksum of the integers, and `of_arrays` of
+    the other numbers.
 
     Traced arrays, and arrays on several hosts, are left out.
     """
@@ -79,7 +82,7 @@ def of_data(data: Any) -> tuple[int, np.float32]:
 
 
 def mixed(x: Any) -> Any:
-    """Mix the bits, like the end of MurmurHash3."""
+    """Return a hash of each number, made by the last steps of MurmurHash3."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -106,7 +109,8 @@ def _finite(xp: Any, array: Any) -> Any:
 
 
 def _corner(array: Any) -> Any:
-    """Return only the numbers in one corner of an array, as there may be many."""
+    """Return only the numbers in one corner of an array, since a whole array may be
+    large."""
     last = min(array.ndim, 2)
     ends = (
         [1] * (array.ndim - last) + [round(_OF_EACH ** (1 / last))] * last

@@ -23,10 +23,10 @@ _COMMON = ("piece_bytes", "sections_from", "deadline", "on_deadline", "check")
 
 
 class Choice(NamedTuple):
-    """The plan that `CodedGroup.auto` has chosen, the same on all ranks."""
+    """The plan that `CodedGroup.auto` has chosen. It is the same on all ranks."""
 
     plan: Plan  # the group's plan
-    piece: int | None  # bytes of a piece of its messages; ``None``: the default
+    piece: int | None  # bytes in each piece of a message; ``None``: the default
     # Messages with at least this many bytes form sums in sections; ``None``: the default.
     sections_from: int | None
     words: str  # the reason for the choice
@@ -36,8 +36,8 @@ _MOST_KEPT = 16
 
 
 class _Failing(NamedTuple):
-    """The context manager of `Session.failing`. A generator would take as long as a
-    short round."""
+    """The context manager that `Session.failing` returns. It is a class because a
+    generator would take as long as a short round."""
 
     session: "Session"
     call: str
@@ -52,29 +52,33 @@ class _Failing(NamedTuple):
 
 
 class Session:
-    """The parts of a group. Collective: either all ranks of the group's communicator
-    make the session, or none. Arguments and errors are those of `CodedGroup`, and:
+    """The plan, transport and options with which a group runs. Collective: all ranks of
+    the group's communicator make the session, or no rank does. It has the arguments and
+    errors of `CodedGroup`, and these arguments:
 
     Args:
-        request: the other arguments, by name.
+        request: the remaining arguments of the call that makes the group, by name.
         planner: a function that makes this rank's plan from a list of hosts, one for
             each rank.
         chooser: a function that chooses another plan for the final options, once all
             ranks have the first plan.
-        ahead: how many different amounts of results, among the ranks, are smaller than
-            this rank's; ``None`` if all ranks have the same results.
+        ahead: this rank's place among the amounts of results that ranks have: how many
+            different amounts are smaller than its own. ``None`` if all ranks have the
+            same results.
 
     Attributes:
-        wanted: the options that a replacing group requests.
+        wanted: the options that a group which replaces this group requests.
         planned: the reason for the chosen plan, as text.
-        words: the plan's description in coded calls. It shows if some ranks have missed
-            a replan.
-        spreads: whether `jaxcoded.spread` was called; otherwise a sum has no reverse
-            mode.
-        divisors: the first numbers by which sums outside ``jit`` were divided.
-        blocks: whether the program loops over blocks, whose sums need no weights.
-        hands_on: whether the root must send its state to the other ranks. The engine
-            knows whether it has done so.
+        words: text on the plan in the description of coded calls. It differs between
+            ranks if some ranks have missed a replan.
+        spreads: whether `jaxcoded.spread` was called; otherwise reverse-mode
+            differentiation of a sum raises an error.
+        divisors: the first few divisors of sums outside ``jit``.
+        blocks: whether the program loops over blocks. The sums of such a loop need no
+            weights.
+        hands_on: whether the program has called or compiled a `tree_bcast`, which sends
+            the root's state to the other ranks. Only the engine knows whether the state
+            was sent.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class Session:
         except Exception as error:
             self.record.close()
             if opening.has_died(error) and engine.fault_tolerant():
-                comm.Revoke()  # free the ranks that wait in it
+                comm.Revoke()  # free the ranks that wait in this communicator
             raise
         self.record.follow(self.transport)
         self.wanted = dataclasses.replace(self.options, check=given.check)
@@ -146,7 +150,7 @@ class Session:
         try:
             session = cls(own, *arguments, **options)
         except Exception as error:
-            # do not free a communicator in which other ranks wait: see `agreed`
+            # Do not free a communicator in which other ranks wait; see `agreed`.
             if not (opening.has_died(error) and engine.fault_tolerant()):
                 own.Free()
             raise
@@ -164,8 +168,8 @@ class Session:
         planner: Callable[[Sequence[str]], Plan],
         ahead: int | None,
     ) -> Self:
-        """Return a session that replaces another session, once all ranks agree that
-        they have the new session."""
+        """Return a session that replaces another session as soon as all ranks agree
+        that they have the new session."""
         session = cls(comm, "engine", options, request, planner, ahead=ahead)
         if ahead is not None:
             session.engine.expect_state()
@@ -206,8 +210,8 @@ class Session:
         return made
 
     def check_alike(self) -> None:
-        """Raise a CodedError unless all ranks have received the sums of the same rounds.
-        Without this check, ranks could continue with different values.
+        """Raise a CodedError unless all ranks have received the same sums. Without this
+        check, ranks could continue with different values.
         """
         if not (self.hands_on or self.alike):
             raise CodedError(
@@ -219,14 +223,14 @@ class Session:
         """Record an error in this rank's arguments, which prevents a round on this rank.
 
         Other ranks may be in that round already. They get the error when this rank
-        begins its next round. If all ranks had errors, all continue. While
-        JAX repeats a computation to locate a NaN, no error is recorded: that computation
-        has already had its round.
+        begins its next round. If all ranks had errors, no rank gets the others' errors.
+        While JAX repeats a computation to locate a NaN, no error is recorded, because
+        the round was already called the first time.
         """
         return _Failing(self, call)
 
     def replanned(self, strategy: Strategy) -> Self:
-        """Return a session with another strategy from now on, and close this
+        """Return a session that continues with another strategy, and close this
         session."""
         other = copy.copy(self)
         other.plan = dataclasses.replace(self.plan, strategy=strategy)
@@ -242,12 +246,13 @@ class Session:
         call: str,
         whose: str,
     ) -> Plan:
-        """Return the plan of a replacing group with other ranks, or raise a ValueError.
+        """Return the plan of a group that replaces this group and has other ranks, or
+        raise a ValueError.
 
         Args:
             speeds: the speed of each rank; empty if all speeds count as equal.
             strategy: a strategy in place of this session's strategy, if given.
-            call, whose: names of the call and of the ranks, for errors.
+            call, whose: words for the call and for the ranks, for errors.
         """
         if self.record.request:
             raise ValueError(
@@ -286,7 +291,7 @@ class Session:
         )
 
     def withdraw(self, error: BaseException | None = None) -> None:
-        """Leave the session, because some ranks do not have it, or because of an
+        """Leave the session, either because some ranks do not have it, or because of an
         ``error`` on this rank."""
         registry.remove(self.index)
         if error is None:

@@ -1,4 +1,5 @@
-"""Snapshots of a state as bytes, from which a rank that is too late continues."""
+"""Snapshots of training state, as bytes. A rank that is too late for the history
+continues from a snapshot."""
 
 import hashlib
 import json
@@ -21,13 +22,13 @@ _DIGEST = 32  # bytes
 def keep(transport: Transport, state: Any) -> None:
     """Keep a snapshot of a rank's state, see `CodedGroup.snapshot`."""
     copy = np.concatenate([_digest_of_plan(transport), to_bytes(state)])
-    if isinstance(transport, Engine):  # other transports have no late ranks
+    if isinstance(transport, Engine):  # with other transports no rank can be late
         transport.keep_state(copy)
 
 
 def newest(transport: Transport, like: Any, timeout: float) -> Any:
-    """Return the newest state of the nearest rank above that has a snapshot, see
-    `CodedGroup.resync`."""
+    """Return the newest snapshot of the nearest rank above that has a usable snapshot;
+    see `CodedGroup.resync`."""
     above = Engine.of(transport, "resync needs")
     round_, data = above.fetch_state(timeout)
     if not round_:
@@ -55,9 +56,9 @@ def _digest_of_plan(transport: Transport) -> np.ndarray:
 
 
 def to_bytes(state: Any) -> np.ndarray:
-    """Return a digest of a pytree's structure, shapes and dtypes, and then its leaves
-    one after the other: uint8 ``(bytes,)``. Wait until the leaves are computed. Raise a
-    TypeError if a leaf is not an array of numbers or random keys.
+    """Return a pytree as bytes, uint8 ``(bytes,)``: a digest of its structure, shapes
+    and dtypes, then its leaves one after the other. Wait until the leaves are computed.
+    Raise a TypeError if a leaf is not an array of numbers or random keys.
     """
     leaves = [
         _bytes_of(leaf, path)
@@ -69,10 +70,11 @@ def to_bytes(state: Any) -> np.ndarray:
 def from_bytes(data: bytes, like: Any) -> Any:
     """Return the pytree that `to_bytes` converted to ``data``.
 
-    ``like`` is a pytree of the same structure, shapes and dtypes. The leaves of the
-    result have the types of the leaves of ``like``: Python numbers, NumPy arrays,
-    random keys, and otherwise JAX arrays (NumPy if JAX has no 64 bits). Raise a
-    ValueError if structure, shapes or dtypes differ, or the data are damaged.
+    ``like`` is a pytree of the same structure, shapes and dtypes. Each leaf of the
+    result has the type of the same leaf of ``like``: a Python number, a NumPy array,
+    random keys, or otherwise a JAX array. (A 64-bit leaf becomes a NumPy array if JAX
+    is limited to 32 bits.) Raise a ValueError if structure, shapes or dtypes differ, or
+    the data are damaged.
     """
     if data[:_DIGEST] != _digest(like).tobytes():
         state = Packing.of(jax.tree.map(_aval, like))
@@ -114,7 +116,7 @@ def _as(leaf: Any, values: np.ndarray) -> Any:
         return values.item()
     if not isinstance(leaf, np.ndarray | np.generic):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # JAX warns if it keeps only 32 bits
+            warnings.simplefilter("ignore")  # JAX warns if it truncates to 32 bits
             array = jnp.array(values)
         if array.dtype == values.dtype:
             return array
@@ -125,11 +127,10 @@ def _digest(pytree: Any) -> np.ndarray:
     table = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         its = _aval(leaf)
-        # the path in place of the pytree's structure, whose text may contain addresses of functions
+        # The digest uses paths instead of the text of the pytree's structure, which may contain
+        # addresses of functions.
         name = jax.tree_util.keystr(path)
-        order = getattr(
-            its.dtype, "byteorder", ""
-        )  # the dtypes of keys have no byte order
+        order = getattr(its.dtype, "byteorder", "")  # dtypes of keys have no byte order
         table.append((name, its.shape, its.dtype.name, order))
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)

@@ -18,13 +18,13 @@ logger = logging.getLogger("jaxcoded")
 SLOWEST = 0.05
 # A child that is late in more than this fraction of the rounds is called late.
 _OFTEN = 0.1
-# A rank is called slow if it takes more than this factor, times the variation of
-# rounds, as long as the median rank.
+# A rank is called slow if its time is longer than the median rank's time, multiplied by
+# this factor and by the variation of the rounds' times.
 _SLOW = 2.0
 # A live rank reports once a second, and after each of its rounds.
 TOLD = 1.0
-# Below this number of seconds, computing a block takes about as long as granting and
-# reporting it.
+# A block that takes less than this number of seconds to compute takes about as long to
+# grant and report.
 _SHORT = 1e-3
 _DONE = 1  # the outcome of a successful round
 
@@ -47,9 +47,10 @@ class RoundSeen(NamedTuple):
 class Telemetry:
     """The latest rounds of a group, as recorded by one of its ranks.
 
-    Made by `CodedGroup.telemetry`. Axes have ``R`` rounds, ``C`` children of this rank,
-    ``N`` ranks, and ``L`` ranks from which this rank has received data. Times are in
-    seconds on this rank's monotonic clock, NaN if something did not happen.
+    `CodedGroup.telemetry` makes it. The lengths of the axes are ``R`` rounds, ``C``
+    children of this rank, ``N`` ranks, and ``L`` ranks from which this rank has
+    received data. Times are in seconds on this rank's monotonic clock. The time of an
+    event that did not happen is NaN.
 
     Attributes:
         rank: the rank that recorded this telemetry.
@@ -63,22 +64,23 @@ class Telemetry:
             was late or has no children.
         ended: float64 ``(R,)``, when this rank had the result.
         decided_by: int64 ``(R,)``, the rank that completed the sum: a child by its
-            message, or this rank by its call; -1 if none did.
+            message, or this rank by its call; -1 if no rank did.
         failed: bool ``(R,)``, whether the round ended with an error.
-        payload: int64 ``(R,)``, size of the result in bytes.
+        payload: int64 ``(R,)``, the size of the result in bytes.
         skipped: bool ``(R,)``, whether this rank had nothing to contribute.
         approximate: bool ``(R,)``, whether this rank continued after its deadline with
             the messages that had arrived.
         shared: bool ``(R,)``, whether the round had shared work (``docs/sharing.md``).
-        loop: bool ``(R,)``, whether the round was a loop over `CodedGroup.blocks`, whose
-            sum is the next round.
+        loop: bool ``(R,)``, whether the round was a loop over `CodedGroup.blocks`. The
+            sum of this loop is the next round.
         busy: float64 ``(R,)``, seconds for which this rank computed blocks of the
             round.
         blocks: int64 ``(R,)``, number of blocks that this rank computed, including
             unused ones.
-        computed: int64 ``(R, N, 3)``, on the root: three counts for each rank, as far as
-            the root knows. They count the rank's own blocks in the sum, other ranks'
-            blocks in the sum, and unused blocks. Zeros on other ranks.
+        computed: int64 ``(R, N, 3)``, on the root: for each rank the numbers of blocks
+            that it computed, as far as the root knows. The three numbers count its own
+            blocks in the sum, other ranks' blocks in the sum, and unused blocks. Zeros
+            on all ranks but the root.
         children: int64 ``(C,)``, this rank's children.
         arrived: float64 ``(R, C)``, when the first message of each child in that round,
             or in a later round, arrived.
@@ -86,13 +88,14 @@ class Telemetry:
         peers: int64 ``(L,)``, the ranks from which this rank has received data.
         link_bytes: int64 ``(L,)``, bytes received from each peer since the group was
             made.
-        link_seconds: float64 ``(L,)``, seconds for which these bytes were on their way.
+        link_seconds: float64 ``(L,)``, seconds that the transfer of these bytes took.
         step_times: float64 ``(N,)``, median seconds of work in the latest rounds, for
-            this rank and the ranks below it. Reports are up to a second old for each
-            layer. With shared work, the value estimates the time for the rank's own
-            blocks from its time for each block that it has computed.
-        silent: float64 ``(N,)``, seconds since a rank's last sign of life when the
-            newest round ended; 0 for ranks in time.
+            this rank and the ranks below it. Each layer between the two ranks delays a
+            report by up to a second. With shared work, the value is an estimate of the
+            time for the rank's own blocks, from the times of the blocks that it
+            computed.
+        silent: float64 ``(N,)``, at the end of the newest round, the seconds since each
+            rank's last sign of life; 0 for ranks in time.
 
     Example:
         >>> import numpy as np, jaxcoded
@@ -104,7 +107,8 @@ class Telemetry:
         ([1], [False], [1.0])
     """
 
-    # dtypes and axes; K: kinds of blocks
+    # The annotations contain dtypes and axes. K is the axis of the three counts of
+    # blocks.
     rank: int
     plan: str
     parents: Annotated[np.ndarray, np.int64, "N"]
@@ -173,9 +177,9 @@ class Telemetry:
 
     @property
     def lateness(self) -> np.ndarray:
-        """Return the seconds by which each child's message missed the sum: float64
-        ``(R, C)``. A value is not positive if the message was in time, infinite if it
-        never arrived, and NaN in rounds in which this rank formed no sum.
+        """Return how many seconds after this rank's sum each child's message arrived:
+        float64 ``(R, C)``. A value is not positive if the message was in time, infinite
+        if it never arrived, and NaN in rounds in which this rank formed no sum.
         """
         decided = np.broadcast_to(self.decided[:, None], self.arrived.shape)
         missing = np.isnan(self.arrived) & ~np.isnan(decided)
@@ -187,10 +191,10 @@ class Telemetry:
         `SLOWEST` … 1, for `CodedGroup.replan`.
 
         A speed is the load divided by the time between calls. A live rank gives a sign
-        of life every second. If a rank has been silent for longer than that, and longer
-        than its time between calls, the time of its silence counts instead. Only the
-        root knows all ranks. A rank without measurements or data counts as the median
-        of the other ranks.
+        of life every second. If a rank has been silent for longer than a second, and
+        longer than its time between calls, the time of its silence counts instead. Only
+        the root knows the times of all ranks. A rank without measurements or data gets
+        the median speed of the other ranks.
         """
         known = self.measured
         if not known.any():
@@ -202,8 +206,8 @@ class Telemetry:
 
     @property
     def _seconds(self) -> np.ndarray:
-        """Return the seconds that each rank needs for a round, without the time for
-        which it waits for other ranks."""
+        """Return the seconds that each rank works in a round, without its waits for
+        other ranks."""
         told = np.isnan(self.step_times) | (self.silent > TOLD)
         return np.fmax(self.step_times, np.where(told, self.silent, 0.0))
 
@@ -252,10 +256,11 @@ class Telemetry:
         return "\n".join(lines)
 
     def _slow_ranks(self) -> list[str]:
-        """Return lines on ranks far from the median rank. Processes that share cores
-        take turns. So comparing with the fastest process would be unfair, and a process
-        that got few turns is not necessarily slow. Therefore, the more the times of
-        rounds differ, the farther from the median a slow rank must be."""
+        """Return one line for each rank that is much slower than the median rank.
+        Processes that share cores take turns, so a process that got few turns is not
+        necessarily slow. Therefore a rank is compared with the median rank, not with
+        the fastest rank. The more the times of rounds differ, the larger the difference
+        must be."""
         known = self.measured
         if not known.any():
             return []
@@ -329,8 +334,8 @@ class Telemetry:
                     break
                 missed = lateness[lateness[:, column] > 0, column]
                 known = missed[np.isfinite(missed)]
-                # a rank that is always late differs from a dead rank only by a recent
-                # sign of life
+                # Only a recent sign of life distinguishes a rank that is always late
+                # from a dead rank.
                 silent = self.silent[self.children[column]]
                 signs = f"its last sign of life was {_format.seconds(silent)} old"
                 words = f"child {self.children[column]} was too late in {late[column]:.0%} of "
@@ -368,7 +373,7 @@ class Telemetry:
         """Load telemetry from a file that `save` has written.
 
         Raises:
-            ValueError: the file has other contents, or is inconsistent.
+            ValueError: the file does not contain telemetry, or is inconsistent.
             OSError: the file cannot be read.
         """
         return cls(**telemetry_file.read(path, _ARRAYS))
@@ -385,7 +390,7 @@ def report(
     following: Callable[[], tuple[Any, ...] | None],
     callback: Callable[[RoundSeen], Any],
 ) -> None:
-    """Call ``callback`` in a thread with each round, in the order in which
+    """Start a thread that calls ``callback`` with each round, in the order in which
     ``following`` returns the rounds."""
 
     def seen(values: tuple[Any, ...]) -> None:

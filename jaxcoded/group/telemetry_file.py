@@ -17,11 +17,11 @@ _LONGEST = 1e15  # seconds
 def read(
     path: str | os.PathLike[str], arrays: Mapping[str, tuple[type, str]]
 ) -> dict[str, Any]:
-    """Return the fields of a `Telemetry`, from the file that `Telemetry.save` wrote.
-    Raise a ValueError if the file has other contents, or is inconsistent. ``arrays`` has
-    the dtype and the axes of each array.
+    """Return the fields of a `Telemetry`, from a file that `Telemetry.save` wrote. Raise
+    a ValueError if the file does not contain telemetry, or is inconsistent. ``arrays``
+    has the dtype and the axes of each array.
 
-    This unpickles nothing, and takes no more memory than the length of the file."""
+    The function unpickles nothing, and needs no more memory than the file's length."""
     values = _arrays(contents(path))
     if values.keys() != {"rank", "plan", *arrays}:
         raise ValueError(

@@ -43,13 +43,13 @@ class Weights:
     Attributes:
         values: the array: a read-only NumPy array or, after a use by JAX, a
             ``jax.Array``.
-        examples: the batch's number of examples, int32, for divisions: ``batch_size``,
-            or fewer in a smaller last batch. It is a leaf of the pytree, so that a
-            smaller batch does not compile another program.
-        number: int32, the same on all ranks, also a leaf of the pytree. It identifies
-            the batch, the epoch and the data set.
-        likeness: float32, the same on all ranks up to rounding, also a leaf. It depends on some numbers of the data set,
-            so that ranks with different data are found; see `resemblance.of_data`.
+        examples: int32, the number by which a mean divides: ``batch_size``, or the
+            number of present examples in a smaller last batch. It is a leaf of the
+            pytree, so that a smaller batch does not compile another program.
+        number: int32, a number that identifies the batch, its epoch and its data set;
+            the same on all ranks. It is also a leaf of the pytree.
+        likeness: float32, a number that shows whether ranks have different data, since it depends on some numbers of
+            the data set; see `resemblance.of_data`. It is the same on all ranks up to rounding, and also a leaf.
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan; equal plans have equal fingerprints.
         rank: the rank to which these weights belong.
@@ -74,7 +74,8 @@ class Weights:
     @property
     def counts(self) -> dict[Any, Any] | None:
         """Return the cache of counts of these examples, by plan and rank. Return
-        ``None`` if the values may still change: they are not a read-only NumPy array.
+        ``None`` if the values may still change, because they are not in a read-only
+        NumPy array.
         """
         values = self.values
         fixed = (
@@ -85,8 +86,8 @@ class Weights:
         return vars(self).setdefault("_counts", {}) if fixed else None
 
     def check(self, plan: Plan, rank: int) -> None:
-        """Raise a ValueError unless the weights belong to this rank and plan, and their
-        dtype has not been narrowed."""
+        """Raise a ValueError unless the weights belong to this rank and plan and still
+        have their original precision."""
         remedy = "take the batches of this group's epoch, or group.batch"
         if self.plan != plan.fingerprint:
             raise ValueError(
@@ -106,7 +107,7 @@ class Weights:
 
     # The methods and operators of an array.
 
-    # NumPy leaves operators to this class
+    # NumPy then leaves operators to this class
     __array_priority__ = 100
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -116,7 +117,7 @@ class Weights:
         return jnp.asarray(self.values)
 
     def __getattr__(self, name: str) -> Any:
-        # code that looks for special methods must not find the array's methods here
+        # Code that looks for special methods must not get the array's special methods.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.values, name)
@@ -141,7 +142,7 @@ class Weights:
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
-    __hash__ = None  # type: ignore[assignment]  # like arrays
+    __hash__ = None  # type: ignore[assignment]  # not hashable, like an array
 
 
 def assigned(
@@ -161,5 +162,5 @@ def assigned(
         indices = np.append(indices, np.repeat(indices[:1], padding))
         weights = np.append(weights, np.zeros(padding))
     weights = weights.astype(jax.dtypes.canonicalize_dtype(np.float64))
-    weights.setflags(write=False)  # all batches of an epoch share it
+    weights.setflags(write=False)  # all batches of an epoch share this array
     return indices, weights

@@ -15,14 +15,14 @@ OPENS = 120.0  # seconds, longer than ranks need to make a group
 
 
 class Change:
-    """The replacement of an old group by a new group, made once all live ranks take
-    part. If a call gives up, the next call continues to wait for the same work."""
+    """Replace an old group by a new group once all live ranks take part. If a call
+    gives up, the change continues, and the next call waits for it."""
 
     died: ClassVar[str]  # the error if a rank dies during the change
 
     def __init__(self, old: Session, roll: Roll) -> None:
         self._old, self._roll = old, roll
-        self._rounds = 0  # rounds of the old group decided before
+        self._rounds = 0  # number of the old group's rounds decided before the change
         self._new: Session | None = None
         self._failure: BaseException | None = None  # this rank's error
         self._agreement: Future[bool] | None = (
@@ -30,10 +30,10 @@ class Change:
         )
 
     def session(self, rounds: int) -> Session:
-        """Return the new session, once all ranks agree. ``rounds`` is the number of
-        decided rounds of the old group that this rank knows. Raise a CodedError if some
-        ranks lack the session, or if more rounds were decided meanwhile. If all ranks
-        have the same error, raise that error.
+        """Return the new session after all ranks have agreed. ``rounds`` is the number
+        of decided rounds of the old group that this rank knows. Raise a CodedError if
+        some ranks lack the session, or if more rounds of the old group were decided
+        during the change. If all ranks have the same error, raise that error.
         """
         assert self._agreement is not None
         new, failure = self._new, self._failure
@@ -57,7 +57,7 @@ class Change:
         raise overtaken
 
     def _tell(self) -> None:
-        """Act after all ranks have the new group."""
+        """Do what must follow once all ranks have the new group."""
 
     def _end(self) -> None:
         """Clean up if some ranks lack the new group."""
@@ -73,10 +73,10 @@ class Change:
 
 @contextlib.contextmanager
 def let_go(comms: Sequence[MPI.Comm], seconds: float | None = None) -> Iterator[None]:
-    """Limit the time for which a rank waits for other ranks in this block. After this
-    time, waits in these communicators, or in communicators added later, end with an
-    error. Without this limit, the death of a rank at the wrong moment may leave ranks
-    of Open MPI 5.0 in ``MPI_Comm_dup`` forever.
+    """Limit how long a rank waits for other ranks in this block. After this time, every
+    wait in ``comms`` ends with an error, also in communicators added to ``comms``
+    inside the block. Without the limit, a rank's death at the wrong moment can block
+    other ranks forever in ``MPI_Comm_dup`` of Open MPI 5.0.
     """
 
     def revoke() -> None:

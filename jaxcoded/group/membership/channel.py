@@ -1,5 +1,5 @@
 """Messages between two ranks. Each message is a frozen dataclass with a check. Messages
-are sent as JSON, so that nothing is unpickled, and no rank waits for them in MPI.
+are sent as JSON, so that nothing is unpickled. No rank waits in MPI for a message.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Message:
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 _Moving = tuple[MPI.Request, np.ndarray]
-# The messages of all channels that are on their way. MPI reads and writes their memory
+# The messages of all channels that MPI has not finished sending. MPI uses their memory
 # later, even after a group has ended.
 _sent: list[_Moving] = []
 _coming: list[dict[int, _Moving]] = []
@@ -57,7 +57,7 @@ _lock = threading.Lock()
 
 
 class Gone(Exception):
-    """A rank can send nothing any more."""
+    """A rank cannot send any more messages."""
 
 
 class Dead(Gone):
@@ -65,7 +65,8 @@ class Dead(Gone):
 
 
 class Channel(Generic[M]):
-    """The messages between two ranks, for which no rank waits in MPI.
+    """Send and receive messages between this rank and other ranks, without waiting in
+    MPI.
 
     Args:
         kinds: the classes of messages that may arrive.
@@ -101,10 +102,10 @@ class Channel(Generic[M]):
             _sent.append(moving)
 
     def heard(self, rank: int) -> M | None:
-        """Return a rank's next message, or None if there is none yet. Raise `Gone` if the
-        rank is dead, or has given up. Raise a CodedError if the message cannot be read,
-        or is longer than 16 MiB. A message that is too long stays in the channel, and
-        nothing more is received from this rank.
+        """Return a rank's next message, or None if no message has arrived. Raise `Gone`
+        if the rank is dead, or has given up. Raise a CodedError if the message cannot be
+        read, or is longer than 16 MiB. A message that is too long stays in the channel,
+        and nothing more is received from this rank.
         """
         try:
             if rank not in self._coming:
@@ -129,7 +130,7 @@ class Channel(Generic[M]):
             raise self._unreadable(rank, f"{error}: {data[:80].tobytes()!r}") from None
 
     def all_heard(self, rank: int) -> Iterator[M]:
-        """Yield a rank's messages that have arrived, see `heard`."""
+        """Yield all messages of a rank that have arrived; see `heard`."""
         while (message := self.heard(rank)) is not None:
             yield message
 
@@ -148,8 +149,8 @@ class Channel(Generic[M]):
 
 
 def read(kind: type[T], said: Any) -> T:
-    """Return a dataclass from its fields in JSON. Raise a ValueError if the fields
-    differ."""
+    """Return a dataclass made from its fields in JSON. Raise a ValueError if the JSON
+    has other fields."""
     hints = typing.get_type_hints(kind)
     its = _parse.fields(kind.__name__, said, dict.fromkeys(hints, object))
     values = {

@@ -23,7 +23,7 @@ _GOES_ON = "; this group continues unchanged"
 
 
 class Extending(Change):
-    """The change of a group to a group with more ranks.
+    """Replace a group by a group with more ranks.
 
     Args:
         old, roll: as in `Change`; all ranks are alive.
@@ -60,11 +60,11 @@ class Extending(Change):
         self._invitation: Invitation | None = None
         self._copying: Future[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # communicators of old and new ranks
-        self._until = 0.0  # until when the group must be made
+        self._until = 0.0  # the time by which the group must be made
 
     def make(self, timeout: float, put_out: bool) -> None:
-        """Make the group with the other ranks. Raise a CodedError if not all ranks agree
-        in time."""
+        """Make the new group together with the other ranks. Raise a CodedError if not
+        all ranks agree in time."""
         wait = functools.partial(
             self._roll.wait, seconds=timeout, put_out=put_out, extends=True
         )
@@ -79,7 +79,8 @@ class Extending(Change):
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
 
     def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
-        """Make the group if all ranks are ready, and ask whether all have made it."""
+        """Make the group if all ranks are ready. Return a future that tells whether all
+        ranks have made it."""
         ranks: MPI.Intracomm | None = None
         try:
             ranks = copying.result(0.0)
@@ -92,7 +93,7 @@ class Extending(Change):
             if ranks is not None:
                 self._make(ranks)
         if self._failure is not None:
-            for comm in self._comms:  # other ranks may wait in it
+            for comm in self._comms:  # other ranks may wait in this communicator
                 comm.Revoke()
         return pending(lambda: self._agreed(self._failure is None))
 

@@ -1,13 +1,13 @@
 """Processes that a running group starts as new ranks, with a fault-tolerant MPI (ULFM).
 
-One rank, the starter, starts the new processes with `MPI_Comm_spawn`. It calls this
-function in a thread, since the call never returns if a process ends before it is in
-MPI. The new processes run on the starter's host. When the daemons of Open MPI 5.0
-connect processes of several hosts, they fail, both in `MPI_Comm_spawn` and in
-`MPI_Comm_connect`. Once all new ranks have reported, old and new ranks connect through
-the starter (`MPI_Intercomm_create`). So every old rank reaches every new rank without
-the daemons. Before that, two ranks exchange messages as JSON, for which no rank waits
-in MPI.
+One rank, the starter, starts the new processes with `MPI_Comm_spawn`. It calls
+`MPI_Comm_spawn` in a thread, since the call never returns if a process ends before it
+has initialized MPI. The new processes run on the starter's host, because the daemons of
+Open MPI 5.0 cannot connect processes of several hosts, neither in `MPI_Comm_spawn` nor
+in `MPI_Comm_connect`. Once all new ranks have reported, old and new ranks connect
+through the starter (`MPI_Intercomm_create`). So every old rank reaches every new rank
+without the daemons. Until then, each new rank and the starter exchange messages as
+JSON, and no rank waits in MPI for a message.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ from jaxcoded.plan import Plan
 from jaxcoded.transport.agreement import told
 from jaxcoded.transport.options import Options
 
-# This variable is 1 if the launcher continues after the death of a joining process
+# The variable is 1 if the launcher continues after the death of a process that joins
 # (`jaxcoded.tools.launch.rank`).
 FORGIVES = "JAXCODED_TAKES_IN"
 _HAN = "OMPI_MCA_coll_han_priority"
 # tags of messages between the starter and the started ranks, and of messages in the
 # communicator of all ranks
 TAG_NEW, TAG_ALL = 32_011, 32_012
-_SERVES = 20e-3  # seconds between two polls, while MPI works
+_SERVES = 20e-3  # seconds between two polls while MPI connects the ranks
 LATER = 10.0  # how many seconds longer than the deciding rank the other ranks wait
-_LEAST = 30.0  # least seconds for making the group
+_LEAST = 30.0  # the least time for making the group, in seconds
 MOST = 2**15  # the most ranks that join at once
 LONGEST = 1e6  # the longest wait in seconds, as clocks have a limited range
 
@@ -88,9 +88,9 @@ class Invitation:
         return {"extended": [self.size, self.ranks]}
 
     def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
-        """Return the new group's communicator: the old ranks, with the old root as rank
-        ``place``, and then the new ranks. Collective. Raise a CodedError if the number of
-        ranks differs from the invitation.
+        """Return the new group's communicator. It has the old ranks, then the new ranks,
+        except that the old root has rank ``place``. Collective. Raise a CodedError if the
+        number of ranks differs from the invitation.
         """
         if both.size != self.size + self.ranks:
             raise CodedError(
@@ -113,16 +113,18 @@ def joined(
     *,
     first: bool,
 ) -> MPI.Intracomm:
-    """Return one communicator of all ranks. Collective of the old ranks (``first``) and the new ranks.
+    """Return one communicator of all ranks. Collective on the old ranks, which set ``first``, and the
+    new ranks.
 
     Args:
-        comm: the communicator of this side, which has the old ranks or the new ranks.
-        leader: the rank of this side through which both sides connect.
+        comm: the communicator of the old ranks or of the new ranks, whichever includes
+            this rank.
+        leader: the rank in ``comm`` through which the old and the new ranks connect.
         between: the intercommunicator of the starter and the started ranks; None on all
             other ranks.
-        until: the time by which the communicator must be made. Later, a CodedError is
-            raised.
-        look: a function that is called meanwhile, and may raise an error.
+        until: the time by which the communicator must be made. If it is not, a
+            CodedError is raised.
+        look: a function that is called during the wait, and may raise an error.
     """
     made: list[MPI.Comm] = []
 
@@ -131,7 +133,7 @@ def joined(
         return comm
 
     def make() -> MPI.Intracomm:
-        bridge = comm  # MPI uses it only on the leader
+        bridge = comm  # MPI uses the bridge only on the leader
         if between is not None:
             bridge = kept(between.Merge(high=not first))
         # the starter is the first rank of the bridge
@@ -157,8 +159,8 @@ def joined(
 def plan_of_root(
     comm: MPI.Intracomm, root: int, make: Callable[[], Plan] | None = None
 ) -> Plan:
-    """Return the root's plan, also on ranks that cannot make the plan. Collective.
-    ``make`` makes this rank's plan; it is None on ranks that cannot make it.
+    """Return the root's plan on all ranks. Collective. ``make`` returns this rank's
+    plan; it is None on ranks that lack the data to make a plan.
     """
     plan, failure = None, None
     try:

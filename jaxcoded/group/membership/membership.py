@@ -28,7 +28,7 @@ class Membership:
     def __init__(self, session: Session) -> None:
         self.session = session
         self._roll = Roll(session.comm, session.processes, session.plan.root)
-        # the change that replaces the session, if one is in progress
+        # the change of the session that is in progress, if any
         self._recovering: Recovering | None = None
         self._extending: Extending | None = None
         self._changes = threading.Lock()

@@ -1,4 +1,5 @@
-"""The messages by which ranks agree which ranks of a group remain, and which ranks join."""
+"""Messages that ranks exchange to agree which ranks of a group remain and which ranks
+join."""
 
 import enum
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ class State(enum.IntEnum):
     LEFT = 3
 
 
-# Messages from the rank that calls the roll. ``visit``: the receiver's visit, as far as
-# the caller knows.
+# Messages from the rank that calls the roll. ``visit`` is the number of the receiver's
+# latest call of `Roll.call` or `Roll.wait` that the sender knows of.
 
 
 @dataclass(frozen=True)
 class Call(Message):
     """Ask a rank to answer. The caller may be silent for ``seconds``, and then once more for the same time.
-    ``put_out``: whether late ranks are killed after that."""
+    ``put_out`` tells whether late ranks are then killed."""
 
     number: int
     seconds: float
@@ -41,15 +42,16 @@ class Kill(Call):
 
 @dataclass(frozen=True)
 class Stay(Message):
-    """All ranks take part, and none is dead."""
+    """Report that all ranks take part, and that no rank is dead."""
 
     visit: int
 
 
 @dataclass(frozen=True)
 class Late(Message):
-    """Some ranks did not take part. ``put_out``: whether to kill them. ``known``: the `State` of each rank.
-    ``hindered``: for each rank the number of the error that prevented its killing, or 0."""
+    """Report that some ranks did not take part. ``put_out`` tells whether they should be killed, and
+    ``known`` is the `State` of each rank. ``hindered`` has for each rank the number of the error
+    (``errno``) that prevented its killing, or 0."""
 
     put_out: bool
     known: OfEach
@@ -64,7 +66,8 @@ class Late(Message):
 
 @dataclass(frozen=True)
 class Regroup(Message):
-    """The group must be made again. This decision is never taken back."""
+    """Tell a rank that the group must be made again. This decision is never taken
+    back."""
 
     attempt: int
 
@@ -74,9 +77,9 @@ class Regroup(Message):
 
 @dataclass(frozen=True)
 class Answer(Message):
-    """This rank takes part, in its visit with this number. ``broken``: the group must
-    be made again in any case. ``extends``: ranks will join. ``left``: the ranks that
-    have closed the group."""
+    """Tell the caller that this rank takes part, in its visit with this number.
+    ``broken`` tells whether the group must be made again in any case, and ``extends``
+    whether ranks will join. ``left`` contains the ranks that have closed the group."""
 
     number: int
     visit: int
@@ -88,34 +91,35 @@ class Answer(Message):
 
 @dataclass(frozen=True)
 class GivesUp(Message):
-    """This rank's answer is no longer valid."""
+    """Withdraw this rank's answer."""
 
 
 # Messages among the old ranks: the starter asks each rank, each rank answers with its
-# arguments, and all receive the verdict. Every message names the visit of its sender or
-# receiver.
+# arguments, and all ranks receive the verdict. Every message names the visit of the
+# rank that is not the starter.
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The starter's verdict on the ranks that should join. It is the same on all old ranks."""
+    """The starter's verdict on the ranks that should join. All old ranks receive the same
+    verdict."""
 
     # why the new ranks do not join; empty if all of them are present, and wait to be connected
     why_not: str = ""
     same: bool = True  # whether the arguments of all ranks were the same
-    token: str = ""  # the token that identifies their processes, if any
+    token: str = ""  # the token that identifies the new processes, if any
 
 
 @dataclass(frozen=True)
 class Asks(Message):
-    """The starter asks a rank for its arguments."""
+    """Ask a rank for its arguments; only the starter asks."""
 
     visit: str
 
 
 @dataclass(frozen=True)
 class Wants(Message):
-    """The answer of a rank: its arguments as text."""
+    """Answer the starter with this rank's arguments as text."""
 
     asked: str
     visit: str
@@ -124,7 +128,7 @@ class Wants(Message):
 
 @dataclass(frozen=True)
 class Tells(Message):
-    """The starter's verdict, for this visit of a rank."""
+    """Send the starter's verdict, for this visit of a rank."""
 
     visit: str
     verdict: Verdict
@@ -135,7 +139,8 @@ class Tells(Message):
 
 @dataclass(frozen=True)
 class Invites(Message):
-    """An invitation to connect. ``command`` starts more new ranks."""
+    """Invite a new rank to connect. ``command`` is the command that starts further
+    ranks."""
 
     invitation: Invitation
     command: list[str]
@@ -150,11 +155,11 @@ class Invites(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """A new rank has reached the next step, or cannot continue and gives the reason."""
+    """Report that a new rank has reached the next step, or why it cannot continue."""
 
     why_not: str
 
 
 @dataclass(frozen=True)
 class TakenIn(Message):
-    """All ranks have made the group."""
+    """Report that all ranks have made the group."""

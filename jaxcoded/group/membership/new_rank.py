@@ -29,7 +29,7 @@ _WHO = "the rank that started this process"
 
 class NewRank:
     """This process, which was started to join a group. The rank that started it waits
-    for ``seconds``."""
+    ``seconds`` for it."""
 
     def __init__(self, parent: MPI.Intercomm, seconds: float) -> None:
         self._parent = parent
@@ -39,7 +39,7 @@ class NewRank:
     def invited(self) -> tuple[MPI.Intracomm, Invitation]:
         """Connect with the old ranks. Return the communicator of all ranks, and the
         invitation. Raise a CodedError if the other ranks no longer wait for this rank,
-        or their messages cannot be read.
+        or if one of their messages cannot be read.
         """
         why = engine.missing()
         if not why and not engine.fault_tolerant():
@@ -67,7 +67,7 @@ class NewRank:
 
     def enter(self, both: MPI.Intracomm, old: int) -> None:
         """Wait until the old ranks agree on the group. Raise a CodedError if they do
-        not."""
+        not agree."""
         line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
 
         def told() -> TakenIn | None:

@@ -35,9 +35,9 @@ _TAG = 32_010  # tag of messages in the group's communicator
 
 
 class OldRanks:
-    """The old ranks of a group. One of them starts new ranks. Collective; the roll has
-    ensured that all old ranks take part. ``agreed`` is a collective that returns
-    whether a condition holds on all old ranks.
+    """The old ranks of a group. One of them, the starter, starts new ranks. The methods
+    are collective; the roll has ensured that all old ranks take part. ``agreed`` is a
+    collective that returns whether a condition holds on all old ranks.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class OldRanks:
                 # messages of earlier visits no longer count
                 for said in self._old.all_heard(self._starter):
                     if isinstance(said, Asks):
-                        # even if the starter dies now
+                        # The verdict counts even if the starter dies now.
                         self.verdict = Verdict(token=said.visit)
                         wants = Wants(said.visit, self._visit, words)
                         self._old.say(self._starter, wants)
@@ -142,7 +142,7 @@ class OldRanks:
         info = MPI.Info.Create()
         info["PMIX_ENVAR"] = f"{MARK}={mark(self._visit, seconds)}"
         info["host"] = MPI.Get_processor_name()
-        # the program may have changed its folder and its command line
+        # The program may have changed its working folder and its command line.
         if _own_process.began_in is not None:
             info["wdir"] = _own_process.began_in
         command = command or _own_process.command
@@ -189,9 +189,9 @@ class OldRanks:
         self.verdict = dataclasses.replace(self.verdict, why_not=why)
 
     def copied(self, mine: bool) -> MPI.Intracomm | None:
-        """Return a communicator of the old ranks only. It can be revoked to free waiting
-        ranks without affecting the group. Return None if some old ranks are not ready
-        to connect: no rank may begin an MPI call that other ranks do not make.
+        """Return a communicator of the old ranks only. Revoking it frees waiting ranks
+        and does not affect the group. Return None if some old ranks are not ready to
+        connect, since no rank may begin an MPI call that other ranks do not make.
         Collective.
         """
         return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
@@ -199,9 +199,9 @@ class OldRanks:
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
     ) -> MPI.Intracomm:
-        """Return a communicator of all old ranks, from `copied`, and then the new ranks.
-        Collective of old and new ranks. Raise a CodedError if the communicator has not
-        been made in time, or some ranks have died.
+        """Return a communicator of the old ranks (from `copied`), followed by the new
+        ranks. Collective on old and new ranks. Raise a CodedError if the communicator is
+        not ready in time, or if ranks have died.
         """
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
@@ -218,8 +218,8 @@ class OldRanks:
             raise
 
     def ready(self, ranks: int, until: float) -> str:
-        """Return why new ranks do not have the group. Return an empty text if they have
-        the group, or this is unknown."""
+        """Return why new ranks do not have the group. Return an empty text if all of
+        them have it, or if this rank is not the starter."""
         if self._new is None:
             return ""
         late = set(range(ranks))
@@ -234,8 +234,8 @@ class OldRanks:
         return "a new rank takes too long"
 
     def _look(self) -> None:
-        """Raise a CodedError if a new rank failed. Only failed ranks send a message at
-        this time."""
+        """Raise a CodedError if a new rank has failed. While ranks connect, only failed
+        ranks send a message."""
         if self._new is None:
             return
         assert self._between is not None
@@ -256,8 +256,8 @@ class OldRanks:
         return None if said is None else said.why_not
 
     def tell(self, both: MPI.Intracomm) -> None:
-        """Tell new ranks that they have joined. Each old rank tells them, as some old
-        ranks may die."""
+        """Tell new ranks that they have joined. Every old rank sends this message,
+        since some old ranks may die."""
         new = Channel(both, TAG_ALL, (TakenIn,))
         for rank in range(self._comm.size, both.size):
             new.say(rank, TakenIn())
@@ -268,8 +268,8 @@ class OldRanks:
 
 
 def starter(names: Sequence[str], root: int) -> int:
-    """Return the rank that starts new ranks: a rank on the host with the fewest ranks.
-    If the root is on such a host, it is the root.
+    """Return the rank that starts new ranks: a rank on a host with the fewest ranks. If
+    the root is on such a host, return the root.
 
     Example:
         >>> starter(["a", "a", "b"], 0), starter(["a", "b", "a", "b"], 3)

@@ -7,8 +7,8 @@ T = TypeVar("T")
 
 
 def pending(call: Callable[[], T]) -> Future[T]:
-    """Run a function in a separate thread. The caller may wait for its result or
-    abandon it."""
+    """Run a function in a separate thread, and return a future of its result. The
+    caller may wait for the result or abandon it."""
     outcome: Future[T] = Future()
 
     def run() -> None:

@@ -17,7 +17,7 @@ from jaxcoded.transport.options import Options
 
 
 class Recovering(Change):
-    """The change of a group to a group without its dead ranks."""
+    """Replace a group by a group without its dead ranks."""
 
     died = (
         "one more rank died, or did not take part, while the ranks made a new group: this group "
@@ -36,9 +36,10 @@ class Recovering(Change):
         timeout: float,
         put_out: bool,
     ) -> None:
-        """Make the group with the other ranks, and wait until all agree whether they
-        have it. Raise a CodedError if they have not agreed in time. ``rounds`` is the
-        number of the old group's decided rounds that this rank knows.
+        """Make the new group together with the other ranks, and wait until all ranks
+        agree whether they have it. Raise a CodedError if the ranks do not agree in
+        time. ``rounds`` is the number of the old group's decided rounds that this rank
+        knows.
         """
         patience = 2 * timeout + 1
         self._roll.wait(self._shrinking, patience, timeout, put_out)
@@ -66,7 +67,7 @@ class Recovering(Change):
                 comms.append(smaller.Split(0, survivors.index(old.rank)))
             own = comms[-1]
             assert isinstance(own, MPI.Intracomm)
-            # other ranks may have missed the last `replan`
+            # Some ranks may have missed the last `replan`.
             known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
             speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
             of_those = [speeds[rank] for rank in survivors if speeds]
@@ -85,7 +86,7 @@ class Recovering(Change):
         failure = self._failure
         died = failure is not None and has_died(failure)
         if died or not isinstance(failure, Exception | None):
-            smaller.Revoke()  # ranks may wait in it, but not in the agreement
+            smaller.Revoke()  # free ranks that wait in `smaller`; MPI can still agree on a revoked communicator
         return pending(lambda: agreed(smaller, failure))
 
 
@@ -99,8 +100,8 @@ def shrunk(comm: MPI.Intracomm) -> MPI.Intracomm:
             "from a checkpoint"
         ) from error
     assert isinstance(smaller, MPI.Intracomm)
-    # No rank leaves before all ranks have left Shrink: Open MPI 5.0.11 crashes ranks in
-    # Shrink when other ranks revoke the communicator.
+    # No rank continues before all ranks have left Shrink: Open MPI 5.0.11 crashes ranks
+    # in Shrink when other ranks revoke the communicator.
     with contextlib.suppress(MPI.Exception):
         smaller.Agree(1)
     return smaller
@@ -113,9 +114,9 @@ def successors(
     known: tuple[bool, int],
     place: int = 0,
 ) -> tuple[list[int], int, int | None]:
-    """Return which ranks form the new group. Collective of the live ranks. The ranks keep
-    their order. But if their results differ, a rank with the most results becomes the
-    root of the new group.
+    """Return which ranks form the new group. Collective on the live ranks. The ranks keep
+    their order, with one exception: if their results differ, a rank with the most results
+    becomes the root of the new group.
 
     Args:
         known: a tuple that orders ranks by their results; more results give a greater
@@ -124,10 +125,10 @@ def successors(
 
     Returns:
         Three values. The first is the new group's ranks, in the old group's numbering.
-        The second is a rank with the most results: the old root if it has the most. The
-        third is None if all ranks have the same results. Otherwise ranks have different
-        amounts of results, and it is the number of amounts that are smaller than this
-        rank's.
+        The second is a rank with the most results: the old root if no other rank has
+        more. The third is None if all ranks have the same results. Otherwise it is the
+        number of different values of ``known``, among all ranks, that are smaller than
+        this rank's value.
     """
     of_each = [
         (tuple(each), int(place)) for each, place in gathered(smaller, (known, place))
@@ -146,12 +147,12 @@ def successors(
 
 def agreed(comm: MPI.Intracomm, failure: BaseException | None) -> bool:
     """Return whether a step succeeded on all ranks, and all ranks live. The answer is
-    the same on all ranks. ``failure`` is this rank's error, if any. Collective of the
-    live ranks: MPI waits for a stopped rank without end.
+    the same on all ranks. ``failure`` is this rank's error, if any. Collective on the
+    live ranks: MPI waits forever for a stopped rank.
 
-    This frees the communicator if the same error occurred on all ranks, but not if a
-    rank may have died. If this freed the communicator after a death, MPI would reuse
-    the communicator's number, and assign its late messages to the next communicator.
+    The function frees the communicator if the same error occurred on all ranks, but not
+    if a rank may have died. If it freed the communicator after a death, MPI would reuse
+    the communicator's number, and deliver its late messages to the next communicator.
     """
     try:
         done = bool(comm.Agree(int(failure is None)))

@@ -26,19 +26,20 @@ from jaxcoded.group.process import Process
 
 logger = logging.getLogger("jaxcoded")
 
-# Tags of messages from the rank that calls the roll, and of messages to that rank. The
-# group's communicator carries no other messages meanwhile.
+# Tags of messages from the rank that calls the roll, and of messages to that rank.
+# During the roll the group's communicator carries no other messages.
 _FROM_CALLER, _TO_CALLER = 32_001, 32_002
 _ABOUT = "the remaining ranks"
 _PAUSE = 1e-3  # seconds between two polls
 # While MPI makes the new group, this process rarely uses the communicator, since a
-# process that read a message at that time crashed. At first it pauses for this fraction
-# of the time for which ranks wait. Then it pauses for these seconds between two polls.
+# process that read a message at such a time crashed. At first this process pauses for
+# `_AT_FIRST` of the time for which ranks wait. Then it pauses for `_SERVES` seconds
+# between two polls.
 _AT_FIRST, _SERVES = 1 / 4, 20e-3
-_STOPPED = 1.0  # a longer pause shows that this process was stopped
+_STOPPED = 1.0  # seconds; a longer pause shows that this process was stopped
 _GO_ON = ". Rounds were decided meanwhile, so no rank was put out: do all ranks call recovered after the same step?"
-# how many calls fail before an error, if all live ranks take part but MPI does not
-# return
+# If all live ranks take part but MPI does not return, an error follows after this
+# number of calls.
 _CALLS = 3
 REPORTED = 10.0  # seconds within which MPI reports a killed rank
 
@@ -47,13 +48,13 @@ class Roll:
     """The roll of the remaining ranks, called by the root or by the first living rank after it.
 
     MPI's own way to shrink a communicator waits for every rank that is not dead, even a stopped rank, and cannot be
-    undone once begun. So the caller of the roll first asks all ranks, and waits for a limited time. A rank that has
-    not answered by then can be put out: another rank, which has permission, kills its process. No rank continues
-    before MPI has reported the killed rank dead, so there are never two roots.
+    undone once begun. So the caller of the roll first asks all ranks, and waits for their answers for a limited
+    time. A rank that has not answered after this time can be put out: another rank with the necessary permission
+    kills its process. No rank continues before MPI has reported the killed rank dead, so there are never two roots.
 
-    Only ranks in `call` or `wait` answer, so ranks may take part and give up at any time. But the decision to make
-    the group again is never taken back. All ranks pass the decision on, and a rank that
-    gave up meanwhile receives it when it takes part again."""
+    Only ranks in `call` or `wait` answer, so ranks may begin to take part, and give up, at any time. One call of
+    `call` or `wait` is a *visit*. The decision to make the group again is never taken back. All ranks pass the
+    decision on, and a rank that gave up before receives it when it takes part again."""
 
     def __init__(
         self, comm: MPI.Intracomm, processes: Sequence[Process], root: int
@@ -71,7 +72,7 @@ class Roll:
         self._visits = 0  # number of visits of this rank
         self._visit = _Visit("", 0.0, False)  # the latest visit
         self._awaited: Future[Any] | None = None
-        self._since = 0.0  # when the latest visit began
+        self._since = 0.0  # when this rank began to wait for the joint action
         self._calls = 0  # number of roll calls by this rank
         self._dead: set[int] = set()
         self._answers: dict[int, Answer] = {}  # answers to the latest call
@@ -95,9 +96,10 @@ class Roll:
 
         Args:
             seconds: how long to wait for living ranks that do not take part.
-            put_out: whether to put these ranks out after this time. On ranks other than
-                the caller, the caller's value counts.
-            left: the ranks below this rank that make no more calls.
+            put_out: whether to put these ranks out after this time. The caller's value
+                decides about all ranks but the caller.
+            left: a function that returns the ranks below this rank that make no more
+                calls.
             broken: whether a new group is needed in any case.
             extends: whether ranks will join. A rank with another value counts as missing.
             decided: a function that returns how many rounds are over. While the number grows, no rank is killed.
@@ -129,9 +131,10 @@ class Roll:
         """Wait for a joint action of all live ranks. After ``patience`` seconds, call
         the roll, and put out missing ranks as in `call`, with the same errors. Also
         raise a CodedError if the caller has decided that the group stays. The joint
-        action then stays pending, and a later call can wait for it again.
+        action then remains pending, and a later call can wait for it again.
         """
-        # the patience counts from this time, even if this rank gives up and calls again
+        # The patience counts from the first call that waits for this action, even if
+        # this rank gives up and calls again.
         if self._awaited is not pending:
             self._awaited, self._since = pending, time.monotonic()
         visit = _Visit(
@@ -151,9 +154,9 @@ class Roll:
         self._attempt += 1
 
     def _attend(self, visit: "_Visit") -> bool:
-        """Answer, and call the roll if it is this rank's turn. Return True if the visit
-        is over or all ranks must make a new group. Return False if the caller reports
-        that no rank is dead.
+        """Answer the caller of the roll, or call the roll if this rank is the caller.
+        Return True if the visit is over or all ranks must make a new group. Return
+        False if the caller reports that no rank is dead.
         """
         self._visit = visit
         self._visits += 1
@@ -198,7 +201,7 @@ class Roll:
         return True
 
     def _lead(self, visit: "_Visit", now: float) -> bool | None:
-        """Call the roll. Return the outcome, if decided."""
+        """Call the roll. Return the outcome, or None if it is not decided yet."""
         if not visit.calling:
             if now < visit.until:
                 return None
@@ -222,7 +225,7 @@ class Roll:
             )
             self._kill(late)
         elif not late and visit.calls < _CALLS:
-            # all ranks take part, but MPI keeps them waiting
+            # All ranks take part, but MPI keeps them waiting.
             visit.calling, visit.until = False, now + visit.patience
         else:
             late_ones = functools.partial(Late, visit.kills, known, self._hindered)
@@ -232,8 +235,9 @@ class Roll:
         return None
 
     def _follow(self, visit: "_Visit", now: float, silent: float | None) -> bool | None:
-        """Wait for the caller's verdict. Return the outcome, if decided. ``silent``:
-        seconds for which the caller may be silent, if it has just called.
+        """Check for the caller's verdict. Return the outcome, or None if it is not
+        decided yet. ``silent`` is the number of seconds for which the caller may be
+        silent, or None if it has not just called.
         """
         caller = visit.caller
         verdict = self._verdicts.pop(caller, None)
@@ -249,7 +253,8 @@ class Roll:
                 )
             raise CodedError(self._in_words(verdict.known, visit.what, verdict.put_out))
         if silent is not None:
-            # the caller waits for the same time for other ranks, and may kill some
+            # During this time the caller waits for other ranks, and may kill some of
+            # them.
             visit.until = now + silent
         elif now >= visit.until and visit.kills and not visit.killed:
             visit.killed, visit.until = True, now + max(visit.seconds, REPORTED)
@@ -266,8 +271,8 @@ class Roll:
         return None
 
     def _serve(self) -> dict[int, float]:
-        """Receive the messages that have arrived, and answer callers. Return for how many seconds each caller may
-        be silent."""
+        """Receive the messages that have arrived, and answer callers. Return how many seconds each caller may be
+        silent."""
         silent = {}
         for rank in self._others():
             try:
@@ -300,12 +305,12 @@ class Roll:
         return verdict is not None and verdict.visit == self._visits
 
     def _take(self, caller: int, message: Call | Stay | Late | Regroup) -> float | None:
-        """Process a caller's message. If it is a call, return for how many seconds the caller may then be
+        """Process a caller's message. If it is a call, return how many seconds the caller may then be
         silent."""
         if isinstance(message, Regroup):
             self._go_on(message.attempt)
         elif isinstance(message, Call):
-            # the message says that this rank was late for an earlier call
+            # An earlier verdict says only that this rank was late for an earlier call.
             self._verdicts.pop(caller, None)
             # ignore messages for an old visit
             if isinstance(message, Kill) and message.visit == self._visits:
@@ -322,7 +327,8 @@ class Roll:
         return None
 
     def _go_on(self, attempt: int) -> None:
-        """Tell all ranks to make a new group: the sender may die before it has told all."""
+        """Pass the decision on to all ranks to make a new group, since its sender may die
+        before it has told them all."""
         if attempt > self._regrouping:
             self._regrouping = attempt
             self._tell(lambda visit: Regroup(attempt))
@@ -366,7 +372,7 @@ class Roll:
             self._from_caller.say(rank, message(visit=visit))
 
     def _kill(self, late: list[int]) -> None:
-        """Kill those late ranks whose processes this rank can reach."""
+        """Kill the late ranks whose processes this rank can signal."""
         for rank in late:
             process = self._processes[rank]
             if not process.reachable(self._processes[self._rank]):
@@ -379,7 +385,7 @@ class Roll:
                 )
 
     def _in_words(self, known: Sequence[int], what: str, put_out: bool) -> str:
-        """Return a text on the missing ranks and the remedy."""
+        """Return a text that names the missing ranks and the remedy."""
         late = _absent(known)
         if not late:
             return (
@@ -403,7 +409,7 @@ class Roll:
         return f"{words}; ranks {dead} are dead" if dead else words
 
     def _why_not(self, known: Sequence[int]) -> str:
-        """Return a text on why ranks could not be put out."""
+        """Return a text that says why ranks could not be put out."""
         here = [self._processes[it] for it in _those(known, State.HERE)]
         words = []
         for rank in _absent(known):
@@ -420,10 +426,10 @@ class Roll:
 
 @dataclasses.dataclass
 class _Visit:
-    """The visit of a rank that takes part: its purpose and its state."""
+    """One call of `Roll.call` or `Roll.wait` on a rank: its purpose and its state."""
 
     what: str  # what late ranks have not done, as text
-    # see `Roll.call`, also for left, broken, extends and decided
+    # seconds, put_out, left, broken, extends and decided are explained in `Roll.call`
     seconds: float
     put_out: bool
     patience: float = 0.0  # seconds after which the roll is called; 0: at once
@@ -436,11 +442,11 @@ class _Visit:
     until: float = 0.0  # when this rank's patience ends
     # whether this rank has called the roll, and waits for answers
     calling: bool = False
-    # for how many seconds this rank may be silent after its call, and whether it kills late ranks
+    # how many seconds this rank may be silent after its call, and whether it kills late ranks
     asks: tuple[float, bool] = (0.0, False)
     calls: int = 0  # number of calls
     killed: bool = False  # whether this rank has killed the late ranks
-    # whether rounds are decided meanwhile: a kill would then end a working rank
+    # whether rounds were decided during the visit: then a kill would end a working rank
     busy: bool = False
 
     @property
@@ -455,7 +461,7 @@ class _Visit:
 
     @property
     def silent(self) -> float:
-        """Return the seconds for which this rank may be silent after a call."""
+        """Return how many seconds this rank may be silent after a call."""
         return self.seconds + self.patience
 
 

@@ -12,7 +12,7 @@ from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.joining import LONGEST
 from jaxcoded.group.process import BEGAN, PARENT, STATE, Process, stat
 
-MARK = "JAXCODED_JOINS"  # environment variable of such a process: TOKEN:SECONDS
+MARK = "JAXCODED_JOINS"  # environment variable of a process that should join: TOKEN:SECONDS
 # the words before the command of a rank, one per line (`jaxcoded.tools.launch.rank`)
 _WRAPPER = "JAXCODED_STARTER"
 _LOOKS = 0.25  # seconds between two checks
@@ -22,7 +22,7 @@ _has_tried = False  # whether this process has tried to join
 def waits_to_join() -> bool:
     """Return whether this process was started to join a group, and has not yet tried to
     join."""
-    # child processes of such a process have the variable, too
+    # child processes of a process that should join inherit the variable
     marked = os.environ.get(MARK, "").count(":") == 1
     return marked and not _has_tried and MPI.Comm.Get_parent() != MPI.COMM_NULL
 
@@ -37,7 +37,8 @@ def check_joined() -> None:
 
 
 def tries_to_join() -> bool:
-    """Return whether this process must join now. Raise a CodedError the second time."""
+    """Return whether this process must join now. Raise a CodedError if it is called a
+    second time."""
     global _has_tried
     if _has_tried:
         raise CodedError("this process has called joining already: call it once")
@@ -46,14 +47,14 @@ def tries_to_join() -> bool:
 
 
 def mark(token: str, seconds: float) -> str:
-    """Return the value of `MARK` for a token and the seconds for which other ranks
+    """Return the value of `MARK` for a token and the number of seconds that other ranks
     wait."""
-    # at least one second, as a start takes longer anyway
+    # at least one second: the start of a process takes longer in any case
     return f"{token}:{max(seconds, 1.0):.0f}"
 
 
 def awaited() -> float:
-    """Return for how long other ranks wait for this process. Raise a CodedError if
+    """Return how many seconds other ranks wait for this process. Raise a CodedError if
     `MARK` cannot be read."""
     said = os.environ.get(MARK, "")
     try:
@@ -66,14 +67,14 @@ def awaited() -> float:
 
 
 def wrapper() -> list[str]:
-    """Return the command that wraps a rank and reports its end, or an empty list if
-    there is no such command."""
+    """Return the command that wraps a rank and reports how it ended, or an empty list
+    if there is no such command."""
     return list(filter(None, os.environ.get(_WRAPPER, "").split("\n")))
 
 
 class Started:
-    """Processes that were started together, identified by their token, and their child
-    processes. An empty token identifies no process.
+    """The processes that were started together with one token, and their child
+    processes. No process has an empty token.
     """
 
     def __init__(self, token: str) -> None:
@@ -101,7 +102,7 @@ class Started:
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
-        # first the processes that may wait for their child processes
+        # first the parents, which may wait for their child processes
         for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
