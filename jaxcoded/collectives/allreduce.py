@@ -64,63 +64,63 @@ def coded_allreduce(
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
     equal on all ranks) and ``vmap`` (one round with the stacked payload). A jvp takes one
-    more round. Reverse mode needs parameters that came through `spread`. `coded_sum`
-    supports both modes without `spread`.
+    more round. For reverse mode, apply `spread` to the parameters. `coded_sum` supports
+    both modes without `spread`.
 
     Args:
         x: pytree of arrays or numbers, of the same shapes and dtypes on all ranks. Complex numbers are sent as pairs.
             Integers and bools need a strategy whose coefficients are all 0 or 1. The sum of integers is exact and
             wraps around like NumPy's. The sum of bools is the number of true values. In a group with slices, ``x`` is
             the `Encoded` made by `jaxcoded.kernels.encode`.
-        group: an open group. All its ranks call its collectives in one order.
+        group: an open group. All its ranks call its collectives in the same order.
         weights: ``batch.weights`` of the `Batch` from which ``x`` was computed, or a list of the weights of several
             batches. The sum then counts the examples, too. If a rank sums another batch, all ranks get an error, as
-            in `coded_value_and_grad`. Required unless contributions simply add up: in
-            an uncoded group, or after a loop over ``group.blocks``. After such a loop,
-            leave ``weights`` out.
-        divisor: a number by which the sum is divided, such as the global batch size. All ranks pass the same number;
-            outside ``jit`` they compare it. So a new number compiles a new program there: if it changes from call to
-            call, divide the sum yourself. Default: no division.
-        erasures: bool ``(size,)``, may be traced, equal on all ranks: ranks whose messages are left out. They must
-            still make the call. A parent's coefficients for the other messages come
-            from its code in float64. Do not name late ranks here: the engine does not
-            wait for them.
+            in `coded_value_and_grad`. ``weights`` are required, except in an uncoded group, and after a loop over
+            ``group.blocks``. After such a loop, leave ``weights`` out.
+        divisor: a number by which the sum is divided, such as the global batch size. All ranks pass the same number.
+            Outside ``jit`` the ranks compare this number, so each new number compiles a new program. If it changes
+            from call to call, divide the sum yourself. Default: no division.
+        erasures: bool ``(size,)``: which ranks' messages to leave out. May be traced; equal on all ranks. Erased
+            ranks must still make the call. A parent's code computes the coefficients of the remaining messages in
+            float64. Do not erase late ranks: the engine does not wait for late ranks anyway.
         skip: whether this rank contributes nothing, as when it is late (`CodedGroup.lag`) and leaves out its work;
-            may be traced. It must not be true at the root, which is never late. ``x``
-            then only gives the shapes, and this rank counts as a straggler: its zeros
-            never enter a sum. If more ranks skip than a parent tolerates, the call
-            raises `TooManyErasures` on all ranks. ``skip`` needs the engine.
-        residual: also return how far the sum is from the exact sum: ``√Σ_k p_k (c_k −
-            1)²``. The same round measures ``c_k``, the coefficient of atom ``k`` in the
-            sum. Atom ``k`` (`jaxcoded.plan.atoms`) is the part ``p_k`` of the batch.
-            The residual of an exact code is 0 up to rounding. The atoms assume a batch
-            that can be cut anywhere. If your batch cannot be cut into these atoms, its
-            coefficients differ a little (``docs/theory.md``). With shared work the
-            atoms are the blocks, and the call must follow a loop over ``group.blocks``.
+            may be traced. ``skip`` must not be true at the root, which is never late. If it is true, only the
+            shapes of ``x`` are used, and this rank counts as a straggler: its numbers never enter a sum. If more
+            ranks skip than a parent tolerates, the call raises `TooManyErasures` on all ranks. ``skip`` needs the
+            engine.
+        residual: whether to return also how far the sum is from the exact sum: ``√Σ_k
+            p_k (c_k − 1)²``. Here atom ``k`` (`jaxcoded.plan.atoms`) is the part
+            ``p_k`` of the batch, and ``c_k`` is its coefficient in the sum, which the
+            same round measures. The residual of an exact code is 0 up to rounding. The
+            plan cuts the batch into atoms as if it could be cut anywhere. If a real
+            batch cannot be cut exactly so, its coefficients differ a little
+            (``docs/theory.md``). With shared work the atoms are the blocks, and the
+            call must follow a loop over ``group.blocks``.
         wire_dtype: ``"bfloat16"`` or ``"float16"``: float32 arrays are rounded to this
-            dtype once for each message, which halves the traffic (error:
-            ``docs/theory.md``). Everything else is sent unchanged, including numbers
-            (leaves without axes, such as a loss). For an `Encoded` it must be the
-            ``wire_dtype`` that was given to `encode`.
+            dtype once for each message, which halves the traffic (``docs/theory.md``
+            bounds the error). All other leaves are sent unchanged, including leaves
+            without axes, such as a loss. For an `Encoded`, pass the ``wire_dtype`` that
+            was given to `encode`.
         token: an int32 or float32 number such as ``jnp.int32(0)`` that orders this call instead of JAX's ordered
             effects. A token is faster to dispatch, see ``docs/engine.md``. Pass each call's token to the next call;
             its value is never read. In one compiled function, pass a token to all calls of a group or to none.
 
     Returns:
-        A pytree like ``x``, or like the gradient that was encoded. With a ``divisor``, integers become floating point.
-        With a ``residual``
-        or a ``token``, a `Result` with this pytree, the residual and the token for the
-        next call. The residual is a float32 number, or float64 if ``x`` has float64. It
-        is the same on all ranks up to its last digits.
+        A pytree like ``x``, or, for an `Encoded`, like the gradient that was encoded. With a ``divisor``, integers
+        become floating point. With a ``residual`` or a ``token``, a `Result` with this pytree, the residual and the
+        token for the next call. The residual is a float32 number, or float64 if ``x`` has float64. It is the same on
+        all ranks up to its last digits.
 
     Raises:
-        TypeError: a leaf has no numbers, or integers that the code would round; the group has slices and ``x`` is
-            not `Encoded`; ``group`` is not a group; or ``weights`` are missing or not `Weights`.
+        TypeError: a leaf does not consist of numbers, or has integers that the code would round; the group has
+            slices and ``x`` is not `Encoded`; ``group`` is not a group; or ``weights`` are missing or not
+            `Weights`.
         ValueError: ``erasures`` has a wrong shape; ``divisor`` is not positive; ``residual`` is requested for shared
-            work whose sums are always exact; ``wire_dtype`` is another dtype, or
-            differs from that of the `Encoded`; the plan's amplification leaves too few
-            digits in a dtype of ``x``; or ``skip`` is given without the engine.
-        NotImplementedError: reverse mode without `spread`, with a ``token``, or
+            work whose sums are always exact; ``wire_dtype`` is not one of the two
+            dtypes, or differs from the ``wire_dtype`` of the `Encoded`; the plan's
+            amplification leaves too few digits in a dtype of ``x``; or ``skip`` is
+            given without the engine.
+        NotImplementedError: reverse mode is used without `spread`, with a ``token``, or
             with slices or parts.
         GroupClosed: the group was closed.
         jax.errors.JaxRuntimeError: errors during the round, on every rank, see `jaxcoded.errors.translated`. The
@@ -136,7 +136,7 @@ def coded_allreduce(
         >>> batch = group.batch(jnp.arange(3.0))
         >>> @jax.jit
         ... def mean(batch):
-        ...     total = {"x": batch.weights @ batch.data}  # of this rank's examples
+        ...     total = {"x": batch.weights @ batch.data}  # over this rank's examples
         ...     return jaxcoded.coded_allreduce(total, group, batch.weights, divisor=3)
         >>> mean(batch)
         {'x': Array(1., dtype=float32)}
@@ -169,8 +169,8 @@ def coded_reduce(
 ) -> Any:
     """Return the sum of `coded_allreduce` on the root, and zeros elsewhere.
 
-    Arguments, results and errors are those of `coded_allreduce`, but `coded_reduce` has
-    no transpose.
+    Arguments, results and errors are those of `coded_allreduce`, but `coded_reduce`
+    cannot be differentiated in reverse mode.
     """
     check_open(group)
     return summed(
@@ -191,19 +191,20 @@ def tree_bcast(x: Any, group: CodedGroup, *, token: jax.Array | None = None) -> 
 
     Args:
         x: pytree of arrays, numbers and random keys, of the same shapes and dtypes on
-            all ranks. Only the root's values matter. As everywhere in JAX, float64 becomes float32 without
-            ``jax_enable_x64``.
+            all ranks. Only the root's values are sent. As everywhere in JAX, float64 becomes float32
+            without ``jax_enable_x64``.
         group: an open group.
-        token: orders this call, see `coded_allreduce`.
+        token: the token that orders this call; see `coded_allreduce`.
 
     Returns:
         A pytree like ``x``, of JAX arrays. With a ``token``, a `Result` with this
-        pytree and the token for the next call. Integers keep 64 bits outside ``jit``,
-        also without ``jax_enable_x64``: integers that JAX cannot hold are returned as
-        NumPy arrays. `tree_bcast` has no transpose.
+        pytree and the token for the next call. Outside ``jit`` integers keep 64 bits
+        even without ``jax_enable_x64``: integers that JAX cannot hold are returned as
+        NumPy arrays. `tree_bcast` cannot be differentiated in reverse mode.
 
     Raises:
-        TypeError: a leaf does not consist of numbers of whole bytes, as text and int4.
+        TypeError: a leaf's elements are not numbers of whole bytes, such as text and
+            int4.
         ValueError: an integer does not fit into 64 bits, or inside ``jit`` into JAX's
             integer dtype.
         GroupClosed, jax.errors.JaxRuntimeError: as `coded_allreduce`.
@@ -240,7 +241,7 @@ def summed(
     name: str = _NAME,
     **asked: Any,
 ) -> Result:
-    """Return the requested coded sum, see `prepared`."""
+    """Return the coded sum that these arguments request; see `prepared`."""
     check_open(group)
     group._session.check_alike()
     with group._session.failing(name):
@@ -281,8 +282,8 @@ def prepared(
 
     Args:
         x, group, divisor, erasures, skip, residual, wire_dtype, token: as for `coded_allreduce`.
-        apart: the keys of leaves to separate, see `Packing.apart`.
-        words: a text on which all ranks must agree, too.
+        apart: the keys of leaves that checks compare separately; see `Packing.apart`.
+        words: a further text that must be equal on all ranks.
         does: other fields of the `Round`.
     """
     words = divided_by(divisor, group) + words
@@ -338,8 +339,8 @@ def sum_round(
     apart: Sequence[str] = (),
     **fields: Any,
 ) -> Round:
-    """Return the round that sums leaves like these, and then vectors with the dtypes
-    of ``probes``.
+    """Return the round that sums a pytree with this packing, followed by vectors with
+    the dtypes of ``probes``.
 
     Raises:
         ValueError: rounding would leave too few digits.
@@ -373,8 +374,8 @@ def sum_round(
 def results(
     out: Sequence[jax.Array], round: Round, packing: Packing
 ) -> tuple[Any, jax.Array | None]:
-    """Return the sum as a pytree, and its residual if requested. If there is a count of
-    examples, it comes first; the transport has checked it.
+    """Return the sum as a pytree, and its residual if requested. If the round has a
+    count of examples, this count is the first vector, and the transport has checked it.
     """
     plan = find(round.group).plan
     found = residual_of(plan, out[-1]) if round.residual else None
@@ -398,7 +399,8 @@ def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
     exact, weights = atoms.deviation(plan)
     wrong = found - exact.astype(found.dtype)
     square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
-    # the square root has no derivative at 0: count it as 0 there, as NaN would spread
+    # The square root has no derivative at 0. Define the derivative as 0 there, since
+    # NaN would spread.
     exactly = square == 0
     return jnp.where(exactly, 0, jnp.sqrt(jnp.where(exactly, 1, square)))
 
@@ -406,7 +408,8 @@ def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
 def _message(
     x: Any, group: CodedGroup, name: str, wire_dtype: Any, one_part: bool
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """Return this rank's message, or one part of it, and the packing of the gradient."""
+    """Return this rank's message, or one part of the message, and the packing of the
+    gradient."""
     plan = group.plan
     if isinstance(x, Encoded):
         parts = 1 if one_part else plan.parts_above[group.rank]
@@ -439,8 +442,8 @@ def _message(
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
-    """Raise an error for sums that rounding makes useless; warn if few digits are
-    left."""
+    """Raise an error if rounding makes the sums useless; warn if it leaves few
+    digits."""
     rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:

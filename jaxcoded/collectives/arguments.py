@@ -17,7 +17,7 @@ from jaxcoded.transport.leaves import array, named
 from jaxcoded.transport.primitive import placed
 from jaxcoded.transport.round import Operands
 
-_MOST_DIVISORS = 16  # of one group outside `jit` before a warning
+_MOST_DIVISORS = 16  # A group warns after this many different divisors outside `jit`.
 
 
 def checked_operands(
@@ -28,8 +28,8 @@ def checked_operands(
     skip: Any = None,
     token: Any = None,
 ) -> tuple[Operands, dict[str, Any]]:
-    """Return the operands that these arguments give, in addition to the vectors, and
-    the corresponding fields of the `Round`.
+    """Return the operands made from these arguments, without the vectors, and the
+    corresponding fields of the `Round`.
 
     Raises:
         TypeError, ValueError: the message names the value and the remedy.
@@ -52,7 +52,8 @@ def checked_operands(
 
 
 def divided_by(divisor: Any, group: CodedGroup) -> str:
-    """Return ``divisor`` as text. The value of a traced divisor is not known."""
+    """Return ``divisor`` as text. The text for a traced divisor does not have its
+    value, which is unknown."""
     if divisor is None:
         return ""
     if isinstance(divisor, _jax_compat.Tracer):
@@ -87,7 +88,8 @@ def divided_by(divisor: Any, group: CodedGroup) -> str:
 
 
 def levels_to_the_user() -> int:
-    """Return the ``stacklevel`` of the line that calls this library."""
+    """Return the ``stacklevel`` that makes a warning point to the line that calls this
+    library."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
         frame, level = frame.f_back, level + 1
@@ -127,7 +129,8 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
 
 
 def checked_params(params: Any) -> Any:
-    """Return the parameters as arrays. All of them can be differentiated."""
+    """Return the parameters as arrays. Raise a TypeError if a leaf cannot be
+    differentiated."""
     check_no_batch(params)
 
     def taken(path: Any, leaf: Any) -> jax.Array:
@@ -151,7 +154,8 @@ def checked_params(params: Any) -> Any:
 
 
 def check_no_batch(params: Any) -> None:
-    """Raise a TypeError if ``params`` is a batch: the order is ``(params, batch)``."""
+    """Raise a TypeError if ``params`` is a batch, since the order of arguments is
+    ``(params, batch)``."""
     if isinstance(params, Batch):
         raise TypeError(
             "params is a batch: give the arguments in the order (params, batch)"

@@ -1,12 +1,12 @@
 """Compare the results of two ranks for a block of shared work.
 
-One rank computes each block, so there is no second result to compare. In a group with a
-``check`` the engine lets a second rank compute one block of each round
+Normally one rank computes each block, so there is no second result to compare. In a
+group with a ``check`` the engine lets a second rank compute one block of each round
 (``transport/cpp/node_audit.cpp``). Both ranks report their result in an additional
 vector of the sum. For each leaf they report the norm, and the sum of the leaf's numbers
 with pseudo-random signs. An error in any number changes the sum with signs by the same
 amount. Norm and sum are sent as multiples of a power of 2, so that they fit in float32.
-The exponent is sent with them.
+The exponent of this power is sent with them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxcoded.group.resemblance import mixed
 
-# The engine's answer on a block.
+# What the engine tells a rank to do with a block's result.
 _NONE, _ONLY_TOLD = 0, 2
 
 
@@ -39,8 +39,8 @@ class Audit:
     def told(
         self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]
     ) -> jax.Array:
-        """Return what a rank adds to the vector for a block with these leaves. ``kind``
-        is the engine's answer on the block.
+        """Return what a rank adds to the additional vector for a block with these
+        leaves. ``kind`` is what the engine told the rank to do with the block's result.
         """
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
         its = jax.lax.cond(
@@ -63,20 +63,22 @@ class Audit:
 
 
 def added(kind: jax.Array) -> jax.Array:
-    """Return whether a block of this kind is a part of the sum."""
+    """Return whether the result of a block of this kind is added to the sum."""
     return kind != _ONLY_TOLD
 
 
 def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return an exponent of 2, the norm of a leaf, and the sum of the leaf's numbers
-    with signs. Norm and sum are multiples of 2 to this exponent.
+    with signs. Norm and sum are returned in units of 2 to this exponent.
     """
     x = leaf.reshape(-1)
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
     its = jnp.finfo(x.dtype)
     exponent = jnp.floor(jnp.log2(jnp.max(jnp.abs(x))))
-    exponent = jnp.clip(exponent, its.minexp, its.maxexp - 2)  # so that zeros work, too
+    exponent = jnp.clip(
+        exponent, its.minexp, its.maxexp - 2
+    )  # so that leaves of zeros work, too
     x = (x * jnp.exp2(-exponent)).astype(jnp.float32)
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
     total = jnp.sum(jnp.where(minus == 1, -x, x))

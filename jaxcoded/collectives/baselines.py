@@ -1,9 +1,9 @@
 """Uncoded all-reduces with mpi4jax, for comparison.
 
-All of them take a pytree of float arrays and a communicator, and sum over all ranks.
-They wait for every rank, so one stuck rank stops all ranks. They can be differentiated
-and batched like `jaxcoded.coded_allreduce`. Every rank's contribution counts once,
-without an assignment of examples or weights.
+Each function takes a pytree of float arrays and a communicator, and sums over all
+ranks. It waits for every rank, so one stuck rank stops all ranks. It can be
+differentiated and batched like `jaxcoded.coded_allreduce`. The sum contains every
+rank's contribution once; there are no assigned examples and no weights.
 """
 
 import abc
@@ -29,8 +29,8 @@ from jaxcoded.transport.traced import Traced
 
 
 def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """Sum by ``mpi4jax.allreduce``, one call per dtype. This sends float16 and bfloat16
-    as float32.
+    """Sum by ``mpi4jax.allreduce``, one call per dtype. Arrays of float16 and bfloat16
+    are sent as float32.
 
     Args:
         x: pytree of float arrays or numbers, of the same shapes and dtypes on all
@@ -50,8 +50,8 @@ def allreduce(x: Any, comm: MPI.Intracomm) -> Any:
 
 
 def ring_allreduce(x: Any, comm: MPI.Intracomm) -> Any:
-    """Sum in a ring: ``N−1`` steps of reduce-scatter and ``N−1`` of all-gather over
-    ``sendrecv``, with ``1/N`` of the data each.
+    """Sum in a ring: ``N−1`` steps of reduce-scatter and ``N−1`` steps of all-gather by
+    ``sendrecv``. Each step sends ``1/N`` of the data.
 
     Arguments and results are those of `allreduce`. The algorithm is from Patarasuk and
     Yuan 2009, "Bandwidth optimal all-reduce algorithms".
@@ -99,7 +99,7 @@ class _Communicator:
     def __init__(self, comm: MPI.Intracomm) -> None:
         check_communicator(comm)
         self.comm = comm
-        # MPI reuses the handle of a freed communicator for a new one
+        # MPI reuses the handle of a freed communicator for a new communicator
         self.key = (MPI._handleof(comm), comm.rank, comm.size)
 
     def __eq__(self, other: object) -> bool:

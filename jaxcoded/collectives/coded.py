@@ -31,7 +31,7 @@ def summed(
     token: jax.Array | None,
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """Return the coded sum of ``compute`` over the batch, see `over_batch.summed`.
+    """Return the coded sum of ``compute`` over the batch; see `over_batch.summed`.
 
     ``compute`` is a function of examples, their weights, and whether this rank is
     behind. It returns a sum and auxiliary data.
@@ -50,7 +50,8 @@ def summed(
         if plan.encoded:
 
             def send(part: Encoded, number: int) -> jax.Array | None:
-                """Send a ready part ahead. Return whether this rank is now behind."""
+                """Send a finished part before the other parts. Return whether this rank
+                is now behind."""
                 nonlocal token
                 round, operands, _ = prepared(
                     *(part, group, counts),
@@ -72,7 +73,8 @@ def summed(
             )
         else:
             local, aux = compute(batch, coding, behind)
-        # one operation decides to skip and calls the round: zeros never enter a sum
+        # One operation both decides whether to skip and calls the round, so zeros never
+        # enter a sum.
         round, operands, packing = prepared(
             *(local, group, counts),
             skip=behind,
@@ -98,8 +100,8 @@ def _encoded(
     """Compute every chunk in turn. Return the coded message of the results of
     ``compute``, the stacked auxiliary data, and whether this rank is behind at the end.
 
-    With ``send``, every part except the last is sent when its chunks are done. The
-    returned message is then the last part.
+    With ``send``, every part except the last is sent as soon as its chunks are
+    computed, and the returned message is the last part.
     """
     chunks, chunk_size, _ = weights.shape
     multiple = plan.padding_multiple
@@ -122,13 +124,13 @@ def _encoded(
     )
 
     def steps(behind: jax.Array | None) -> Callable[..., tuple[Any, Any]]:
-        # a new function for each stage: `scan` traces the same function only once, and
-        # would keep the first stage's `behind`
+        # Make a new function for each stage: `scan` traces a function only once, and
+        # would keep the first stage's `behind`.
         def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
             chunk, mask, coefficients = operands
             local, aux = compute(chunk, mask, behind)
-            # padding is at the end of a chunk, so the chunk's first example is a real
-            # example, with the same coefficients as the others
+            # Padding is at the end of a chunk, so the chunk's first example is a real
+            # example. All real examples of a chunk have the same coefficients.
             added = [
                 jax.vmap(
                     lambda row, v=vector: encode_vector(v[None], row[None], multiple)
@@ -150,7 +152,8 @@ def _encoded(
     if send is None:
         message, aux = jax.lax.scan(steps(behind), message, operands)
         return encoded(message, parts), aux, behind
-    # stages in the order of `assignment`: after each stage, one more part is complete
+    # The stages follow the order of `assignment`: after each stage, one more part is
+    # complete.
     stages = []
     for part in range(parts):
         stage = jax.tree.map(

@@ -32,40 +32,41 @@ def coded_sum(
     weighted: bool = False,
     wire_dtype: Any = None,
 ) -> Callable[..., Any]:
-    """Return a function that sums a value of each example over the global batch. The sum is exact, equal on all
-    ranks, and differentiable.
+    """Return a function that computes a value for each example and sums the values over the global batch. The
+    sum is exact, equal on all ranks, and differentiable.
 
-    So a loss may be any function of sums, ``f(Σ_j g_j(θ))``. JAX's ``grad``, ``jvp``, ``linearize``, ``vmap``,
-    ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a local
-    function. The result equals the result of one process with the whole batch. The sum
-    takes one round, and each derivative takes one more round. So the gradient of ``f``
-    takes two rounds. A rank that is late in a round computes nothing for the round, and
-    gets the total. See ``docs/composing.md``.
+    So a loss may be any function of sums over examples, ``f(Σ_j g_j(θ))``. JAX's ``grad``, ``jvp``,
+    ``linearize``, ``vmap``, ``jacrev``, ``hessian``, ``scan``, ``cond`` and ``checkpoint`` treat it like a
+    local function. The result equals the result of one process with the whole batch. The sum takes one round,
+    and each derivative takes one more round, so the gradient of ``f`` takes two rounds. A rank that is late
+    for a round computes nothing for this round, and gets the total. See ``docs/composing.md``.
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
-            Complex numbers and integers as in `coded_allreduce`. Derivatives follow JAX's conventions.
+            Complex numbers and integers are summed as in `coded_allreduce`. Derivatives follow JAX's
+            conventions.
         group: an open group.
         weighted: whether ``per_example`` is ``(params, data, weights) -> sums``. It
-            then returns the weighted sum over its examples, so that the values of
-            single examples are not kept. ``weights`` has shape ``(length,)``. The sum
-            must be linear in the weights. A result that does not depend on them raises
-            a ``ValueError``.
+            then returns the weighted sum over its examples, so the values of single
+            examples need no memory. ``weights`` has shape ``(length,)``. The sum must
+            be linear in ``weights``. If a result does not depend on ``weights``, the
+            call raises a ``ValueError``.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, the dtype in which float32 arrays
-            are sent, see `coded_allreduce`.
+            are sent; see `coded_allreduce`.
 
     Returns:
         A function ``(params, batch, *, token=None) -> sums``. It returns a pytree like ``values``, without the
-        leading axis. With a ``token`` it returns a `Result` with this pytree; derivatives then need a float32 token
-        that is differentiated, too (``docs/composing.md``). ``params`` is a pytree of arrays that are equal on all
-        ranks. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``, the same
-        batch on all ranks. Values that ``per_example`` closes over count as parameters
-        if they are differentiated.
+        leading axis. With a ``token`` it returns a `Result` with this pytree. To differentiate it then, use a
+        float32 token, and differentiate with respect to the token, too (``docs/composing.md``). ``params`` is a
+        pytree of arrays that are equal on all ranks. ``batch`` is a `Batch` of ``group.epoch`` or ``group.batch``,
+        the same batch on all ranks. Values that ``per_example`` closes over count as parameters if they are
+        differentiated.
 
-        It raises the errors of `coded_allreduce`, and ``InconsistentMessages`` also if parameters, tangents or
-        cotangents differ between ranks. It raises ``TypeError`` if ``batch`` is not a `Batch`, and for integers
-        that the code would round. It raises ``ValueError`` for a batch of another plan or rank, and for values
-        without the leading axis. It raises ``NotImplementedError`` if the examples are differentiated.
+        The function raises the errors of `coded_allreduce`, and ``InconsistentMessages`` also if parameters,
+        tangents or cotangents differ between ranks. It raises ``TypeError`` if ``batch`` is not a `Batch`, or
+        if the code would round integers. It raises ``ValueError`` if the batch belongs to another plan or rank,
+        or if values lack the leading axis. It raises ``NotImplementedError`` if the examples are
+        differentiated.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -90,7 +91,7 @@ def coded_sum(
         with group._session.failing(_NAME):
             unit = composed.unit(group, data, weights)
             sums = functools.partial(_sums, per_example, weighted, group, wire_dtype)
-            # trace `per_example` once, to learn the values that it closes over
+            # Trace `per_example` once, to find the values that it closes over.
             of, shape = jax.make_jaxpr(sums, return_shape=True)(params, *unit)
             check_alone("per_example", of)
             if weighted:
@@ -121,7 +122,7 @@ def coded_sum(
         tree = jax.tree.structure(shape)
         return out._replace(value=jax.tree.unflatten(tree, out.value)).plain()
 
-    # equal functions may compute different things
+    # compare functions by identity: equal functions may compute different things
     asked = (
         _NAME,
         group._session.index,
@@ -164,8 +165,8 @@ def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
 
 
 def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
-    """Return the variables that depend on the variables ``reached``. Raise a ValueError
-    if one of them is a divisor."""
+    """Return the variables that depend on the variables in ``reached``. Raise a
+    ValueError if a variable of either kind is a divisor."""
     for equation in jaxpr.eqns:
         depends = [not isinstance(x, Literal) and x in reached for x in equation.invars]
         if not any(depends):
@@ -184,7 +185,8 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
 
 
 def _divides(equation: Any, by: Sequence[bool]) -> bool:
-    """Return whether one of these operands is a divisor, or has a negative power."""
+    """Return whether this operation divides by one of the operands marked in ``by``, or
+    raises it to a negative power."""
     name, operands = equation.primitive.name, equation.invars
     if name == "pow":
         power = operands[1]
@@ -212,7 +214,7 @@ def _sums(
     data: Any,
     weights: jax.Array,
 ) -> Any:
-    """Return ``Σ_j w_j g_j`` of these examples."""
+    """Return ``Σ_j w_j g_j`` for these examples."""
     split = _jax_compat.varying(weights)
 
     def weigh(path: Any, leaf: Any) -> jax.Array:
@@ -225,7 +227,7 @@ def _sums(
                 f"for each example, {_OTHERWISE}"
             )
         w = weights.reshape(-1, *(1 for _ in leaf.shape[1:]))
-        # padding has weight 0, and must not count even if its value is NaN
+        # Padding has weight 0, and must not count even if its value is NaN.
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             dtype = None if leaf.dtype == bool else leaf.dtype
             return jnp.where(w != 0, leaf, 0).sum(0, dtype=dtype)
@@ -239,6 +241,6 @@ def _sums(
         out = per_example(params, data, weights)
     else:
         out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
-    # raise errors here, where leaves have names
+    # raise errors for unsuitable leaves here, where the leaves have names
     floats.of(out, group, "the sum", wire_dtype)
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

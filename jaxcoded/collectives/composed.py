@@ -1,11 +1,12 @@
 """The JAX primitive for sums over the global batch. JAX can differentiate such a sum any
 number of times.
 
-A sum adds up a function over the examples. The function depends on the examples, on
-their weights, in which it is linear, and on arguments that are equal on all ranks. The
-sum's jvp is the sum of the function's jvp. The sum's transpose is the sum of the
-function's transpose. So both are sums again, whose arguments include tangents or
-cotangents, which are also equal on all ranks. Each of these sums takes one round.
+A sum adds up a function over the examples. The function has three inputs: the examples,
+their weights, in which it is linear, and arguments that are equal on all ranks. The
+sum's jvp is the sum of the function's jvp, and the sum's transpose is the sum of the
+function's transpose. So jvp and transpose are sums again. Their arguments include
+tangents or cotangents, which are also equal on all ranks. Each of these sums takes one
+round.
 """
 
 import dataclasses
@@ -32,33 +33,34 @@ _traced_once = functools.partial(jax.jit, inline=True)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
-    """The description of a sum. Descriptions are equal if they compute the same, so that
-    JAX compiles equal sums only once outside of ``jit``.
+    """The description of a sum. Two descriptions are equal if their sums compute the
+    same. So outside ``jit``, JAX compiles equal sums only once.
     """
 
     name: str
     group: CodedGroup
-    # A number for each argument. The ranks compare all arguments with the same number
-    # together. Parameters and other differentiated arguments have 1. The tangents or
-    # cotangents of each derivative have another number, as their scales differ.
-    # Arguments with 0 are not compared.
+    # A number for each argument. Ranks compare all arguments with the same number
+    # together. Parameters and other differentiated arguments have the number 1. The
+    # tangents or cotangents of each derivative have a separate number, since their
+    # scales differ. Ranks do not compare arguments with the number 0.
     alike: tuple[int, ...]
     # the types of the examples and of the weights in one call of ``of``
     unit: tuple[Any, Any]
     rest: Any  # the structure of the batch's data and weights
     wire_dtype: Any  # see `jaxcoded.coded_allreduce`
     tokened: bool  # whether the last operand orders the round
-    # Whether this is the sum of a derivative. Ranks may compute tangents and cotangents
-    # with different programs, so that these may differ in rounding.
+    # Whether this is the sum of a derivative. Tangents and cotangents may differ in
+    # rounding between ranks, which may compute them with different programs.
     derived: bool = False
-    # A function of a list of arguments, of some examples, and of their weights. It
+    # A function that takes a list of arguments, some examples, and their weights, and
     # returns a list of results. A round and each derivative evaluate it several times,
     # so `jax.jit` keeps its trace.
     of: Any = None
     traced: Any = None  # the trace of `of`
 
     def adding(self, of: Callable[..., list[Any]], args: Sequence[Any]) -> "Sum":
-        """Return the description of a function's sum, for arguments of these types."""
+        """Return this description with the function ``of``, for arguments of these
+        types."""
         of = _traced_once(of)
         args = [_jax_compat.like(x, jnp.shape(x)) for x in args]
         traced = of.trace(args, *self.unit).jaxpr
@@ -87,8 +89,8 @@ class Sum:
         args: Sequence[Any],
         more: Sequence[Any],
     ) -> "Sum":
-        """Return the description of another function's sum. The function takes ``args`` and
-        ``more`` arguments."""
+        """Return the description of a derivative of this sum: the sum of the function
+        ``of``, which takes the arguments ``args`` and ``more``."""
         alike = *alike, *(self.scales() + 1 for _ in more)
         name = f"{kind} of {self.name}"
         its = dataclasses.replace(self, name=name, alike=alike, derived=True)
@@ -144,7 +146,7 @@ def summed(
     weights: Any,
     token: Any,
 ) -> Result:
-    """Return the list of sums of a function, see `Sum.of`, as a `Result`."""
+    """Return the sums of the results of a function such as `Sum.of`, as a `Result`."""
     rest = jax.tree.leaves((data, weights, token))
     sum = sum.adding(of, args)
     out = sum_p.bind(*args, *rest, sum=sum)
@@ -152,8 +154,8 @@ def summed(
 
 
 def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
-    """Return the types of the examples, and of their weights, that a rank computes at
-    once."""
+    """Return the types of the examples that a rank computes at a time, and of their
+    weights."""
     shape, dtype = weights.values.shape, jax.dtypes.canonicalize_dtype(weights.dtype)
     if group.plan.strategy.by_blocks:
         shape, dtype = shared.shape(weights, group)[1:], jnp.float32
@@ -205,7 +207,8 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
 def _moving(
     of: Any, which: Sequence[int], args: list[Any], *rest: Any
 ) -> Callable[..., list[Any]]:
-    """Return the function with some of its arguments free and the others fixed."""
+    """Return a function of some of the arguments, with the remaining arguments
+    fixed."""
 
     def function(*moving: Any) -> list[Any]:
         all_ = list(args)
@@ -217,7 +220,8 @@ def _moving(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
-    """Differentiate forward by one more round, which sums the function's jvp."""
+    """Return the sum's jvp, which is the sum of the function's jvp and takes one more
+    round."""
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     _check(sum, "differentiated", moves)
     out = sum_p.bind(*primals, sum=sum)
@@ -256,7 +260,8 @@ ad.primitive_jvps[sum_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
-    """Transpose by one round, which sums the function's transpose."""
+    """Return the sum's transpose, which is the sum of the function's transpose and
+    takes one round."""
     args, rest, token = sum.parts(operands)
     which = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     values = cotangents[: len(cotangents) - len(token)]
@@ -295,7 +300,7 @@ ad.primitive_transposes[sum_p] = _transpose
 
 
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
-    """Batch by one round, which sums the stacked values."""
+    """Return the batched sum, which sums the stacked values in one round."""
     _check(sum, "batched by vmap", [axis is not None for axis in axes])
     its, _, token = sum.parts(axes)
     if any(axis is not None for axis in token):

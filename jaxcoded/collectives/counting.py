@@ -15,9 +15,9 @@ from jaxcoded.group.weights import Weights
 from jaxcoded.plan import Plan
 from jaxcoded.transport.kernels import counts
 
-# A count of examples may differ from their number by the larger of two bounds. The
-# first is this fraction of the number. The second is this many roundings, and one more
-# for each rank, amplified by the code.
+# A count of examples may differ from the number of examples by the larger of two
+# bounds. The first bound is `_MISCOUNT` times the number. The second is `_ROUNDINGS`
+# rounding errors, and one more for each rank, amplified by the code.
 _MISCOUNT = 1e-6
 _ROUNDINGS = 64
 
@@ -29,7 +29,7 @@ class Count(NamedTuple):
     # the weights are a NumPy array, and ``None`` if the sum may be approximate.
     vector: Any = None
     examples: tuple[float, float] | None = None  # see `Round`
-    words: str = ""  # a text on which all ranks must agree
+    words: str = ""  # a text that must be equal on all ranks
     numbers: int = 1  # how many numbers the count has
 
 
@@ -37,7 +37,8 @@ NOT_COUNTED = Count()
 
 
 def counted(weights: Any, group: CodedGroup, name: str) -> Count:
-    """Return the count for a sum of values with these weights, if any.
+    """Return the count for a sum of values with these weights. Without weights, return
+    an empty count.
 
     Raises:
         TypeError, ValueError: weights are missing, or belong to another group.
@@ -69,8 +70,8 @@ def count(
         weights: the `Weights` of a batch, or of several batches.
         key: the key that must be equal on all ranks, see `jaxcoded.collectives.marks`.
             Default: the key of the batches.
-        present: whether to count the examples without padding in a second number, even
-            for a sum that may be approximate.
+        present: whether the count has a second number, the number of examples without
+            padding. Then even a sum that may be approximate has a count.
 
     Raises:
         TypeError, ValueError: ``weights`` are not `Weights`, or belong to another rank or
@@ -104,7 +105,8 @@ def count(
         held = values.reshape(-1, parts, slices)[:, :, 0].sum(0)
         if xp is jnp:
             held = over_devices(held, _jax_compat.varying(values))
-        # scaled to a whole batch: transports check a number that is known at compile time
+        # Scale to a whole batch, since transports check a number that is known at compile
+        # time.
         examples = (
             int(each.examples) if host else jnp.asarray(each.examples, held.dtype)
         )
@@ -117,7 +119,7 @@ def count(
             number = jnp.asarray(each.number).astype(np.uint32)
             its = marks.of_batch(number) + each.likeness if key is None else key
             total = total + its.astype(held.dtype) * mark.astype(held.dtype)
-    # the count takes the first numbers of a vector that can be cut into slices
+    # The vector starts with the count, and is padded so that it can be cut into slices.
     numbers = [total, there] if present else [total]
     length = len(numbers) * (plan.padding_multiple // slices - 1)
     vector = total
@@ -125,7 +127,7 @@ def count(
         rest = np.zeros((parts, length), total.dtype)
         columns = [each[:, None] for each in numbers]
         vector = xp.concatenate([*columns, rest], axis=1).reshape(-1)
-    if host:  # a count on the host can be cached
+    if host:  # A count on the host can be cached, so nobody may change it.
         vector.setflags(write=False)
     return Count(vector, fixed.examples if exact else None, fixed.words, len(numbers))
 
@@ -135,7 +137,8 @@ class _Fixed(NamedTuple):
 
     words: str
     examples: tuple[float, float]
-    # for each batch, the number that this rank adds to the count for a key of 1, part by part
+    # for each batch, the number that this rank adds to the count if the key is 1, part by
+    # part
     marks: tuple[np.ndarray, ...]
 
 
@@ -154,7 +157,8 @@ def _key_on_host(number: int) -> int:
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
-    """Return the `count` for shared work, with both numbers, before any block is computed."""
+    """Return the count for shared work as it is before any block is computed. It has both
+    numbers of `count`."""
     share = rounding(group.plan, np.float32)
     number = float(weights.batch_size)
     return Count(
@@ -166,7 +170,7 @@ def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
 
 
 def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
-    """Raise an error if a sum needs weights and has none.
+    """Raise an error if a sum needs weights and ``weights`` is missing.
 
     Raises:
         TypeError: the message shows the call with weights.
@@ -183,7 +187,7 @@ def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _adds_up(plan: Plan) -> bool:
-    """Return whether a sum adds up the contributions of all ranks, each once."""
+    """Return whether a sum contains the contribution of every rank exactly once."""
     if any(len(holders) > 1 for holders in plan.placement.holders):
         return False
     codes = [coding.code.B for _, coding in plan.coded_parents]
@@ -191,7 +195,8 @@ def _adds_up(plan: Plan) -> bool:
 
 
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
-    """Return the number that this rank adds to the count for a key of 1, part by part."""
+    """Return the number that this rank adds to the count if the key is 1, part by
+    part."""
     if not plan.strategy.by_blocks:
         return marks.of_rank(plan, rank, batch_size, share)
     own = list(plan.placement.owned(rank))
@@ -208,13 +213,15 @@ def rounding(plan: Plan, *dtypes: Any) -> float:
 def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     """Return the number of examples of a batch without padding, by which a mean is divided.
 
-    Transports check the first number of the count, which must be known at compile time.
-    So it is ``batch_size`` even for a smaller last batch, whose examples count for more.
-    The mean is divided by the second number. The second number is the same on all
-    ranks, even on a late rank that is still at another batch.
+    Transports check the first number of the count, and must know its right value at
+    compile time. So the first number is ``batch_size`` even for a smaller last batch,
+    whose examples count as more than 1. The mean is divided by the second number, which
+    is the same on all ranks, even on a late rank that is still at another batch.
     """
     there = counted[..., 1]
-    if count.examples is None:  # without any example the mean is 0, like the sum
+    if (
+        count.examples is None
+    ):  # if the sum has no examples, the mean is 0, like the sum
         return jnp.where(there == 0, 1, there)
     expected = jnp.asarray(weights.examples, there.dtype)
     near = counts(there, expected, count.examples[1])
@@ -222,5 +229,6 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:
-    """Return the sum over the devices over which a batch is split, if it is split."""
+    """Return the sum of ``x`` over the devices over which a batch is split, or ``x`` if
+    the batch is not split."""
     return jax.lax.psum(x, tuple(split)) if split else x

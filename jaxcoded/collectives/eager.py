@@ -14,10 +14,10 @@ _MOST = 4  # most cached programs of one function
 
 class Eager:
     """A function that is traced in each call, and compiled if the trace differs from
-    recent ones.
+    recent traces.
 
     So the function uses the current values of the variables that it closes over, like
-    other functions of JAX outside `jit`. A loop of calls compiles it once.
+    other JAX functions outside `jit`. A loop of equal calls compiles it once.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -25,7 +25,7 @@ class Eager:
         self._programs: list[tuple[Any, Callable[..., Any]]] = []
 
     def __call__(self, *args: Any) -> Any:
-        # a new function, as JAX would not trace the same function again
+        # Make a new function, since JAX would not trace the same function again.
         trace = jax.make_jaxpr(lambda *its: self._function(*its), return_shape=True)
         closed, shape = trace(*args)
         programs = [each for each in self._programs if same(each[0], closed.jaxpr)]
@@ -38,7 +38,7 @@ class Eager:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two traces, or parts of traces, are certain to make the same
+    """Return whether two traces, or parts of traces, certainly give the same
     program."""
     if a is b:
         return True
@@ -100,7 +100,7 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
 
 
 def _computed(params: dict[str, Any]) -> dict[str, Any]:
-    """Return an operation's parameters without its derivative rules, which do not
-    run."""
+    """Return an operation's parameters without its derivative rules, which the program
+    does not run."""
     rules = {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "bwd_thunk"}
     return {name: value for name, value in params.items() if name not in rules}

@@ -1,5 +1,5 @@
-"""Convert complex numbers and integers to floating-point numbers with the same exact
-sums.
+"""Convert complex numbers and integers to floating-point numbers, from whose sums the
+exact sums follow.
 """
 
 import functools
@@ -31,10 +31,9 @@ def of(
     float32.
 
     Raises:
-        TypeError: a leaf, named in the message, has integers, which this group cannot sum exactly. The sum may be
-            approximate, or the plan's codes would multiply integers. Or, if
-            ``counted``, the transport would report a wrong count of the examples as
-            NaN, which integers do not have.
+        TypeError: a leaf has integers that this group cannot sum exactly, because the sum may be approximate, or
+            because the plan's codes would multiply integers. Also if ``counted`` and the transport reports a
+            wrong count of examples as NaN, since integers have no NaN. The message names the leaf.
         ValueError: integers would be rounded to the ``wire_dtype``.
     """
 
@@ -48,7 +47,7 @@ def of(
             leaf = array(leaf, name)
             return Summands((leaf.real, leaf.imag), leaf.dtype, leaf.dtype)
         if not _counts(dtype):
-            return leaf  # also leaves without numbers: packing raises an error for them
+            return leaf  # This includes leaves that are not numbers, for which packing raises an error.
         _check(group, name, dtype, wire_dtype)
         if counted and not group._session.transport.refuses_miscounts:
             raise TypeError(
@@ -65,8 +64,8 @@ def of(
 
 
 def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
-    """Return what `of` returns for one NumPy array. But 64-bit integers always keep all
-    their bytes."""
+    """Return what `of` returns, for one NumPy array. Unlike `of`, always keep all bytes
+    of 64-bit integers."""
     dtype = array.dtype
     if dtype.kind == "c":
         return Summands((array.real, array.imag), dtype, dtype)
@@ -83,8 +82,8 @@ def sum_on_host(dtype: np.dtype) -> np.dtype:
 
 
 def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
-    """Write the sum to ``out``. ``total`` has the sums of the arrays that `on_host`
-    returns, one after the other."""
+    """Write the sum to ``out``. ``total`` contains the sums of the arrays that
+    `on_host` returns, one after the other."""
     total = total.reshape(-1, *out.shape)
     if out.dtype.kind == "c":
         out.real, out.imag = total
@@ -95,8 +94,8 @@ def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
 
 
 def restored(total: Any) -> Any:
-    """Return the sum of pytrees from the sum of the results of `of`. The sum of bools is
-    the number of true values."""
+    """Return the sum of pytrees, given the sum of the pytrees that `of` returned for
+    them. The sum of bools is the number of true values."""
     return jax.tree.map(_restored, total, is_leaf=is_summands)
 
 

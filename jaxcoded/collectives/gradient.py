@@ -26,8 +26,8 @@ def of_part(
     batch: Any,
     weights: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, converted by `floats`, and the
-    auxiliary data. ``known``: see `check_axis`.
+    """Return ``Σ w ℓ`` and ``∇ Σ w ℓ`` of examples, both converted by `floats.of`, and
+    the auxiliary data. `check_axis` explains ``known``.
     """
     split = _jax_compat.varying(weights)
 
@@ -50,8 +50,8 @@ def of_part(
                 "(jax.lax.psum)"
             )
         w = weights.astype(accumulator(each.dtype))
-        # padding has weight 0, and must not count even if its loss is NaN; its gradient
-        # is finite, as padding repeats a real example
+        # Padding has weight 0, and must not count even if its loss is NaN. Its gradient
+        # is finite, since padding repeats a real example.
         loss = jnp.sum(jnp.where(w != 0, w * each.astype(w.dtype), 0))
         return loss, aux
 
@@ -69,11 +69,13 @@ def _losses_of_examples(
     batch: Any,
 ) -> tuple[jax.Array, Any]:
     """Return the loss of each example, and the auxiliary data. A scalar loss is the
-    mean over the examples of a batch. So its value for a batch of one example is the
-    loss of this example.
+    mean over the examples of a batch. So the loss of an example is the scalar loss of a
+    batch with only this example.
     """
 
-    @functools.partial(jax.jit, inline=True)  # traced once, also for its shape
+    @functools.partial(
+        jax.jit, inline=True
+    )  # traced once, although its shape is needed first
     def pair(params: Any, batch: Any) -> tuple[Any, Any]:
         out = losses(params, batch)
         if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):
@@ -111,7 +113,8 @@ def _losses_of_examples(
 
 
 def check_alone(name: str, traced: ClosedJaxpr) -> None:
-    """Raise a TypeError if a rank cannot compute this function without other ranks."""
+    """Raise a TypeError if the function calls a collective, so that a rank cannot
+    compute it alone."""
     if ORDER in traced.effects:
         raise TypeError(
             f"{name} calls a collective, but a late rank skips {name}, and the other ranks would wait for it: call "
@@ -128,8 +131,8 @@ def check_axis(
     known: set[Any],
 ) -> None:
     """Raise a ValueError if the first axis of a result is not the axis of the examples,
-    but has the same length by chance. ``known`` has the shapes of examples that have
-    already passed this check.
+    even if it has the same length by chance. ``known`` has the shapes of examples that
+    have already passed this check.
     """
     shapes = tuple(leaf.shape for leaf in jax.tree.leaves(examples))
     if shapes in known or not shapes:
@@ -140,7 +143,7 @@ def check_axis(
     )
     try:
         found = jax.eval_shape(function, params, twice)
-    except Exception:  # noqa: BLE001  # it may accept only the given number of examples
+    except Exception:  # noqa: BLE001  # the function may accept only the given number of examples
         found = None
     for path, leaf in jax.tree_util.tree_leaves_with_path(found):
         if leaf.shape[:1] != (2 * shapes[0][0],):
@@ -159,8 +162,8 @@ def unless_behind(
     behind: jax.Array | None = None,
 ) -> tuple[Any, Any]:
     """Return the ``gradient`` of a batch. If all weights are 0 or this rank is
-    ``behind``, return zeros without computing it. All devices of a split batch decide
-    together, as they may need each other for the gradient.
+    ``behind``, return zeros without computing it. All devices of a split batch make the
+    same decision, since they may need each other for the gradient.
     """
 
     def compute() -> tuple[Any, Any]:

@@ -1,11 +1,11 @@
 """Collectives on NumPy arrays and on objects with the buffer protocol or DLPack,
 without JAX arrays or compilation.
 
-They serve programs that compute with other libraries. They do not start JAX if it has
-only the CPU, as with ``JAX_PLATFORMS=cpu``. They are ordinary rounds of the group: one
+They serve programs that compute with other libraries. If JAX has only the CPU, as with
+``JAX_PLATFORMS=cpu``, they do not start JAX. They are ordinary rounds of the group: one
 rank may call them while other ranks run a compiled step, if shapes and dtypes are
-equal. Only bools need ``jax_enable_x64`` for that, as NumPy counts them in int64. They
-need a group with the engine.
+equal. For bools, the compiled step must then use ``jax_enable_x64``, since NumPy counts
+bools in int64. They need a group with the engine.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jaxcoded.transport.leaves import check_real, held
 from jaxcoded.transport.packing import Packing, checked_wire_dtype
 from jaxcoded.transport.round import Round
 
-_NAME = "coded_allreduce"  # the name of its rounds, as in `jit`
+_NAME = "coded_allreduce"  # the name of these rounds, which is the same in `jit`
 
 
 def allreduce(
@@ -46,17 +46,18 @@ def allreduce(
     Args:
         array: this rank's contribution: a contiguous NumPy array, or an object with the buffer protocol or DLPack,
             such as a tensor of PyTorch. Shape and dtype are equal on all ranks. Complex numbers, integers and bools
-            as in `jaxcoded.coded_allreduce`; the sum of bools is int64. The result has this machine's byte order.
+            are summed as in `jaxcoded.coded_allreduce`, but the sum of bools is int64. The result has this
+            machine's byte order.
         group: an open group without slices and parts, with ``transport="engine"``.
         weights: as for `jaxcoded.coded_allreduce`.
-        out: an array like the result; may be ``array`` itself. Default: a
-            new array.
+        out: an array with the result's shape and dtype, to which the result is written;
+            it may be ``array`` itself. Default: a new array.
         skip: whether this rank contributes nothing, as when it is late
-            (`CodedGroup.lag`); ``array`` then only gives the shape.
+            (`CodedGroup.lag`). Then only the shape and dtype of ``array`` are used.
         erasures, wire_dtype: as for `jaxcoded.coded_allreduce`.
 
     Returns:
-        The sum, a NumPy array, in the memory of ``out`` if given.
+        The sum, a NumPy array. If ``out`` is given, the array uses its memory.
 
     Raises:
         ValueError: an array is not contiguous; ``out`` has another shape or dtype than
@@ -64,9 +65,9 @@ def allreduce(
             wrong shape; or ``wire_dtype`` is another dtype.
         TypeError: ``array`` is not an array of numbers, or has integers that the code would round; or the group has
             slices or parts.
-        CodedError: the errors during the round, as in `jaxcoded.coded_allreduce`, but
-            raised directly as the classes `GroupMismatch`, `TooManyErasures`,
-            `Desynchronized`, `GroupClosed`.
+        CodedError: an error during the round, as in `jaxcoded.coded_allreduce`. It is
+            raised as its own class: `GroupMismatch`, `TooManyErasures`,
+            `Desynchronized` or `GroupClosed`.
 
     Example:
         >>> import numpy as np, jaxcoded
@@ -119,7 +120,7 @@ def summed(
         if not (array.flags.c_contiguous and result.flags.c_contiguous):
             raise ValueError("arrays must be contiguous: use numpy.ascontiguousarray")
         if result is not array:
-            # this answer is exact, as both arrays are contiguous
+            # this function is exact for contiguous arrays
             overlap = np.may_share_memory(array, result)
             if overlap and array.ctypes.data != result.ctypes.data:
                 raise ValueError(
@@ -127,7 +128,9 @@ def summed(
                     "memory"
                 )
         mask = None if erasures is None else checked_erasures(erasures, group.size)
-    counts = [] if vector is None else [np.array(vector)]  # summed in place
+    counts = (
+        [] if vector is None else [np.array(vector)]
+    )  # a copy, since the round sums in place
     vectors, results = [*counts], [*counts]
     for kind in round.vectors[len(counts) :]:  # one vector, or none for an empty array
         sent = parts
@@ -151,7 +154,7 @@ def _memory_of(out: Any) -> np.ndarray:
             dlpack = hasattr(out, "__dlpack__")
             viewed = np.from_dlpack(out) if dlpack else _arrays.viewed(out)
             if dlpack and not viewed.flags.writeable and hasattr(out, "__array__"):
-                # NumPy's arrays from an older DLPack are read-only; PyTorch's __array__ shares the memory
+                # NumPy makes read-only arrays from an older DLPack; PyTorch's __array__ shares the memory
                 other = np.asarray(out)
                 if other.ctypes.data == viewed.ctypes.data:
                     viewed = other
@@ -176,7 +179,7 @@ def _sum_of(
     counts: np.dtype | None,
 ) -> Round:
     """Return the round that sums arrays of this shape and dtype. ``counts`` is the
-    dtype of its count of examples, if any."""
+    dtype of the count of examples, if there is a count."""
     its = group()
     assert its is not None  # the caller holds the group
     like = jax.tree.map(

@@ -1,10 +1,11 @@
-"""Detect ranks that compute with other parameters, or at another batch.
+"""Detect ranks that compute with different parameters, or at a different batch, from
+the other ranks.
 
-A sum also counts its examples. Every atom of the batch (`jaxcoded.plan.atoms`; with
-shared work, every block) has a mark, and adds this mark times a key to the count. The
-key is a number that depends on the batch, the data and the parameters. The marks of all atoms add
-up to 0. So the count is right if all ranks in the sum have the same key. If their keys
-differ, the count is wrong by more than rounding explains.
+A sum also counts its examples. Every atom of the batch (`jaxcoded.plan.atoms`; with shared work,
+every block) has a number, its mark. The atom adds its mark times a key to the count. The key is a
+number that depends on the batch, the data and the parameters. The marks of all atoms add up to 0.
+So the count is right if all ranks in the sum have the same key. If their keys differ, the count
+is wrong by more than rounding explains.
 """
 
 import math
@@ -22,17 +23,18 @@ from jaxcoded.plan.placement import Placement
 
 _MOST = 64  # the largest mark of a block, as a multiple of the smallest mark
 _KEYS = 63
-# bounds of the largest mark of an atom, as parts of the batch
+# lower and upper bound of the largest mark of an atom, as fractions of the batch size
 _LEAST, _LARGEST = 2.0**-12, 2.0**-6
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
-    """Return the sum of one rank's marks, which it adds to its count for a key of 1, part by part: float64
-    ``(P,)``. The marks of all atoms add up to 0.
+    """Return what a rank's marks add to its count if the key is 1, part by part: float64 ``(P,)``. The
+    marks of all atoms add up to 0.
 
     Args:
-        rounding: the fraction of the count that rounding explains. Marks must be
-            larger, but so small that they increase rounding only a little.
+        rounding: the fraction of the count that rounding explains. The largest mark
+            must be a larger fraction, but so small that marks increase rounding only a
+            little.
     """
     weighed = atoms.coefficients(plan, rank)[:, :, 0]
     marks = np.random.default_rng(0).uniform(-1, 1, len(weighed))
@@ -42,8 +44,8 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
 
 def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
     """Return the mark of each block, float32 ``(blocks,)``. The marks of all blocks add
-    up to 0, but the marks of one owner's blocks do not. A sum of marks times an integer
-    key has no rounding error when it is added to the number of examples.
+    up to 0, but the marks of one owner's blocks do not. Adding marks times an integer
+    key to the number of examples causes no rounding error.
     """
     owners = len(placement.ranks)
     own = np.random.default_rng(0).integers(1, _MOST, (owners, placement.blocks))
@@ -60,13 +62,14 @@ def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:
 def key(
     number: Any, params: Any, moving: Sequence[Any] = (), *, to_the_bit: bool
 ) -> jax.Array:
-    """Return the key for a batch's number, which is an int32, and a pytree of parameters.
-    ``moving`` has pytrees of tangents or cotangents, each on a separate scale.
+    """Return the key for a batch's number, an int32, and a pytree of parameters.
+    ``moving`` has pytrees of tangents or cotangents; numbers of different pytrees may
+    differ in scale.
 
     The key is a float32, mostly from −16 to 78. Each pytree in ``moving`` extends this
     range by 16 at both ends. Consecutive batches have different keys. Parameters that
-    differ only in rounding have nearly the same key, unless they must be equal
-    ``to_the_bit``, as integers always must.
+    differ only in rounding have nearly the same key. With ``to_the_bit`` they have
+    different keys, and integers that differ always have different keys.
     """
     params, moving = jax.lax.stop_gradient((params, moving))
     out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))
@@ -96,7 +99,7 @@ def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
 
 
 def _plain(leaf: Any) -> jax.Array:
-    """Return the bits of a typed key, and other arrays unchanged."""
+    """Return the bits of typed random keys; return other arrays unchanged."""
     leaf = jnp.asarray(leaf)
     typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if typed else leaf

@@ -35,12 +35,12 @@ from jaxcoded.transport.round import Round
 class Handle:
     """Rounds that `coded_allreduce_start` has started, for `coded_allreduce_done`.
 
-    A pytree, which can leave and enter ``jit``, and be carried through a ``scan``. It is valid only in this run of
-    this process, so do not save it in a checkpoint.
+    A handle is a pytree, which can be returned from ``jit``, passed to ``jit``, and carried through a ``scan``. It
+    is valid only until this process ends, so do not save it in a checkpoint.
 
     Attributes:
-        rounds: for each round, its uint32 number in the engine; with the mpi4jax transport the vectors of the
-            result, which are complete.
+        rounds: for each round, its uint32 number in the engine. With the mpi4jax transport, the complete
+            vectors of each round's result.
         divisor: the divisor of the sum.
         ends: for each round, the operation that completes it.
         packings: for each round, the pytree that it sums.
@@ -70,46 +70,51 @@ def coded_allreduce_start(
     bucket_bytes: int | None = None,
     token: jax.Array | None = None,
 ) -> Any:
-    """Begin a `coded_allreduce`, and continue to compute.
+    """Begin a `coded_allreduce`, so that the program can compute during the
+    communication.
 
     A round takes its place in the order of the group's rounds when it starts. So all
     ranks must start rounds, and call the group's other collectives, in the same order.
-    The order of `coded_allreduce_done` does not matter. One rank may start a round for
+    They may call `coded_allreduce_done` in any order. One rank may start a round for
     which another rank calls `coded_allreduce`.
 
     The engine copies the vectors and carries out the rounds while the rank computes. The
-    messages of the mpi4jax transport block, so with it the whole round takes place in
-    this call. The call then hides no communication, and raises the errors of the round.
+    messages of the mpi4jax transport block. So with this transport the whole round
+    takes place in this call, which then hides no communication, and raises the errors
+    of the round.
 
     Usable inside ``jit``, ``scan``, ``while_loop`` and ``cond``. It can be neither
     differentiated nor batched by ``vmap``.
 
     Args:
         x, weights, divisor, erasures, skip, residual, wire_dtype: as for `coded_allreduce`.
-        group: as for `coded_allreduce`; or several groups with the same plan, between
-            which the rounds of ``bucket_bytes`` alternate. The rounds of one group
-            follow each other, and rounds of several groups overlap. So on a slow
-            network the end of one round does not delay the next round.
-        bucket_bytes: start several rounds, each with leaves of about this many bytes (≥
-            1), at most 64 rounds. A bucket is sent as soon as its leaves are computed.
-            The bucket with the last leaves comes first, in the order of a backward pass.
+        group: as for `coded_allreduce`; or several groups with the same plan. The
+            rounds made by ``bucket_bytes`` then alternate between the groups. Rounds of
+            one group run one after the other, but rounds of different groups overlap.
+            So on a slow network the end of one round does not delay the next round.
+        bucket_bytes: start several rounds (at most 64), each with leaves of about this
+            many bytes (≥ 1), a bucket. A bucket is sent as soon as its leaves are
+            computed. The bucket with the last leaves comes first, as in a backward pass.
             Default: one round.
-        token: orders the calls instead of JAX's effects, see `coded_allreduce`. Pass
-            the returned token to the next call, also to `coded_allreduce_done`.
+        token: the token that orders the calls instead of JAX's effects; see
+            `coded_allreduce`. Pass the returned token to the next call, even if this is
+            `coded_allreduce_done`.
 
     Returns:
         A `Handle`. With a ``token``, a `Result` with the handle and the token for the
         next call.
 
-        The engine keeps rounds that were started and not done: up to 64 rounds of a
-        group, each with a copy of its vectors. Before it starts another round, it waits
-        for the end of the oldest round, and drops that round's result.
+        The engine keeps rounds for which `coded_allreduce_done` was not called: up to
+        64 rounds of a group, each with a copy of its vectors. Before it starts one more
+        round, it waits for the end of the oldest round, and drops the oldest round's
+        result.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
         TypeError: ``bucket_bytes`` is given with an `Encoded`, which is one message.
         ValueError: ``bucket_bytes`` is not an integer ≥ 1, or makes more than 64 rounds
-            of a group; no groups are given; or the groups have different plans.
+            of a group; ``group`` is an empty sequence; or the groups have different
+            plans.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded
@@ -148,7 +153,7 @@ def started(
     divisor: Any = None,
     **asked: Any,
 ) -> Any:
-    """Start the rounds of a sum with these options, see `prepared`."""
+    """Start the rounds of a sum; `prepared` explains the options."""
     groups = _taking_turns(group)
     with groups[0]._session.failing("coded_allreduce"):
         if not isinstance(x, Encoded):
@@ -163,7 +168,7 @@ def started(
         with its._session.failing("coded_allreduce"):
             ready.append(prepared(bucket, its, count, divisor=divisor, **asked))
     if divisor is not None and not isinstance(divisor, _jax_compat.Tracer):
-        divisor = jnp.asarray(divisor, float)  # also for an integer beyond int32
+        divisor = jnp.asarray(divisor, float)  # this accepts integers beyond int32, too
     flights, ends = [], []
     first = token = ready[0][1].token
     number_alone = (ShapedArray((), np.uint32),) if _go_on(groups) else None
@@ -190,9 +195,9 @@ def coded_allreduce_done(
     Args:
         handle: the handle of `coded_allreduce_start`, which can be used once.
         after: pytree of arrays that are computed before this call waits. Pass the
-            results of the computation that should hide the communication: XLA starts
-            ready operations in any order, and a waiting call occupies one of its
-            threads.
+            results of the computation that should hide the communication. Otherwise XLA
+            may start this call before the computation, and the waiting call occupies
+            one of XLA's threads.
         token: the token of the last call, if a token orders the calls.
 
     Returns:
@@ -203,9 +208,10 @@ def coded_allreduce_done(
         TypeError: ``handle`` is not a `Handle`.
         ValueError: a ``token`` is missing, or is given although the round was started
             without a token.
-        GroupClosed: the group was closed.
-        jax.errors.JaxRuntimeError: errors during the round, as in `coded_allreduce`; or
-            the handle was used before, or more than 64 rounds were started after it.
+        GroupClosed: the group was closed before this call.
+        jax.errors.JaxRuntimeError: an error during the round, as in `coded_allreduce`;
+        the handle was used before; or more than 64 rounds were started after the
+        handle's round.
     """
     if not isinstance(handle, Handle):
         raise TypeError(
@@ -262,8 +268,9 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
             "would be sums of different assignments: open the other groups with "
             "CodedGroup(comm, group.plan)"
         )
-    # If a round ends within the call that starts it, several groups gain nothing, and
-    # nothing orders the rounds of two groups.
+    # With the mpi4jax transport a round ends within the call that starts it. Then
+    # several groups would gain nothing, and nothing would order the rounds of two
+    # groups. So use one group.
     return groups if _go_on(groups) else groups[:1]
 
 
@@ -275,8 +282,9 @@ def _go_on(groups: Sequence[CodedGroup]) -> bool:
 def _buckets(
     x: Any, bucket_bytes: int | None, groups: tuple[CodedGroup, ...]
 ) -> tuple[list[Any], Any]:
-    """Return the buckets to start, the last leaves first, and the pytree's structure.
-    The structure is ``None`` if the whole pytree is the only bucket.
+    """Return the buckets in the order in which they start, with the last leaves first,
+    and the pytree's structure. The structure is ``None`` if the whole pytree is the
+    only bucket.
     """
     if bucket_bytes is None:
         return [x], None

@@ -14,7 +14,7 @@ class SumGradientsState(NamedTuple):
     """The state of the transformation between steps.
 
     Attributes:
-        token: the number that orders the calls, see `jaxcoded.coded_allreduce`;
+        token: the number that orders the calls (see `jaxcoded.coded_allreduce`), or
             ``None`` without ``carry_token``. The token's value has no meaning, so a
             state from a checkpoint works like a new state.
     """
@@ -31,25 +31,25 @@ def sum_gradients(
 ) -> optax.GradientTransformationExtraArgs:
     """Replace local gradients by their exact sum over the global batch.
 
-    Use it in chains, on the local gradient of the loss weighted by a batch's
-    ``weights``. Do not use it on the result of `coded_value_and_grad`, which is already
-    reduced. ``init`` never communicates. ``update`` takes the batch's weights,
-    ``tx.update(grads, state, params, weights=batch.weights)``, and passes them and
-    ``erasures`` to `jaxcoded.coded_allreduce`.
+    Use the transformation in a chain, on the local gradient of the loss weighted by a
+    batch's ``weights``. Do not use it on the result of `coded_value_and_grad`, which is
+    already reduced. ``init`` never communicates. Pass the batch's weights to
+    ``update``, as ``tx.update(grads, state, params, weights=batch.weights)``.
+    ``update`` passes its ``weights`` and ``erasures`` to `jaxcoded.coded_allreduce`.
 
     Args:
         group: an open group.
         divisor: a number by which the sum is divided, such as the global batch size.
             Default: no division.
         wire_dtype: as for `jaxcoded.coded_allreduce`.
-        carry_token: whether to order the calls by a number in the state, which is
-            faster to dispatch. Then the step must make no other call of this group.
+        carry_token: whether to order the calls by a token in the state, which is faster
+            to dispatch. Then the step must make no other call of this group.
 
     Returns:
         A ``GradientTransformationExtraArgs``. ``update`` raises the errors of
-        `jaxcoded.coded_allreduce`. It raises ``ValueError`` for a gradient that
-        `coded_value_and_grad` or another transformation has already summed, if both
-        calls are in the same ``jit``, or both outside.
+        `jaxcoded.coded_allreduce`. It also raises ``ValueError`` if
+        `coded_value_and_grad`, or another such transformation, has already summed the
+        gradient in the same ``jit``, or if both calls are outside ``jit``.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded, optax

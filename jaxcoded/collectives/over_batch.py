@@ -26,23 +26,23 @@ def summed(
     moving: Sequence[Any] = (),
     **asked: Any,
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """Return the sum of ``compute`` over the batch, in one round, by the group's
-    strategy.
+    """Return the sum of ``compute`` over the batch, formed in one round as the group's
+    strategy requires.
 
     Args:
         compute: see `coded.summed` and `shared.summed`.
         alike: pytree of values that must be equal on all ranks, in addition to the
             batch.
         eps: the precision of ``compute``, see `_jax_compat.coarsest_eps`.
-        same_bits: whether ``alike`` has the same bits on all ranks, and not only the
-            same values up to rounding.
+        same_bits: whether ``alike`` must have the same bits on all ranks. Otherwise its
+            values may differ in rounding.
         moving: pytrees of tangents or cotangents that must also be equal on all ranks,
             each on a separate scale.
         name, token, asked: see `coded.summed`.
 
     Returns:
-        The sum, the same on every rank; the auxiliary data; the counted numbers, and
-        their `Count`.
+        Four values: the sum, which is the same on every rank; the auxiliary data; the
+        counted numbers; and their `Count`.
     """
     transport = group._session.transport
     with group._session.failing(name):
@@ -51,12 +51,12 @@ def summed(
             transport.computes_with(eps)
         key = None
         if not group.approximate:
-            # messages that the check compares may differ in rounding
+            # Messages that a check compares may differ in rounding.
             same_bits &= group.options.check == DEBUG and not transport.compares
             key = marks.key(weights.number, alike, moving, to_the_bit=same_bits)
             key = key + weights.likeness
-            # add up the keys of all devices of a split batch, as their counts are added
-            # up
+            # Every device of a split batch has a part of the count; the parts are added
+            # up, so add up their keys, too.
             key = over_devices(key, _jax_compat.varying(key))
     how = shared.summed if group.plan.strategy.by_blocks else coded.summed
     return how(compute, batch, weights, group, key, name=name, token=token, **asked)

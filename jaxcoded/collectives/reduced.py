@@ -6,15 +6,17 @@ from typing import Any
 
 import jax
 
-# Maps the `id` of an array or tracer to the object and the index of its group. A value
-# computed from the object is another object, which is not in this dictionary.
+# Maps the `id` of an array or tracer to a weak reference to it, and to the index of the
+# group that reduced it. A value computed from it is a new object, which is not in this
+# dictionary.
 _known: dict[int, tuple[weakref.ref[Any], int]] = {}
 
 
 def note(pytree: Any, group: int) -> None:
     """Record that these leaves are reduced over the group with this index."""
     for leaf in jax.tree.leaves(pytree):
-        # the callback's argument, the dead reference, becomes the default of `pop`
+        # The callback receives the dead reference, which `pop` then takes as its
+        # default.
         forget = functools.partial(_known.pop, id(leaf))
         _known[id(leaf)] = weakref.ref(leaf, forget), group
 

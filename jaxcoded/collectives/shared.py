@@ -33,15 +33,16 @@ def summed(
     wire_dtype: Any,
     words: str = "",
 ) -> tuple[Result, Any, jax.Array, Count]:
-    """Return the sum of ``compute`` over the blocks of the batch, see
+    """Return the sum of ``compute`` over the blocks of the batch; see
     `over_batch.summed`. The auxiliary data are stacked over the blocks that this rank
     holds, with zeros for blocks that it has not computed.
 
-    The engine says which blocks this rank computes. The rank adds the results to vectors
-    that other ranks fetch while it waits for its next block. So the vectors are the
-    leaves themselves, without copies. ``compute`` is a function of a block's examples,
-    ``(size, …)``, and their weights, float32 ``(size,)``. The weights are 0 for
-    padding. ``erasures`` is ``None``, as the strategy raises an error for any erasures.
+    The engine decides which blocks this rank computes. The rank adds the results to
+    vectors that other ranks fetch while this rank waits for its next block. Each leaf is
+    a vector of its own, so no leaf is copied. ``compute`` is a function of a block's
+    examples, ``(size, …)``, and their weights, float32 ``(size,)``. The weights are 0
+    for padding. ``erasures`` is always ``None``, since the strategy does not support
+    erasures.
     """
     del erasures
     placement = group.plan.placement
@@ -77,9 +78,9 @@ def summed(
             **fields,
         )
     nonempty = [(kind, n) for kind, n in zip(packing.kinds, packing.counts) if n]
-    # An additional vector. If the sum may lack a part of the batch, the vector shows
-    # which blocks are in the sum. In a group with a check, it has the results of
-    # audits.
+    # An additional vector. If the sum may lack a part of the batch, it shows which
+    # blocks are in the sum. In a group with a check, it has the reports that `audit`
+    # compares.
     probes, audited = [], None
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
@@ -109,9 +110,9 @@ def summed(
     def take(
         sums: Sequence[jax.Array], token: jax.Array | None, number: int = 1
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return three numbers. The first is the next block, or -1 at the end. The second is not 0 if the sums
-        must be zeroed before the block is added. The third says whether the block is added, reported for
-        comparison, or both."""
+        """Return an array of three numbers, and the next token. The first number is the next block, or -1 at
+        the end. The second is not 0 if the sums must be zeroed before the block is added. The third tells
+        whether the block is added, reported for comparison, or both."""
         asked = round.step("take", number=number)
         (work,), token = run(asked, operands._replace(vectors=sums, token=token))
         return work, token
@@ -125,7 +126,7 @@ def summed(
         examples = jax.tree.map(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
         )
-        # a smaller last batch of an epoch lacks the examples at its end
+        # A smaller last batch of an epoch lacks examples at its end.
         here = jnp.minimum(
             jnp.asarray(sizes)[block], weights.examples - jnp.asarray(starts)[block]
         )
@@ -143,7 +144,7 @@ def summed(
             total += key * jnp.asarray(marked)[block]
         added = [jnp.stack([total, there]), *flat(local)]
         if audited is not None:
-            # results that are only for comparison are not added
+            # Results that are computed only for comparison are not added.
             added = [jnp.where(audit.added(kind), x, 0) for x in added]
             aux = jax.tree.map(
                 lambda all, one: jnp.where(audit.added(kind), one, all[at]), auxes, aux

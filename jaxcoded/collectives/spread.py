@@ -15,27 +15,28 @@ _NAME = "spread"
 
 
 def spread(params: Any, group: CodedGroup) -> Any:
-    """Return the same values, whose gradients are summed over the ranks.
+    """Return the parameters unchanged, but let reverse mode sum their gradients over
+    the ranks.
 
-    `coded_sum` applies ``spread`` to its parameters itself. Together with
-    `coded_allreduce`, ``spread`` makes a function of a sum differentiable: spread the
-    common values, compute this rank's contribution from them, and sum contributions.
+    With `coded_sum` you do not need ``spread``. With `coded_allreduce`, ``spread``
+    makes a function of a sum differentiable: apply ``spread`` to values that are equal
+    on all ranks, compute this rank's contribution from the result, and sum the
+    contributions.
 
-    The transpose of the sum passes the cotangent, which is equal on all ranks, to each
-    rank. The gradient through a rank's contribution is only one part of the whole
-    gradient. The transpose of ``spread`` sums these parts in one more round. So the sum
-    and ``spread`` are each other's transposes, like ``psum`` and ``jax.lax.pvary`` in
-    ``shard_map``.
+    The transpose of the sum gives each rank the same cotangent. The gradient through a
+    rank's contribution is only one part of the whole gradient. The transpose of
+    ``spread`` sums the parts of all ranks in one more round. So the sum and ``spread``
+    are each other's transposes, like ``psum`` and ``jax.lax.pvary`` in ``shard_map``.
 
-    All differentiated inputs of the contribution must come through ``spread``: other
-    inputs get gradients that differ between ranks.
+    Apply ``spread`` to all differentiated inputs of the contribution: gradients of
+    inputs without ``spread`` differ between ranks.
 
     Args:
         params: pytree of arrays that are equal on all ranks.
         group: an open group without slices or parts.
 
     Returns:
-        The same pytree, of JAX arrays.
+        A pytree of JAX arrays with the values of ``params``.
 
     Raises:
         TypeError, ValueError, GroupClosed: as `coded_allreduce`.
@@ -80,7 +81,7 @@ batching.primitive_batchers[spread_p] = lambda leaves, axes, *, group: (
 
 
 def _transpose(cotangents: Sequence[Any], *leaves: Any, group: CodedGroup) -> Any:
-    """Transpose by one round, which sums the cotangents."""
+    """Return the sum of the ranks' cotangents, formed in one round."""
     there = [i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero)]
     back: list[Any] = [None] * len(cotangents)
     if there:

@@ -5,7 +5,7 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-class Closed(RuntimeError): ...  # the group is not open
+class Closed(RuntimeError): ...  # raised if the group is not open
 
 class Family:
     def __init__(
@@ -21,7 +21,7 @@ class Family:
 
 class Decoder:
     @overload
-    def __init__(self) -> None: ...  # a leaf's decoder
+    def __init__(self) -> None: ...  # for a leaf, which has nothing to decode
     @overload
     def __init__(
         self,
@@ -89,7 +89,8 @@ def section_shares(
     taker: int | None = None,
 ) -> tuple[list[tuple[int, int, int]], float]: ...
 
-# dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), elements, address
+# The dtype (0 bytes, 1 float16, 2 bfloat16, 3 float32, 4 float64), the number of
+# elements, and the address of a vector.
 _Vector: TypeAlias = tuple[int, int, int]
 _Card: TypeAlias = tuple[int, int, int, int, int, int, int]
 
@@ -205,7 +206,8 @@ def next_warning() -> tuple[int, str] | None: ...
 def next_report(reports: Any) -> tuple[Any, ...] | None: ...
 def record(index: int) -> Any: ...
 
-# Waits like `next_report`. Returns the round's number, the call, and the blocks of each member.
+# Wait like `next_report`, then return the round's number, the call's description, and the
+# blocks of each member of the family.
 def next_dealt(reports: Any) -> tuple[int, str, list[list[int]]] | None: ...
 def replay(index: int, rounds: list[tuple[int, str, list[list[int]]]]) -> None: ...
 def replan(
@@ -222,7 +224,7 @@ def state(index: int) -> bytes: ...
 def resume(index: int) -> None: ...
 
 class LoneNode:
-    """A node without a network, which tests drive."""
+    """A node without a network, which tests control."""
 
     def __init__(
         self, family: Family, decoder: Decoder, limits: Limits, wire: Any

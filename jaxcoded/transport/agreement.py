@@ -1,4 +1,4 @@
-"""Check that ranks agree, before they rely on their agreement."""
+"""Check that ranks agree before they rely on it, and exchange values."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from jaxcoded.errors import CodedError
 T = TypeVar("T")
 LONGEST = 16 << 20  # most bytes of a rank's answer
 # How many characters of a long text are shown: at its beginning; at its end, which may
-# contain an error; and around a difference.
+# contain an error; and before and after a difference.
 _FIRST, _LAST, _BEFORE, _AFTER = 120, 240, 20, 60
 _WHY = "has a rank died, or do ranks run different builds of jaxcoded?"
 
@@ -34,8 +34,9 @@ def check_communicator(comm: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert an argument so that equal values of different types become the same: a
-    list, a tuple and an array; 3, 3.0 and ``np.float32(3)``."""
+    """Convert an argument so that equal values of different types become the same
+    value. A list, a tuple and an array become the same, and so do 3, 3.0 and
+    ``np.float32(3)``."""
     if hasattr(value, "tolist"):  # from NumPy or JAX
         value = value.tolist()
     if isinstance(value, Mapping):
@@ -76,8 +77,8 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     """Compare the descriptions of all ranks, by one all-reduce of 16 bytes if they
     agree. Collective.
 
-    Return ``None`` if all are the same. Otherwise return a text on every rank. It has
-    the difference, the meaning of the difference (``what``), and each rank's
+    Return ``None`` if all descriptions are the same. Otherwise return a text on every
+    rank. It has the difference, what the difference means (``what``), and each rank's
     description.
     """
     digest = int.from_bytes(hashlib.sha256(words.encode()).digest()[:7])
@@ -86,13 +87,14 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     if extremes[0] == -extremes[1]:
         return None
     ranks = gathered(comm, words)
-    # if the descriptions do not differ, a rank's death has disturbed the reduction
+    # If the descriptions are the same after all, a rank's death has disturbed the
+    # reduction.
     return in_words(ranks, what) if len(set(ranks)) > 1 else None
 
 
 def in_words(said: Sequence[str], what: str) -> str:
-    """Return as text how descriptions differ, the meaning of the difference (``what``),
-    and each description."""
+    """Return a text that has the difference between descriptions, what it means
+    (``what``), and each description."""
     answers = list(dict.fromkeys(said))
     who = []
     for answer in answers:
@@ -125,11 +127,11 @@ def _shortened(words: str) -> str:
 def on_all(
     comm: MPI.Intracomm, step: Callable[[], T], undo: Callable[[T], object]
 ) -> list[T]:
-    """Do a ``step`` on which all ranks rely. Return the results of all ranks, which are
-    JSON values, by rank. Collective.
+    """Call ``step``, which must succeed on all ranks. Return the results of all ranks,
+    which are JSON values, by rank. Collective.
 
-    Raise a CodedError on every rank if the step failed on some ranks. Ranks on which it
-    succeeded then call ``undo`` with their result.
+    If ``step`` fails on some ranks, raise a CodedError on every rank. Ranks on which it
+    succeeded then first call ``undo`` with their result.
     """
     outcome: list[T] = []
     failure: Exception | None = None
@@ -152,8 +154,8 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
     Raise `Unreadable` if a rank's value cannot be read, or is longer than 16 MiB. All
     ranks raise it unless a rank has died.
 
-    JSON needs no common classes on the ranks. Unpickling an unknown class would raise
-    an unclear error, or do worse.
+    JSON needs no common classes on the ranks, unlike pickle: unpickling an unknown
+    class would raise an unclear error, or run unknown code.
     """
     mine = _bytes(value)
     # Zeros, so that missing data is invalid JSON.
@@ -172,7 +174,8 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
 
 
 def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
-    """Return the root's value on all ranks. Errors as in `gathered`. Collective."""
+    """Return the root's value on all ranks. Raise the errors of `gathered`.
+    Collective."""
     mine = _bytes(value if comm.rank == root else None)
     length = np.array([len(mine)], np.int64)
     wait(comm.Ibcast(length, root))

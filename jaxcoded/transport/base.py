@@ -13,20 +13,21 @@ from jaxcoded.transport.round import Round
 
 
 class Carrier(abc.ABC):
-    """The object that a round in a compiled program finds by its group's index."""
+    """The object that carries out rounds. A compiled program finds it by its group's
+    index."""
 
-    index: int  # the index of the group, never used again
+    index: int  # the index of the group, which no later group gets
     plan: Plan  # the ranks' plan
     rank: int  # the rank of this process
     can_lag = False  # whether rounds may be decided before a rank calls them
-    takes_tokens = False  # whether a token can order rounds instead of the effect
+    takes_tokens = False  # whether a token can order rounds instead of JAX's effect
     takes_parts = (
         False  # whether parts of a message can be sent ahead of the other parts
     )
-    # How many rounds can be started before the first one is finished. With 0, a started round would not progress
-    # while its rank computes.
+    # How many rounds can be started before the first of them is finished. 0 means that a started round would not
+    # progress while its rank computes.
     most_started = 0
-    # whether a sum of other examples raises an error; otherwise it is NaN
+    # whether a sum of wrong examples raises an error; otherwise its result is NaN
     refuses_miscounts = False
     compares = False  # whether parents compare their children's messages
 
@@ -34,11 +35,12 @@ class Carrier(abc.ABC):
     def lower(
         self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
     ) -> Any:
-        """Lower a round for a platform, like a lowering rule of JAX."""
+        """Lower a round for a platform, as a JAX lowering rule does."""
 
     def devices(self, token: Any) -> Devices | None:
-        """Return the devices of the traced program if several make the call together.
-        Raise a ValueError if they cannot. ``token`` orders the call, if given.
+        """Return the devices of the traced program if several devices make the call
+        together. Raise a ValueError if they cannot. ``token`` orders the call, if
+        given.
         """
         if devices.of_program() is not None:
             raise ValueError(f"without the engine {devices.REMEDY}")
@@ -51,13 +53,12 @@ class Transport(Carrier):
     name: ClassVar[str]
 
     def computes_with(self, eps: Callable[[], float]) -> None:
-        """Record the precision of a program of the group, as a machine epsilon. Only
-        the largest epsilon counts: messages that a check compares may differ by this
-        much.
+        """Record the precision of one of the group's programs, as a machine epsilon.
+        The largest recorded epsilon determines how much messages may differ in a check.
         """
 
     def host_lag(self) -> int:
-        """Return the current lag, see `CodedGroup.lag`."""
+        """Return the current lag; see `CodedGroup.lag`."""
         return 0
 
     @abc.abstractmethod
@@ -72,15 +73,15 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def broadcast(self, words: str, array: np.ndarray) -> np.ndarray:
-        """Return the root's array on every rank, by a separate round."""
+        """Return the root's array on every rank, sent in a separate round."""
 
     @abc.abstractmethod
     def replanned(self, index: int, plan: Plan) -> Self:
-        """Return the transport with another plan and index, and close this
+        """Return a transport that continues with another plan and index, and close this
         transport."""
 
     def enter(self) -> None:
-        """Begin, after all ranks have opened this transport."""
+        """Begin to work. All ranks must have opened this transport."""
 
     @abc.abstractmethod
     def close(self, seconds: float) -> list[int]:

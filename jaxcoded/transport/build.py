@@ -1,7 +1,7 @@
-"""The versions that a rank runs, and whether ranks can work together.
+"""Compare the versions that ranks run, to see whether the ranks can work together.
 
-The form of other messages may differ between versions, so ranks exchange their versions
-first: two numbers, and texts if the numbers differ.
+The format of all other messages may differ between versions, so ranks exchange their
+versions first: two numbers, and texts if the numbers differ.
 """
 
 import functools

@@ -16,27 +16,28 @@ ACTIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """Compare messages with surplus messages, which a parent does not need for its sum, and look for NaN and
-    infinities. This detects faulty memory and processors (``docs/verify.md``) and, as `DEBUG`, mistakes in the
-    program.
+    """Compare the messages that form a sum with surplus messages, which the parent does not need for its sum,
+    and look for NaN and infinities. A check detects faulty memory and processors (``docs/verify.md``). The
+    check `DEBUG` also detects mistakes in the program.
 
     Attributes:
         action: what happens if messages differ by more than rounding explains (``docs/theory.md``). ``"raise"``
             fails the round with `InconsistentMessages` on all ranks. ``"warn"`` logs the difference and continues.
-            ``"drop"`` logs it and forms the sum without the wrong child. If this child
-            is unknown, or the other children do not suffice, the round fails. One
-            surplus message shows which children may be wrong; two show which child is
-            wrong. With shared work, two ranks compute one block of each round. Their
-            results show only that one of the two is wrong, so ``"drop"`` then fails the
-            round.
-        wait: for which messages to wait. ``False``: for none. The check compares the messages that have arrived
-            when the sum can be formed; often there is no surplus message. ``True``: for the messages of all living
-            children, at most until the deadline, to have as many surplus messages as possible. ``"all"``: for the
-            messages of all children, before any rank gets the sum, so only with ``"raise"``. With shared work and
-            ``"all"``, no rank computes blocks of late ranks.
+            ``"drop"`` logs the difference and forms the sum without the wrong child.
+            The round fails if the wrong child is unknown, or if the other children do
+            not suffice. One surplus message shows which children may be wrong; two show
+            which child is wrong. With shared work, two ranks compute one block of each
+            round. Their results show only that one of the two is wrong, so ``"drop"``
+            then fails the round.
+        wait: for which messages to wait. With ``False``, a parent does not wait for surplus messages. It compares
+            the messages that have arrived when the sum can be formed, and often there is no surplus message. With
+            ``True``, it waits for the messages of all living children, at most until the deadline, to have as many
+            surplus messages as possible. With ``"all"``, it waits for the messages of all children before any rank
+            gets the sum; this needs ``"raise"``. With shared work and ``"all"``, no rank computes blocks of late
+            ranks.
 
     Raises:
-        ValueError: an argument is not as described.
+        ValueError: an argument is invalid.
 
     Example:
         >>> import jaxcoded
@@ -81,7 +82,8 @@ DEBUG = Check(wait="all")
 
 
 def asked(check: Any) -> Any:
-    """Return ``check``, or the environment's value if it is ``None``, see `validate`."""
+    """Return ``check``, or the value from the environment if ``check`` is ``None``; see
+    `validate`."""
     if check is not None:
         return check
     value = os.environ.get(VARIABLE, "")

@@ -1,7 +1,8 @@
-"""Check whether MPI accepts pointers to a GPU's memory, before it gets such a pointer.
+"""Check whether MPI accepts pointers to a GPU's memory, before mpi4jax passes a pointer
+to MPI.
 
-With ``MPI4JAX_USE_CUDA_MPI=1``, mpi4jax passes such pointers to MPI. An MPI that cannot
-read them crashes.
+With ``MPI4JAX_USE_CUDA_MPI=1``, mpi4jax passes pointers to GPU memory to MPI. An MPI
+that cannot use these pointers crashes.
 """
 
 import contextlib
@@ -13,14 +14,14 @@ import jax
 from mpi4py import MPI
 
 _ON = ("true", "1", "on")
-# the library of mpi4jax that is linked to MPI
+# the mpi4jax library that is linked to MPI
 _BRIDGE = "mpi4jax._src.xla_bridge.mpi_xla_bridge_cpu"
 _MPICH_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def why_not() -> str:
-    """Return why MPI must not get device pointers although they were requested. Return
-    an empty text if MPI accepts them, or will not get any.
+    """Return why MPI must not get device pointers although the environment requests it.
+    Return an empty text if MPI accepts device pointers, or will not get any.
     """
     asked = os.environ.get("MPI4JAX_USE_CUDA_MPI", "").lower() in _ON
     if not asked or jax.default_backend() != "gpu" or supported():
@@ -33,10 +34,10 @@ def why_not() -> str:
 
 
 def supported() -> bool:
-    """Return whether MPI reports that it accepts such pointers, by the extensions of
-    Open MPI and MPICH."""
+    """Return whether MPI reports that it accepts device pointers, according to the
+    extensions of Open MPI and MPICH."""
     spec = None
-    with contextlib.suppress(ModuleNotFoundError):  # its package is missing
+    with contextlib.suppress(ModuleNotFoundError):  # the package is missing
         spec = importlib.util.find_spec(_BRIDGE)
     if spec is None or spec.origin is None:
         return False

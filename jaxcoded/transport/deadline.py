@@ -12,8 +12,8 @@ ACTIONS = ("wait", "raise", "approximate")
 class Deadline:
     """The values of the options ``deadline`` and ``on_deadline``."""
 
-    seconds: float  # the limit from the beginning of a round; 0: none
-    rounds: float  # the limit relative to the usual time of a round; 0: none
+    seconds: float  # the limit in seconds, from the beginning of a round; 0: no limit
+    rounds: float  # the limit as a multiple of the median time of a round; 0: no limit
     action: str  # one of `ACTIONS`
 
     @property
@@ -23,7 +23,7 @@ class Deadline:
 
     @property
     def waits_on(self) -> bool:
-        """Return whether parents log the ranks for which they wait, and continue to
+        """Return whether parents log for which ranks they wait, and continue to
         wait."""
         return self.action == "wait"
 

@@ -1,8 +1,8 @@
 """Programs on several devices of one process. Inside `shard_map` all devices make a call together.
 
 A rank is one process with one contribution and one place in the order of the rounds. So
-its devices make one call together. Each device passes its shards, and one of them passes
-replicated arrays.
+its devices make one call together. Each device passes its shards, and one device passes
+the replicated arrays.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxcoded import _jax_compat
 
-# Seconds for which the devices of a process wait for each other, before they give up.
+# How many seconds the devices of a process wait for each other before they give up.
 PATIENCE = 300.0
 
 REMEDY = """\
@@ -50,8 +50,8 @@ class Devices:
         return jax.lax.axis_index(tuple(name for name, _ in self.axes))
 
     def owners(self, split: Sequence[str]) -> list[int]:
-        """For a value that is split over these axes and equal along all other axes,
-        return for each place the first place that has the same data.
+        """Return for each place the first place that has the same data, for a value
+        that is split over these axes and equal along all other axes.
 
         Example:
             >>> from jaxcoded.transport.devices import Devices

@@ -1,5 +1,5 @@
-"""Information on a process's end that only Python has. The rest is in
-``cpp/end_of_job.h``.
+"""Information on a process's end that only Python has. ``cpp/end_of_job.h`` has all
+other information on it.
 """
 
 import sys
@@ -15,7 +15,7 @@ _tell_mpi4py: Callable[[int], None] | None = getattr(MPI, "_set_abort_status", N
 
 
 def register() -> None:
-    """Record the argument of `sys.exit`, which mpi4py does not return."""
+    """Record the argument of `sys.exit`, which mpi4py keeps but does not return."""
     if _tell_mpi4py is not None:
         MPI._set_abort_status = _note
 
@@ -33,7 +33,8 @@ def status() -> int:
 
 
 def engine_ends_the_job() -> None:
-    """Let the engine end the job, as mpi4py would before `MPI_Finalize`."""
+    """Let the engine end the job in place of mpi4py, which would end it before
+    `MPI_Finalize`."""
     if _status and _tell_mpi4py is not None:
         _tell_mpi4py(0)
 

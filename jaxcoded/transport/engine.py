@@ -1,7 +1,7 @@
 """The transport with the engine: a parent continues as soon as its code can decode.
 
-The engine is a C++ extension with a progress thread, see ``docs/engine.md``. This
-module opens it for a group, and makes its calls JAX primitives.
+The engine is a C++ extension with a progress thread; see ``docs/engine.md``. This
+module opens the engine for a group, and calls it.
 """
 
 import atexit
@@ -40,8 +40,8 @@ except ImportError as error:
 
 logger = logging.getLogger("jaxcoded")
 
-# A round with shared work: its number, the call's description, and the blocks that each
-# rank has computed, in order.
+# A round with shared work: its number, the call's description, and for each rank the
+# blocks that it has computed, in order.
 Dealt = tuple[int, str, list[list[int]]]
 
 _DONE, _FAILED, _DESYNCHRONIZED = 1, 2, 3
@@ -51,12 +51,14 @@ _STATISTICS = (
     *("history_bytes", "memory_bytes", "fetched_bytes"),
     *("formed_bytes", "compared_rounds"),
 )
-# How much longer a rank waits for its children than the children wait for their own
-# children.
+# How many seconds longer a rank waits for its children than the children wait for their
+# own children.
 _GIVE_UP_SECONDS = 0.5
-# Without a deadline, the log names a child that makes no call for this many seconds.
+# Without a deadline in seconds, the log names a child that makes no call for this many
+# seconds.
 _STUCK_SECONDS = 10.0
-# Seconds at the end of the process in which ranks can still get missing results.
+# For how many seconds, at the end of the process, other ranks can still get missing
+# results.
 _EXIT_SECONDS = 5.0
 
 
@@ -92,32 +94,33 @@ def missing() -> str:
 
 
 def sources() -> str:
-    """Return a digest of the engine's C++ sources. Call this only if the engine is not
-    `missing`."""
+    """Return a digest of the engine's C++ sources. Call this only if `missing` returns
+    an empty text."""
     return _engine.sources[:12]
 
 
 def fault_tolerant() -> bool:
-    """Return whether MPI survives a rank's death (ULFM). Call this only if the engine
-    is not `missing`."""
+    """Return whether MPI survives a rank's death (ULFM). Call this only if `missing`
+    returns an empty text."""
     return not _why_missing and _engine.fault_tolerant()
 
 
 def join() -> None:
-    """Record that this process joins a job, or lets other processes join. At the end,
-    MPI then does not disconnect the communicators that old and new processes share,
-    since this would wait for all their ranks.
+    """Record that this process joins a job, or lets other processes join. Then, at its
+    end, MPI does not disconnect the communicators that old and new processes share: to
+    disconnect would wait for all ranks of these communicators.
     """
     _engine.join()
 
 
 def _release(version: str) -> str:
-    """Return the name and number of an MPI from its version text."""
+    """Return the name and version number of an MPI, from its version text."""
     return " ".join(version.partition("\n")[0].partition(",")[0].split())
 
 
 class Engine(Transport):
-    """The transport of one group. Collective. ``options`` are complete."""
+    """The transport of one group that uses the engine. Collective. ``options`` have no
+    ``None`` in place of defaults."""
 
     name = "engine"
     can_lag = True
@@ -129,10 +132,11 @@ class Engine(Transport):
         self, index: int, comm: MPI.Intracomm, plan: Plan, options: Options
     ) -> None:
         self.index, self.plan, self.rank = index, plan, comm.rank
-        # with shared work no two ranks send messages that could be compared
+        # With shared work, ranks do not send surplus messages that a parent could
+        # compare.
         self.compares = bool(options.check) and not plan.strategy.by_blocks
-        # a handler for a GPU blocks the thread that fills the stream, so rounds that
-        # progress by themselves gain nothing
+        # On a GPU the handler blocks the thread that fills the stream, so a program
+        # would gain nothing by starting rounds early.
         on_cpu = _jax_compat.default_backend() == "cpu"
         self.most_started = _engine.most_started if on_cpu else 0
         self._height = _height(plan, comm.rank)
@@ -159,8 +163,8 @@ class Engine(Transport):
             return cards[comm.rank]
 
         on_all(comm, let_read, undo=_engine.forget)  # before any rank continues
-        # all ranks draw the same session number, which distinguishes new messages from
-        # old messages
+        # All ranks get the same random session number, which distinguishes the group's
+        # messages from messages of earlier groups.
         session = told(comm, _random())
         self._serial, self._own = _communicator(comm)
         try:
@@ -182,14 +186,16 @@ class Engine(Transport):
             )
         except errors.CodedError as error:
             _engine.forget(cards[comm.rank])
-            if not isinstance(error, Unreadable):  # then no rank is still in it
+            if not isinstance(
+                error, Unreadable
+            ):  # otherwise no rank still uses the communicator
                 self._put_back()
             raise
         registry.add(self)
 
     def enter(self) -> None:
-        """Begin, once all ranks have opened this transport. From now on they report
-        their ends."""
+        """Begin to work. All ranks must have opened this transport. From now on a rank
+        that ends reports its end."""
         root = self.plan.root
         if self._own.size > 1:
             _own_process.has_group()
@@ -226,7 +232,7 @@ class Engine(Transport):
         self._ask("note_failure", words)
 
     def close(self, seconds: float) -> list[int]:
-        # ranks further down give up first, and name the absent ranks
+        # Ranks further down give up first, and name the absent ranks.
         absent = self._ask("close", seconds + self._patience)
         registry.remove(self.index)
         if not absent:
@@ -234,14 +240,15 @@ class Engine(Transport):
         return absent
 
     def _put_back(self) -> None:
-        """Keep the communicator for the next group, as no message is on its way in it."""
+        """Keep the communicator for the next group, since it has no messages in
+        transit."""
         with _idle_lock:
             _idle[self._serial] = self._own
 
     @property
     def _patience(self) -> float:
-        """Return by how many seconds a rank waits longer than the ranks below it. Those
-        ranks can then name the ranks for which they no longer wait.
+        """Return how many seconds longer a rank waits than the ranks below it. In this
+        time these ranks can report the ranks for which they no longer wait.
         """
         return _GIVE_UP_SECONDS * self._height
 
@@ -307,10 +314,11 @@ class Engine(Transport):
     def take_block(
         self, words: str, *, first: bool, costs: Sequence[float] = ()
     ) -> int | None:
-        """Return the next block of a round whose vectors are summed in the next round.
-        Return ``None`` once all blocks are computed; then call `end_of_blocks`. All
-        ranks must agree on ``words``. ``costs`` has the cost of each block, > 0 and
-        about 1; without costs, all blocks cost the same.
+        """Return the number of the next block to compute. This round only divides the
+        blocks; the next round sums the ranks' vectors. Return ``None`` once all blocks
+        are computed; then call `end_of_blocks`. ``words`` must be equal on all ranks.
+        ``costs`` has the cost of each block, > 0 and about 1; without costs, all blocks
+        cost the same.
         """
         number = fingerprint(words) % 2**64 if first else 0
         said = (words, first, list(costs)) if first else ("", first, [])
@@ -325,8 +333,8 @@ class Engine(Transport):
 
     def record(self) -> Callable[[], Dealt | None]:
         """Return, on the root, a function that waits for the next round with shared
-        work. The function returns which rank computed which blocks, and ``None`` after
-        the last round.
+        work. The function returns which rank computed which blocks. After the last
+        round it returns ``None``.
         """
         reports, members = self._ask("record"), self._members
 
@@ -340,15 +348,16 @@ class Engine(Transport):
         return following
 
     def replay(self, rounds: Sequence[Dealt]) -> None:
-        """On the root, divide work from now on as in these rounds. Any other round
-        raises an error."""
+        """On the root, divide the work of the next rounds as in these rounds. A round
+        that differs from these rounds raises an error."""
         members = self._members
         divided = [(n, call, [of[rank] for rank in members]) for n, call, of in rounds]
         self._ask("replay", divided)
 
     @property
     def _members(self) -> list[int]:
-        """Return the ranks of the family that shares its work, in the ledger's order."""
+        """Return the ranks of the family that shares its work: this rank, the root, and
+        its children, in the ledger's order."""
         return [self.rank, *self.plan.coded_children(self.rank)]
 
     # Telemetry.
@@ -389,17 +398,19 @@ class Engine(Transport):
     # Ranks that die or join.
 
     def departed(self) -> dict[int, str]:
-        """Return the ranks below this rank that make no more calls, with their
-        programs' errors."""
+        """Return the ranks below this rank that make no more calls, each with the error
+        that ended its program."""
         return dict(self._ask("departed"))
 
     def drained(self, seconds: float) -> bool:
-        """Return whether this rank's rounds are over within ``seconds``."""
+        """Wait until all rounds that this rank has called are over, at most
+        ``seconds``. Return whether they are over."""
         return self._ask("drained", seconds)
 
     def rounds_of_all(self) -> int:
-        """Return how many rounds of this rank are over. If a round failed only on this
-        rank, without the root, this round and all later rounds do not count.
+        """Return how many rounds of this rank are over, for all ranks. If a round
+        failed on this rank alone, and not on the root, this round and all later rounds
+        are not counted.
         """
         return self._ask("rounds_of_all")
 
@@ -409,8 +420,9 @@ class Engine(Transport):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Ask the ranks above this rank, during this block, which rounds are decided.
-        The engine asks even if this rank makes no call and its parent is silent.
+        """In this ``with`` block, let the engine ask the ranks above this rank which
+        rounds are decided. The engine asks even if this rank makes no call and its
+        parent is silent.
         """
         self._ask("watch", True)
         try:
@@ -418,14 +430,14 @@ class Engine(Transport):
         finally:
             with contextlib.suppress(
                 errors.GroupClosed
-            ):  # the group may be closed by now
+            ):  # the group may have been closed in the block
                 self._ask("watch", False)
 
     def agreed(self, mine: bool) -> bool:
         """Return whether ``mine`` is true on all ranks, and all ranks live. Collective."""
-        # MPI numbers agreements in a communicator together with the communicators made
-        # from it. So this uses the engine's communicator, from which no other
-        # communicator is made.
+        # MPI uses one sequence of numbers for agreements in a communicator and for the
+        # communicators made from it. So use the engine's communicator, from which no
+        # other communicator is made.
         try:
             return bool(self._own.Agree(int(mine)))
         except MPI.Exception as error:
@@ -448,7 +460,7 @@ class Engine(Transport):
             raise _error(_FAILED, str(error)) from None
 
 
-# The engine's description of a rank.
+# The engine's description of this rank, which other ranks need to reach it.
 
 
 def _introduce() -> Any:
@@ -457,17 +469,18 @@ def _introduce() -> Any:
 
 
 # Communicators of closed groups, for the next group of the same ranks. They are never
-# freed. A message to a rank that has left may still be on its way, and MPI would deliver
-# it in the next communicator with the same number. If a group uses the same communicator
-# again, the session number shows that the message is old.
+# freed. A message to a rank that has left may still be in transit. If its communicator
+# were freed, MPI would deliver it in the next communicator with the same number. If a
+# group uses the same communicator again, the session number shows that the message is
+# old.
 _idle: dict[int, MPI.Intracomm] = {}
 _idle_lock = threading.Lock()
 
 
 def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
     """Return a communicator that only the engine uses, and its number. Collective."""
-    # remove the candidates while the ranks agree, as another thread may be searching,
-    # too
+    # Remove the candidates while the ranks agree, since another thread may look for a
+    # communicator, too.
     with _idle_lock:
         mine = {
             serial: _idle.pop(serial)
@@ -497,14 +510,14 @@ def _height(plan: Plan, rank: int) -> int:
 
 
 def _deadline_share(plan: Plan, rank: int) -> float:
-    """Return the fraction of the deadline for which a parent waits. Deeper parents have
-    earlier deadlines, so that their messages arrive in time.
+    """Return the fraction of the deadline that a parent waits. Deeper parents wait
+    less, so that their messages reach their own parents in time.
     """
     return _height(plan, rank) / max(_height(plan, plan.root), 1)
 
 
 def _fit_messages(limits: Any, plan: Plan) -> None:
-    """Make the engine cut a sum that it forms in sections into the same pieces as the
+    """Let the engine cut a sum that is formed in sections into the same pieces as the
     messages of the root's children."""
     coding = plan.codings[plan.root]
     if limits.sections_from and coding is not None:
@@ -512,8 +525,8 @@ def _fit_messages(limits: Any, plan: Plan) -> None:
 
 
 def _family(plan: Plan, rank: int, delegating: Container[int]) -> Any:
-    """Return a rank's family, for the engine. ``delegating`` has the parents whose
-    children form sections of their sums."""
+    """Return a rank's family, for the engine. ``delegating`` contains the parents whose
+    sums are formed in sections by their children."""
     tree = plan.tree
     ancestors = []
     above = tree.parents[rank]
@@ -543,8 +556,8 @@ def compare(limits: Any, check: Check | bool | None) -> None:
 
 
 def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
-    """Return a rank's decoder, for the engine. ``compares``: whether parents compare
-    messages. Leaves must know this, too."""
+    """Return a rank's decoder, for the engine. ``compares`` tells whether parents
+    compare messages, which leaves must know, too."""
     coding = plan.codings[rank]
     code = None if coding is None else coding.code
     decoder = _engine.Decoder() if code is None else _decoder_of(code)
@@ -556,9 +569,9 @@ def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
 
 
 def _below(plan: Plan, rank: int) -> tuple[float, float, float]:
-    """Return three numbers that bound rounding in a rank's message: the largest product
-    of the codes' ``κ`` down a path, the number of layers below the rank, and the largest
-    number of children of a parent.
+    """Return three numbers that bound the rounding error of a rank's message. They are
+    the largest product of the codes' ``κ`` along a path downwards, the number of layers
+    below the rank, and the largest number of children of a parent.
     """
     coding = plan.codings[rank]
     if coding is None:
@@ -621,27 +634,28 @@ def _register() -> None:
     engine_call.register(_engine)
     warn = functools.partial(logger.warning, "group %d, %s")
     follow(_engine.next_warning, lambda said: warn(*said), "jaxcoded log")
-    # The engine stops first at exit: functions that are registered later run earlier.
+    # At exit the engine stops first, since functions that are registered later run
+    # earlier.
     ending.register()
     atexit.register(_stop)
 
 
 _process = os.getpid()
-_abandoned: list[Engine] = []  # groups to leave at the end
+_abandoned: list[Engine] = []  # groups to leave at the end of the process
 
 
 def _left() -> list[Engine]:
-    """Return the groups that were not closed."""
+    """Return the transports of the groups that were not closed."""
     opened = (it for it in registry.carriers() if isinstance(it, Engine))
     return [*opened, *_abandoned]
 
 
 def leave(seconds: float) -> None:
-    """Leave all groups as at the end of the process, without further calls. For
+    """Leave all groups as the process does at its end. No calls may follow. For
     ``seconds``, ranks below this rank can still get missing results.
 
-    If this rank is a root, it does not leave this way: that would fail rounds that
-    another root repeats."""
+    A root does not leave in this way: if it did, rounds would fail that another root
+    can repeat."""
     groups = _left()
     if groups and all(it.rank != it.plan.root for it in groups):
         _engine.stop(seconds, "", 0)
@@ -649,7 +663,7 @@ def leave(seconds: float) -> None:
 
 def _stop() -> None:
     if os.getpid() != _process:
-        return  # this is a fork, in which the engine does not run
+        return  # this process is a fork, in which the engine does not run
     patience = max((group._patience for group in _left()), default=0.0)
     if _engine.stop(_EXIT_SECONDS + patience, ending.failure(), ending.status()):
         ending.engine_ends_the_job()

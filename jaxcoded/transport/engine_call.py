@@ -1,4 +1,4 @@
-"""Rounds as calls of the engine in compiled programs, through XLA's FFI."""
+"""Lower rounds to calls of the engine in compiled programs, through XLA's FFI."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,8 +21,10 @@ from jaxcoded.transport.round import Round
 class Call(NamedTuple):
     """The engine's description of a round of one kind."""
 
-    attributes: tuple[str, ...] = ()  # names in `_attributes`, except the group's
-    # whether the operands, or the results, are the vectors of the round
+    attributes: tuple[
+        str, ...
+    ] = ()  # names in `_attributes`, without ``group``, which every call has
+    # whether the round's vectors are operands, and whether they are results
     sends: bool = False
     receives: bool = False
 
@@ -66,8 +68,8 @@ def lower(
     check(ctx, round.devices, platform or "")
     does = CALLS[round.kind]
     tokened = "token" in round.leading
-    # a parent joins slices and parts one after the other for any batch, so their axis
-    # comes first
+    # A parent joins slices and parts one after the other, whatever the batch, so their
+    # axis comes first.
     moves = bool(round.batch) and plan.encoded
     mine = ctx.avals_in[len(round.leading) :]
     sent = _travelling(mine, round.vectors, moves) if does.sends else mine
@@ -80,14 +82,14 @@ def lower(
     if round.devices is not None:
         target = f"jaxcoded_devices_{round.kind}"
         values |= {name: attributes[name] for name in ("devices", "patience")}
-        if round.kind != "lag":  # a lag has no vectors
+        if round.kind != "lag":  # a lag call has no vectors
             values["owners"] = attributes["owners"]
 
     def convert(
         values: Sequence[Any], before: Sequence[Any], after: Sequence[Any], axes: Any
     ) -> Sequence[Any]:
-        """Convert values from the types ``before`` to the types ``after``, possibly
-        with a moved axis."""
+        """Convert values from the types ``before`` to the types ``after``, and move an
+        axis if necessary."""
         if not moves and list(map(_kind, before)) == list(map(_kind, after)):
             return values
 
@@ -102,22 +104,22 @@ def lower(
         return rule(its, *values)
 
     def call(inner: Any, *operands: Any) -> Any:
-        """Call the engine with the operand that orders the call in front of the other
-        operands and the results."""
+        """Call the engine. The value that orders the call comes first, both among the
+        operands and among the results."""
         at, out_at = len(inner.avals_in) - len(mine), len(inner.avals_out) - len(given)
         avals_in = [*inner.avals_in[:at], *sent]
         avals_out = [*inner.avals_out[:out_at], *received]
         operands = (*operands[:at], *convert(operands[at:], mine, sent, (-1, 0)))
         if platform == "cuda" and not tokened:
             operands = (operands[0], *_whole(ctx, avals_in[1:], operands[1:]))
-        # A result replaces its operand in memory if XLA may do so: the caller has
-        # donated the operand, or it is a temporary array.
+        # A result uses its operand's memory if XLA allows it: if the caller has donated
+        # the operand, or if the operand is a temporary array.
         extras = len(avals_in) - len(avals_out)
         aliases = {
             i + extras: i
             for i, out in enumerate(avals_out[1:], 1)
             if round.kind == "round"
-            and extras >= 0  # not for a sum whose operands other devices pass
+            and extras >= 0  # but not for a sum whose operands come from other devices
             and _kind(avals_in[i + extras]) == _kind(out)
         }
         if tokened:
@@ -141,7 +143,7 @@ def _kind(aval: Any) -> tuple[Any, Any]:
 def _travelling(
     avals: Sequence[Any], vectors: Sequence[Kind], moves: bool
 ) -> list[ShapedArray]:
-    """Return the types in which vectors of these types are sent."""
+    """Return the types in which the engine gets vectors of these types."""
     return [
         _jax_compat.like(
             aval, (aval.shape[-1], *aval.shape[:-1]) if moves else aval.shape, kind.wire
@@ -153,7 +155,8 @@ def _travelling(
 def _attributes(
     round: Round, plan: Plan, rank: int, lengths: Sequence[int]
 ) -> dict[str, Any]:
-    """Return all attributes for the engine of a round with vectors of these lengths."""
+    """Return all attributes that the engine may need for a round with vectors of these
+    lengths."""
     parts = plan.parts_above[rank] if round.up and not round.last_part else 1
     owners = [
         [] if round.devices is None else round.devices.owners(kind.split)
@@ -188,7 +191,7 @@ def _apart(
     round: Round, encoded: bool, lengths: Sequence[int], owners: Sequence[Sequence[int]]
 ) -> list[int]:
     """Return `Round.apart` for the engine's vectors. The vectors of a batch, or of all
-    devices, follow each other. If they are ``encoded``, the axis of the batch comes
+    devices, follow each other. If the vectors are ``encoded``, the batch axis comes
     after the vectors' own axis.
     """
     batch = math.prod(round.batch)
@@ -215,9 +218,10 @@ def _apart(
 
 
 def _whole(ctx: Any, avals: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
-    """Return the operands behind a barrier that hides from XLA that they are slices of
-    other arrays. On GPUs JAX 0.11 fuses a slice with the call that takes it, and aborts
-    the process if the call has a result of XLA's token type (docs/engine.md).
+    """Return the operands behind a barrier, so that XLA does not see that they are
+    slices of other arrays. Without it, JAX 0.11 on GPUs fuses a slice with the call
+    that takes the slice, and aborts the process if the call has a result of XLA's token
+    type (docs/engine.md).
     """
     if not operands:
         return ()

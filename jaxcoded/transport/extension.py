@@ -1,16 +1,17 @@
 """The compiled extension, for the MPI of this process.
 
-An extension that was built from source is next to this file. It works with the MPI with
-which it was built. A wheel has one extension for each binary interface of MPI, like
-mpi4py's wheels: the interface of Open MPI, and the interface of MPICH, which other MPIs
-share.
+An extension that was built from source is next to this file, and works with the MPI
+with which it was built. A wheel of jaxcoded, like mpi4py's wheels, has one extension
+for each binary interface of MPI. One is the interface of Open MPI; the other is the
+interface of MPICH, which other MPIs share.
 """
 
 import importlib
 import importlib.util
 import sys
 
-# mpi4py comes first: the extension then uses the MPI library that mpi4py has loaded.
+# Import mpi4py first, so that the extension uses the MPI library that mpi4py has
+# loaded.
 from mpi4py import MPI
 
 from jaxcoded import transport

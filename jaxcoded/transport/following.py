@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 _Record = TypeVar("_Record")
 
-# Seconds for the last calls, at the end of the process.
+# How many seconds the process waits at its end for the last calls.
 _LAST_SECONDS = 1.0
 
 
@@ -16,7 +16,8 @@ def follow(
     callback: Callable[[_Record], Any],
     name: str,
 ) -> threading.Thread:
-    """Call ``callback`` in a thread with each record of ``following``, until None."""
+    """Start a thread that calls ``callback`` with each record that ``following``
+    returns, until it returns None."""
 
     def run() -> None:
         while (record := following()) is not None:

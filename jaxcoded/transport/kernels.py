@@ -1,8 +1,8 @@
 """Encoding and decoding as jitted JAX functions.
 
-Both are sums of vectors with a few coefficients. float16 and bfloat16 accumulate in
-float32. A vector whose coefficient is 0 is not read, so vectors that are left out may
-hold any values, even NaN.
+Both are sums of vectors, each multiplied by a coefficient. Sums of float16 and bfloat16
+are accumulated in float32. A vector whose coefficient is 0 is not read, so it may hold
+any values, even NaN.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from jaxcoded.transport.packing import Packing, pack, unpack
 )
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """A coded message of a child, ``1/slices`` as long as the gradient.
+    """A child's coded message. Each part is ``1/slices`` as long as the gradient.
 
     `encode` makes it. It is a pytree whose only leaves are its vectors.
 
@@ -37,7 +37,7 @@ class Encoded:
         slices: ``M``, the number of slices of the gradient.
         multiple: gradients are padded with zeros to a multiple of this many elements
             before they are cut.
-        parts: ``P``, the number of messages, each a separate coded gradient.
+        parts: ``P``, the number of parts, each a separate coded gradient.
     """
 
     vectors: tuple[jax.Array, ...]
@@ -65,8 +65,8 @@ def divided(pytree: Any, number: Any) -> Any:
 
 
 def counts(found: jax.Array, number: Any, allowed: float) -> jax.Array:
-    """Return whether counts equal a number, up to rounding by the fraction ``allowed``
-    of the number."""
+    """Return whether counts differ from a number by at most the fraction ``allowed`` of
+    the number."""
     return jnp.abs(found - number) <= allowed * number
 
 
@@ -74,7 +74,7 @@ def counts(found: jax.Array, number: Any, allowed: float) -> jax.Array:
 def weighted_sum(
     coefficients: jax.Array, vectors: jax.Array | Sequence[jax.Array]
 ) -> jax.Array:
-    """Return ``Σ_i coefficients[i] · vectors[i]``, in one pass, in the vectors'
+    """Return ``Σ_i coefficients[i] · vectors[i]``, computed in one pass in the vectors'
     accumulator dtype. If ``coefficients[i] == 0``, vector ``i`` is ignored.
 
     Args:
@@ -99,8 +99,8 @@ def encode_vector(
     Args:
         partials: ``(k, q)``.
         coefficients: ``(k, m)``.
-        multiple: ``q`` is padded with zeros to a multiple of this number, which ``m``
-            divides.
+        multiple: ``q`` is padded with zeros to a multiple of this number. ``m`` must
+            divide this number.
 
     Returns:
         ``(⌈q/multiple⌉ · multiple / m,)`` in the accumulator dtype.
@@ -138,22 +138,23 @@ def encode(
     multiple: int | None = None,
     wire_dtype: Any = None,
 ) -> Any:
-    """Return one child's message, ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``, or several
-    messages.
+    """Return one child's message, ``Σ_j Σ_u B[i, j, u] · g_j[slice u]``. It may consist
+    of several parts.
 
     Composable with ``jit``, ``vmap``, ``grad`` and ``scan``; linear in ``partials``.
 
     Args:
         partials: pytree of float arrays ``(k, ...)``: the ``k`` partition gradients,
             stacked.
-        coefficients: ``(k,)`` for codes without slices, the result then has the
-            structure of one gradient; or ``(k, m)``, such as ``code.B[i]``, and the
-            result is an `Encoded`; or ``(parts, k, m)``.
-        multiple: not for ``(k,)``: pad gradients to a multiple of this many elements,
-            which must be a multiple of ``m``. Every message of a group must use the
-            group's number (``group.plan.padding_multiple``). Default: ``m``.
-        wire_dtype: not for ``(k,)``: the dtype in which the message will be sent, see
-            `jaxcoded.coded_allreduce`, which rounds it.
+        coefficients: for codes without slices ``(k,)``; the result then has the
+            structure of one gradient. Or ``(k, m)``, such as ``code.B[i]``, or
+            ``(parts, k, m)``; the result is then an `Encoded`.
+        multiple: gradients are padded to a multiple of this many elements, which must
+            itself be a multiple of ``m``. Pass ``group.plan.padding_multiple`` for
+            every message of a group. Not used with ``(k,)``. Default: ``m``.
+        wire_dtype: the dtype in which the message will be sent.
+            `jaxcoded.coded_allreduce` rounds the message to this dtype. Not used with
+            ``(k,)``.
 
     Returns:
         The message, in the dtypes of ``partials``.
@@ -168,8 +169,8 @@ def encode(
         >>> from jaxcoded import codes
         >>> from jaxcoded.transport import kernels
         >>> code = codes.random_generator(4, 1, 2)
-        >>> gradients = {"w": jnp.arange(20.0).reshape(4, 5)}  # of 4 partitions
-        >>> messages = jax.vmap(lambda row: kernels.encode(gradients, row))(code.B)  # of 4 children
+        >>> gradients = {"w": jnp.arange(20.0).reshape(4, 5)}  # for 4 partitions
+        >>> messages = jax.vmap(lambda row: kernels.encode(gradients, row))(code.B)  # from 4 children
         >>> messages.vectors[0].shape  # 5 elements, padded to 6, in 2 slices
         (4, 3)
         >>> A = code.decode([0, 1, 3]).coefficients
@@ -231,8 +232,8 @@ def decode(messages: Any, coefficients: jax.Array | np.ndarray) -> Any:
         A pytree with the structure, shapes and dtypes of one gradient.
 
     Raises:
-        ValueError: a leaf's leading axis is not ``n``, or ``m`` or the number of parts
-            differs from the messages.
+        ValueError: a leaf's leading axis is not ``n``, or the messages have a different
+            number of slices or parts.
 
     Example: see `encode`.
     """

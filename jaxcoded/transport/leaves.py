@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoded import _arrays, _jax_compat, _require
 
-# For each of NumPy's kinds of dtypes that JAX lacks: its name, and what to pass instead.
+# For each kind of NumPy dtype that JAX lacks: its name, and what to pass instead.
 _NO_NUMBERS = {
     "U": "text: leave it out, or pass numbers such as token ids",
     "O": "Python objects, such as rows of unequal lengths: pad them to one length, or leave it out",
@@ -20,11 +20,11 @@ _NO_NUMBERS = {
     "V": "a structured array: pass its fields, {name: x[name] for name in x.dtype.names}",
 }
 _NO_NUMBERS |= {"S": _NO_NUMBERS["U"], "T": _NO_NUMBERS["U"]}
-SUMMED = ("float16", "bfloat16", "float32", "float64")  # dtypes of sums
+SUMMED = ("float16", "bfloat16", "float32", "float64")  # the dtypes that sums can have
 
 
 def named(root: str, path: tuple[Any, ...]) -> str:
-    """Return the name of a leaf in messages.
+    """Return the name of a leaf for messages.
 
     Example:
         >>> import jax
@@ -38,9 +38,9 @@ def named(root: str, path: tuple[Any, ...]) -> str:
 
 
 def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
-    """Return the leaf as an array of NumPy or JAX in full precision, in this machine's
-    byte order. If the leaf is not an array of numbers, raise a TypeError that begins
-    with its ``name`` and ends with the remedy.
+    """Return the leaf as a NumPy or JAX array in full precision, in this machine's byte
+    order. If the leaf is not an array of numbers, raise a TypeError that begins with
+    its ``name`` and ends with the remedy.
     """
     if isinstance(leaf, jax.Array):
         return leaf
@@ -53,7 +53,7 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
         )
     try:
         array = np.asarray(_arrays.viewed(leaf))
-    except Exception:  # noqa: BLE001  # an object's own conversion may raise anything
+    except Exception:  # noqa: BLE001  # an object's own conversion may raise any error
         array = np.array(None)
     kind = array.dtype.kind
     if kind in _NO_NUMBERS and not hasattr(leaf, "dtype"):
@@ -74,8 +74,9 @@ def held(leaf: Any, name: str) -> np.ndarray | jax.Array:
 
 
 def array(leaf: Any, name: str) -> jax.Array:
-    """Return the leaf as an array of JAX. Raise a TypeError as in `held`, or if JAX does
-    not have its dtype. Raise a ValueError if JAX would cut off digits of its integers.
+    """Return the leaf as a JAX array. Raise a TypeError as in `held`, or if JAX does not
+    have the leaf's dtype. Raise a ValueError if JAX would cut off digits of the leaf's
+    integers.
     """
     try:
         leaf = leaf if _is_python_number(leaf) else held(leaf, name)
@@ -106,7 +107,7 @@ def summand(leaf: Any, name: str) -> jax.Array:
 
 
 def sendable(leaf: Any, name: str) -> Any:
-    """Return the leaf as an array whose `numbers` MPI can send.
+    """Return the leaf as an array whose numbers (see `numbers`) MPI can send.
 
     Outside ``jit``, 64-bit integers in NumPy arrays, and all integers without axes, are
     sent with 64 bits. So a Python counter on one rank matches a JAX counter on another
@@ -156,19 +157,20 @@ def check_no_key(dtype: Any, name: str) -> None:
 
 
 def _with_dtype(leaf: Any, name: str) -> tuple[Any, Any]:
-    """Return the leaf, as a number of Python or as from `held`, and its dtype."""
+    """Return the leaf, as a Python number or as `held` returns it, and its dtype."""
     if _is_python_number(leaf):
         return leaf, jnp.result_type(leaf)
     leaf = held(leaf, name)
     return leaf, leaf.dtype
 
 
-# Some leaves are sent as other numbers: random keys, and 64-bit integers if JAX has 32
-# bits.
+# Some leaves are converted to other numbers and sent: random keys, and 64-bit integers
+# if JAX is limited to 32 bits.
 
 
 def is_key(dtype: Any) -> bool:
-    """Return whether elements are random keys of JAX, such as ``jax.random.key(0)``."""
+    """Return whether elements of this dtype are random keys of JAX, such as
+    ``jax.random.key(0)``."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
@@ -182,7 +184,8 @@ def numbers(leaf: np.ndarray | jax.Array) -> jax.Array:
 
 
 def stored(dtype: Any) -> tuple[np.dtype, int]:
-    """Return the dtype of `numbers`, and how many numbers form one element."""
+    """Return, for a leaf's dtype, the dtype of its `numbers`, and how many numbers form
+    one element."""
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return data.dtype, math.prod(data.shape)
@@ -192,8 +195,9 @@ def stored(dtype: Any) -> tuple[np.dtype, int]:
 
 
 def restored(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a leaf of this shape and dtype from its `numbers`. 64-bit integers become
-    an array of JAX if they fit into its 32 bits, and otherwise an array of NumPy.
+    """Return a leaf of this shape and dtype from its `numbers`. If JAX is limited to 32
+    bits, 64-bit integers become a JAX array if they fit into 32 bits, and otherwise a
+    NumPy array.
     """
     if is_key(dtype):
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
@@ -238,7 +242,8 @@ def _too_large(leaf: Any, name: str, most: Any = None) -> str:
 
 
 def _has_bytes(dtype: Any) -> bool:
-    """Return whether elements are numbers of whole bytes, unlike ``int4``."""
+    """Return whether elements of this dtype are numbers of whole bytes, unlike
+    ``int4``."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits >= 8
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -13,8 +13,8 @@ from jaxcoded.transport import engine
 
 logger = logging.getLogger("jaxcoded")
 
-_LEAVING = 5.0  # seconds that a rank needs to leave the ranks below it
-_leaves = threading.Lock()  # the thread that holds it ends the process
+_LEAVING = 5.0  # seconds that a rank needs to leave if ranks are below it
+_leaves = threading.Lock()  # the thread that holds this lock ends the process
 
 
 def leave_on_sigterm(notice: float = 30.0) -> None:
@@ -22,14 +22,14 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
     machine is reclaimed.
 
     The rank first completes the round that it has called, so the other ranks have its
-    message of that round. After that they continue as if it had died, and
+    message for this round. Then the other ranks continue as if this rank had died, and
     `CodedGroup.recovered` removes it. If the program is in compiled code, the rank
-    leaves after most of ``notice`` has passed. A program that always holds Python's
-    lock cannot leave. The root cannot leave either, as it decides the rounds: it ends
-    at once, and for the other ranks it has died.
+    leaves after most of ``notice`` has passed. A rank cannot leave if its program never
+    releases Python's global lock. The root cannot leave either, since it decides the
+    rounds: its process ends at once, and the other ranks see a death.
 
-    Neither ``finally`` blocks nor ``atexit`` functions run. This replaces the program's
-    handler of ``SIGTERM``. Call it on the main thread.
+    Neither ``finally`` blocks nor ``atexit`` functions run. `leave_on_sigterm` replaces
+    the program's handler of ``SIGTERM``. Call it on the main thread.
 
     Args:
         notice: seconds from the signal until the process must have ended; at least 10
@@ -57,12 +57,14 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
     def on_signal(number: int, _: FrameType | None) -> None:
         if os.getpid() == process:
             _leave()
-        signal.signal(number, signal.SIG_DFL)  # in a fork, which has no engine
+        signal.signal(
+            number, signal.SIG_DFL
+        )  # this process is a fork, which has no engine
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, on_signal)
-    # Python calls a handler only when its main thread returns from compiled code. The
-    # byte in the pipe arrives at once.
+    # Python calls a handler only when its main thread returns from compiled code. But
+    # the byte that the signal writes into the pipe arrives at once.
     heard, tells = os.pipe()
     os.set_blocking(tells, False)
     before = signal.set_wakeup_fd(tells, warn_on_full_buffer=False)

@@ -1,4 +1,4 @@
-"""Send arrays as messages of mpi4jax, and sum and broadcast arrays over a tree."""
+"""Send arrays as mpi4jax messages, and sum and broadcast arrays over a tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,8 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def send(vector: jax.Array, rank: int, comm: MPI.Intracomm) -> None:
-    """Send an array of numbers or bools. This blocks until its buffer may be reused."""
+    """Send an array of numbers or bools. The call blocks until the array's buffer may
+    be reused."""
     for message in cut(_to_wire(vector)):
         mpi4jax.send(message, dest=rank, comm=comm)
 
@@ -44,8 +45,8 @@ def receive(
 def exchange(
     vector: jax.Array, source: int, target: int, comm: MPI.Intracomm
 ) -> jax.Array:
-    """Send an array to ``target``, and receive an array of the same shape and dtype
-    from ``source`` at the same time."""
+    """Send an array to ``target``, and at the same time receive an array of the same
+    shape and dtype from ``source``."""
     received = [
         mpi4jax.sendrecv(
             message, jnp.empty_like(message), source=source, dest=target, comm=comm
@@ -71,7 +72,7 @@ def cut(array: Any) -> list[Any]:
 
 
 def joined(arrays: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """Join the runs of `cut`."""
+    """Return an array of this shape, joined from the runs that `cut` returned."""
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays).reshape(shape)
 
 
@@ -88,7 +89,8 @@ def tree_reduce(
     send the sum to the parent. ``parent`` is negative on the root. Return the coded sum
     over this rank's subtree. The sum has the shape ``(..., P·l)`` of the rank's own
     message, with ``P = parts``. The children's messages have shape ``(..., P·P'·l/m)``,
-    and come in the order of the code's rows. ``coefficients`` has shape ``(m, n·P')``.
+    and are received in the order of the code's rows. ``coefficients`` has shape ``(m,
+    n·P')``.
     """
     total = own
     if children:

@@ -1,4 +1,4 @@
-"""The transport with unmodified mpi4jax: blocking messages between static ranks.
+"""The transport that uses unmodified mpi4jax: blocking messages between static ranks.
 
 Every rank takes part in every round, and a parent waits for all its children. So this
 transport is never faster than the slowest rank. It is a readable reference, and tests
@@ -23,11 +23,14 @@ from jaxcoded.transport.messages import tree_broadcast, tree_reduce
 from jaxcoded.transport.round import Round
 from jaxcoded.transport.traced import Traced
 
-SHORT = 1 << 16  # bytes; copying these takes less time than another message
+SHORT = (
+    1 << 16
+)  # bytes; to copy this many bytes takes less time than to send one more message
 
 
 class Mpi4jax(Traced, Transport):
-    """The transport of one group, under an index that is never used again."""
+    """The transport of one group, registered under an index that no later group
+    gets."""
 
     name = "mpi4jax"
 
@@ -60,13 +63,13 @@ class Mpi4jax(Traced, Transport):
                     comm,
                     parts=plan.parts_above[rank],
                 )
-                # below the root this only gives the shape of the result, or the zeros
-                # of a reduce
+                # On other ranks than the root this value only gives the shape of the
+                # result, or the zeros of a reduce.
                 shape = (*vector.shape[:-1], length)
                 vector = total if parent < 0 else jnp.zeros(shape, vector.dtype)
                 if round.examples is not None and parent < 0:
-                    # check only on the root, where XLA fuses the check with the
-                    # decoding
+                    # Check only on the root, where XLA fuses the check with the
+                    # decoding.
                     if not out:  # the first vector is the count
                         right = counts(vector[..., :1], *round.examples)
                     vector = jnp.where(right, vector, jnp.nan)
@@ -104,7 +107,7 @@ class Mpi4jax(Traced, Transport):
         registry.remove(self.index)
 
     def _fit_together(self, vectors: Sequence[jax.Array]) -> bool:
-        """Return whether several vectors, such as a count and a sum, travel as one
+        """Return whether several vectors, such as a count and a sum, are sent as one
         message."""
         kinds = {(vector.dtype, vector.shape[:-1]) for vector in vectors}
         short = sum(vector.nbytes for vector in vectors) <= SHORT
@@ -138,9 +141,9 @@ class Mpi4jax(Traced, Transport):
         return looked_up[0] if masks else coefficients
 
     def _agree(self, call: str, erased: np.ndarray | None = None) -> None:
-        """Begin a round, also in the middle of compiled steps: check that all ranks make
-        the same call. Collective. Raise a `GroupMismatch` on every rank if the calls
-        differ, and `TooManyErasures` if the plan does not tolerate the erased ranks.
+        """Begin a round, possibly inside a compiled step: check that all ranks make the
+        same call. Collective. Raise a `GroupMismatch` on every rank if the calls differ,
+        and `TooManyErasures` if the plan does not tolerate the erased ranks.
         """
         self._round += 1
         words = f"round {self._round}, {call}{self._failure}"

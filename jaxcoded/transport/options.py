@@ -11,41 +11,41 @@ from jaxcoded.transport.deadline import Deadline
 PIECE = 256 << 10  # bytes, between hosts
 LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
 _MOST = 2**62  # bytes
-_MOST_ROUNDS = 2**24  # each takes some 100 bytes, and more for each child
+_MOST_ROUNDS = 2**24  # a round's record takes about 100 bytes, and more for each child
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a group runs its rounds. All options are for the engine. With mpi4jax a
-    ``check``, or an ``on_deadline`` other than ``"wait"``, raises an error. Other
-    options have no effect.
+    """How a group runs its rounds. All options are for the engine. With the mpi4jax
+    transport, a ``check``, or an ``on_deadline`` other than ``"wait"``, raises an
+    error, and all other options have no effect.
 
     Attributes:
         deadline: how long the root waits if more children are late than a round tolerates: seconds from the
             beginning of a round, ``"3x"`` or ``None``. ``"3x"`` is 3 times the median time of the latest rounds of
-            the same call that met the deadline, once there are 5 such rounds. The root is ``H`` layers above the
-            lowest leaf. A parent that is ``h`` layers above the lowest leaf below it has ``h / H`` of the time. Up
-            to ``stragglers`` late children need no deadline.
+            the same call that met the deadline. It has no effect before there are 5 such rounds. If the root is
+            ``H`` layers above the lowest leaf, a parent that is ``h`` layers above its lowest leaf waits ``h / H``
+            of the time. For up to ``stragglers`` late children a parent does not wait at all.
         on_deadline: what happens after the deadline. ``"wait"``: a parent logs for which ranks it waits, once per
-            round (logger ``jaxcoded``), and continues to wait. After the same time again it logs which child makes
-            no call while rounds continue without it. ``"raise"``: the round fails on all ranks with
-            `DeadlineExceeded`, even if the root's own program is late. ``"approximate"``: parents use the
-            least-squares combination of the messages that have arrived. ``residual=True`` in a call also returns
-            how far its sum is from the exact sum. With shared work the sum has the blocks that are computed by
-            then, see ``docs/sharing.md``.
+            round (logger ``jaxcoded``), and continues to wait. If a child makes no call for the same time (10 s
+            with ``"3x"``) while rounds continue without it, the parent logs the child. ``"raise"``: the round
+            fails on all ranks with `DeadlineExceeded`, even if the root's own program is late. ``"approximate"``:
+            parents use the least-squares combination of the messages that have arrived. ``residual=True`` in a
+            call also returns how far its sum is from the exact sum. With shared work the sum has the blocks that
+            are computed at the deadline; see ``docs/sharing.md``.
         piece_bytes: size of the pieces in which long messages are sent, at most 1 GiB. Shorter pieces pass through
             a deep tree sooner, longer pieces cost less work. Default: 256 KiB, 128 KiB on one host, or the choice
             of `CodedGroup.auto`.
         sections_from: sums of at least this many bytes are formed in sections: the root and each of its children
-            form one section (``docs/engine.md``). The children's messages must be as long as the vector. 0: no
-            sections. Default: the size from which sections are faster on the group's hosts.
-        history_bytes: memory of a rank for results that late ranks lack, in bytes. At
-            least 64 rounds are kept, up to 1 GiB.
+            form one section (``docs/engine.md``). This is possible only if the children's messages are as long
+            as the sum. 0: no sections. Default: the size above which sections are faster on the group's hosts.
+        history_bytes: how many bytes of results a rank keeps for late ranks. A rank
+            keeps at least 64 rounds, unless they need more than 1 GiB.
         telemetry_rounds: how many of the latest rounds `CodedGroup.telemetry` covers; 0 turns it off.
-        check: a `Check`: compare the ranks' messages, and look for NaN. `DEBUG` detects mistakes in the program; a
-            warning names parents whose children cannot be checked. ``False``: no check. Default: `DEBUG` with
-            ``JAXCODED_DEBUG=1`` in the environment. For a group in which
-            ``check=DEBUG`` would raise an error, the variable only causes a warning.
+        check: a `Check`, which compares the ranks' messages and looks for NaN, or ``False``. `DEBUG` detects
+            mistakes in the program; a warning names parents whose children cannot be checked. Default: `DEBUG` if
+            the environment has ``JAXCODED_DEBUG=1``, otherwise ``False``. If ``check=DEBUG`` would raise an error
+            for a group, the variable only causes a warning.
 
     Example:
         >>> import jaxcoded

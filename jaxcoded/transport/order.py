@@ -9,27 +9,27 @@ from mpi4py import MPI
 from jaxcoded import _jax_compat
 from jaxcoded.transport import devices
 
-# mpi4jax orders its operations by an effect. If mpi4jax is installed, rounds take part
-# in that order. So JAX does not swap, merge or drop rounds and the mpi4jax calls of a
-# user.
+# mpi4jax orders its operations by an effect. If mpi4jax is installed, rounds use the
+# same effect. So JAX does not swap, merge or drop rounds and the program's own mpi4jax
+# calls.
 _Effect: type = _jax_compat.ordered_effect("Order")
 if importlib.util.find_spec("mpi4jax"):
     try:
         import mpi4jax
-    except Exception as error:  # noqa: BLE001  # a broken mpi4jax is not needed
+    except Exception as error:  # noqa: BLE001  # rounds do not need an mpi4jax that is broken
         logging.getLogger("jaxcoded").warning("mpi4jax cannot be imported: %s", error)
     else:
         (_theirs,) = jax.make_jaxpr(
             lambda: mpi4jax.barrier(comm=MPI.COMM_SELF)
         )().effects
         _Effect = type(_theirs)
-# Under `jax.checkpoint` JAX keeps the results of operations with effects for every
-# policy, so it never repeats a round.
+# With any policy, `jax.checkpoint` keeps the results of operations with effects, so JAX
+# never repeats a round.
 _jax_compat.keep_results_of(_Effect)
 
 
 class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
-    """The effect, with a name, which JAX shows in its error for several devices."""
+    """The effect. JAX shows its text in its error for several devices."""
 
     __hash__ = _Effect.__hash__
 

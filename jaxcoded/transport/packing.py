@@ -1,4 +1,5 @@
-"""Pytrees as one vector per dtype, so that a round is one message per dtype."""
+"""Convert pytrees to one vector per dtype, so that a round sends one message per
+dtype."""
 
 import dataclasses
 import functools
@@ -26,7 +27,7 @@ from jaxcoded.transport.slicing import slices
 
 _MOST_WORDS = 300  # characters of a packing's description
 _MAX_INDEX = 2**31 - 1
-# If at least this many leaves have at most this many bytes, they are copied out of their
+# If at least `_MANY` leaves have at most `_SMALL` bytes, they are copied out of their
 # vector together.
 _MANY, _SMALL = 32, 64 << 10
 _WIRE_DTYPES = ("bfloat16", "float16")
@@ -36,19 +37,20 @@ class Apart(NamedTuple):
     """A run of elements that checks do not compare together with the rest of its vector,
     since gradients may be small compared with a large loss."""
 
-    vector: int  # the vector's index
-    first: int  # the elements' range
+    vector: int  # the index of the vector
+    first: int  # the range of the elements
     length: int
-    # runs of one kind are compared together; kind 0 is compared with the rest of the vector
+    # Runs of one kind are compared together. Runs of kind 0 are compared
+    # together with the rest of the vector, and the rest is also compared alone.
     kind: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Summand:
-    """The key of one of the `Summands` of a leaf."""
+    """The key of one array of a leaf's `Summands`."""
 
     number: int
-    leaf: str  # the leaf's dtype, and that of its sum if it has another one
+    leaf: str  # the leaf's dtype, and the dtype of its sum if the two differ
 
     def __str__(self) -> str:
         return f"[{self.number}]"
@@ -57,12 +59,13 @@ class Summand:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Summands:
-    """The floating-point arrays that are summed for one leaf of another dtype. Ranks
-    compare the leaf's dtype, so `Packing` describes that leaf.
+    """The floating-point arrays that are summed in place of one leaf that is not
+    floating point. `Packing` describes the original leaf, so that ranks compare its
+    dtype.
     """
 
     arrays: tuple[Any, ...]
-    dtype: Any  # of the leaf
+    dtype: Any  # the leaf's dtype
     total: Any  # the dtype of the leaf's sum
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
@@ -78,32 +81,34 @@ class Summands:
 class Kind(NamedTuple):
     """The common properties of the leaves of one vector."""
 
-    dtype: np.dtype  # the vector's dtype, in which the leaves are `leaves.stored`
+    dtype: np.dtype  # the vector's dtype: `leaves.stored` of the leaves' dtypes
     wire: np.dtype  # the dtype in which the vector is sent
-    # whether the leaves are single numbers, in a vector padded so that all slices except the first are zero
+    # whether the leaves are single numbers; their vector is padded so that all slices except the first are
+    # zero
     alone: bool = False
-    # axes of the mesh of this process's devices over which the leaves are split; along other axes they are replicated
+    # the axes of the mesh of this process's devices over which the leaves are split; along other axes the leaves are
+    # replicated
     split: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The data needed to rebuild a pytree from its vectors: structure, shapes and dtypes
-    of the leaves, and the dtypes in which they are sent.
+    """The data needed to rebuild a pytree from its vectors: its structure, the leaves'
+    shapes and dtypes, and the dtypes in which leaves are sent.
 
     Packings can be hashed and compared, so that they can be static under ``jit``."""
 
     structure: Any  # ``jax.tree_util.PyTreeDef``
     shapes: tuple[tuple[int, ...], ...]  # the leaves' shapes and dtypes
     dtypes: tuple[Any, ...]
-    # the dtype in which float32 leaves are sent. It does not apply to leaves without axes, such as a loss or a count:
+    # The dtype in which float32 leaves are sent. Leaves without axes, such as a loss or a count, are sent unchanged:
     # they need all digits and have few bytes.
     wire_dtype: np.dtype | None = None
     # The number of slices into which vectors can be cut. Codes with slices add up the numbers at place ``j`` of all
-    # slices, and an approximate sum does not separate them. A loss is large compared with gradients. So with more
-    # than one slice, the leaves without axes have their own vector.
+    # slices, and an approximate sum does not separate these numbers again. A loss is large compared with gradients.
+    # So with more than one slice, the leaves without axes have their own vector.
     multiple: int = 1
-    splits: tuple[tuple[str, ...], ...] = ()  # the leaves' axes, see `Kind`
+    splits: tuple[tuple[str, ...], ...] = ()  # for each leaf, `Kind.split`
 
     @classmethod
     def of(cls, pytree: Any, wire_dtype: Any = None, multiple: int = 1) -> "Packing":
@@ -143,7 +148,8 @@ class Packing:
         )
 
     def __str__(self) -> str:
-        """Return the leaves as text, with a digest if they are too many to list.
+        """Return the leaves as text, with a digest if there are too many leaves to
+        list.
 
         Two packings with equal texts are equal up to the types of their containers.
         """
@@ -186,9 +192,10 @@ class Packing:
         return {kind: length for kind, length in lengths.items() if length}
 
     def apart(self, keys: Sequence[str] = ()) -> tuple[Apart, ...]:
-        """Without ``keys``, return the leaves without axes, with kind 0, as they may be
-        losses or gradients. With ``keys``, return the entries of a dict at these keys,
-        each with a different kind.
+        """Return the runs of elements that checks compare separately. Without ``keys``,
+        these are the leaves without axes, with kind 0, since they may be losses or
+        gradients. With ``keys``, they are the entries of a dict at these keys, each
+        with a different kind.
         """
         places = jax.tree.unflatten(self.structure, range(len(self.shapes)))
         paths = jax.tree_util.tree_leaves_with_path(places)
@@ -217,10 +224,11 @@ class Packing:
 def pack(
     pytree: Any, *, floats_only: bool = True, wire_dtype: Any = None, multiple: int = 1
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """Fuse the leaves of a pytree, arrays and Python numbers, into one vector for each
+    """Join the leaves of a pytree, arrays and Python numbers, to one vector for each
     `Kind` with at least one element, in the leaves' dtypes. Return the vectors, and the
-    `Packing` that `unpack` needs. ``floats_only``: accept the leaves that
-    `leaves.summand` accepts, otherwise the leaves that `leaves.sendable` accepts.
+    `Packing` that `unpack` needs. With ``floats_only``, accept the leaves that
+    `leaves.summand` accepts; otherwise accept the leaves that `leaves.sendable`
+    accepts.
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
     taken = summand if floats_only else sendable
@@ -263,8 +271,9 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
 
 
 def _unkeyed(structure: Any) -> Iterator[str]:
-    """Yield the nodes that have names for their children, but give JAX no keys, such as
-    ``Model of a and b``. Ranks may order the children of such nodes differently.
+    """Yield a text such as ``Model of a and b`` for each node that has names for its
+    children, but gives JAX no keys. Ranks may order the children of these nodes
+    differently.
     """
     if (data := structure.node_data()) is None:
         return
@@ -285,8 +294,8 @@ def _unkeyed(structure: Any) -> Iterator[str]:
 def _runs(
     vector: jax.Array, starts: Sequence[int], sizes: Sequence[int]
 ) -> list[jax.Array]:
-    """Return consecutive leaves. XLA fuses a slice with its use, but must compile each
-    slice."""
+    """Return consecutive leaves, cut from one vector. XLA fuses a slice with the
+    operation that uses it, but must compile each slice."""
     small = [
         i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
     ]
@@ -304,18 +313,18 @@ def _runs(
 
 
 def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
-    """Return ``size`` elements from ``start`` on."""
+    """Return ``size`` elements of the vector, beginning at ``start``."""
     if size == vector.shape[0]:
         return vector
     if start + size > _MAX_INDEX:
         return jax.lax.slice_in_dim(vector, start, start + size)
-    # outside `jit` this is compiled once for all starts, which are int32 then
+    # Outside `jit` one program serves all starts, which are then int32.
     return vector[start : start + size]
 
 
 def checked_wire_dtype(wire_dtype: Any) -> np.dtype | None:
-    """Return a dtype in which float32 can be sent, or None. Raise a ValueError for any
-    other dtype."""
+    """Return the dtype in which float32 will be sent, or None. Raise a ValueError if
+    float32 cannot be sent in this dtype."""
     if wire_dtype is None:
         return None
     try:

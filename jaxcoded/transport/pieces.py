@@ -1,5 +1,5 @@
-"""The pieces in which a group's vectors are sent, and the least length of sums that are
-formed in sections (``docs/engine.md``).
+"""The size of the pieces in which a group's vectors are sent, and the least length of
+sums that are formed in sections (``docs/engine.md``).
 """
 
 import os
@@ -13,29 +13,32 @@ from jaxcoded.plan.sections import SECTION_PIECES, SECTIONS_FROM, pay_in_layers
 from jaxcoded.transport.agreement import gathered
 from jaxcoded.transport.options import PIECE, Options
 
-# Values for one host, from measurements in benchmarks/README.md. With this many bytes in
-# a piece, the pieces of a sum fit into a cache together.
+# These values for one host come from measurements in benchmarks/README.md. With this
+# many bytes in a piece, all messages' pieces of a sum fit into a cache together.
 _NEAR_PIECE = 128 << 10
-# Sections pay from this many bytes on, divided by the number of ranks that form them at
-# a time: on 2 cores from 2 MiB on; on 16 cores 13 ranks need a third of the time for 2
-# MB.
+# Sections make a sum faster if it has at least this many bytes, divided by the number
+# of ranks that can form sections at the same time. On 2 cores that is 2 MiB. On 16
+# cores, 13 ranks need a third of the time for 2 MB.
 _NEAR_SECTIONS_FROM = 4 << 20
 # The root's time to fetch and add a message, divided by another rank's time to copy the
 # result: 5 ms and 2.4 ms of CPU time for 16 MB.
 _ADDING = 2.0
-# How many times as much work as other ranks the root must have: sections cost messages
-# and copies.
+# Sections cost messages and copies. So they are used only if the root, without
+# sections, has this many times as much work as other ranks.
 _AS_MUCH = 1.5
 
 
 class Pieces(NamedTuple):
     """The pieces of long vectors."""
 
-    bytes: int  # bytes of a piece
-    sections_from: int  # least bytes of sums that are formed in sections; 0: none
-    # number of pieces of such a sum, unless they become too long or short; 0: the usual pieces
+    bytes: int  # number of bytes of a piece
+    sections_from: (
+        int  # sums of at least this many bytes are formed in sections; 0: no sums
+    )
+    # number of pieces of a sum in sections, unless pieces become too long or too short; 0:
+    # pieces of the usual size
     of_sections: int
-    delegating: frozenset[int]  # the parents whose children form sections
+    delegating: frozenset[int]  # the parents whose children form sections of sums
 
 
 def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
@@ -45,7 +48,7 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     near = len(set(hosts)) == 1
     sections_from = 0
     if plan.codings[plan.root] is None:
-        pass  # no rank sends a message
+        pass  # a single rank sends no messages
     elif options.sections_from is not None:
         sections_from = options.sections_from
     elif not near and pays_between_hosts(plan, hosts):
@@ -57,15 +60,16 @@ def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     return Pieces(
         options.piece_bytes or (_NEAR_PIECE if near else PIECE),
         sections_from,
-        # within one host there is no port that would be idle during long pieces
+        # On one host there is no network port that long pieces could leave idle.
         0 if near else SECTION_PIECES * family,
         delegating(plan, hosts) if sections_from else frozenset(),
     )
 
 
 def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
-    """Return the parents whose children form sections, if any do so: the root, and every
-    parent of several children with at least one on another host.
+    """Return the parents whose children form sections if a sum is formed in sections:
+    the root, and every parent of several children of which at least one is on another
+    host.
     """
     families = enumerate(plan.tree.children)
     return frozenset({plan.root}).union(
@@ -77,9 +81,9 @@ def delegating(plan: Plan, hosts: Sequence[object]) -> frozenset[int]:
 
 
 def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
-    """Return whether the ports between hosts would be busy for longer without sections.
-    Messages that are shorter than the sum, or have several parts, are not formed in
-    sections below the root's children.
+    """Return whether the network ports of the hosts would be busy for longer without
+    sections. Below the root's children, messages that are shorter than the sum, or have
+    several parts, are not formed in sections.
     """
     tree = plan.tree
     far = [
@@ -87,7 +91,9 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
         for rank, above in enumerate(tree.parents)
     ]
     ports = [sum(far[child] for child in children) for children in tree.children]
-    layers = [0] * plan.size  # layers between hosts, below the root's layer
+    layers = [
+        0
+    ] * plan.size  # how many ranks from here up, except the root, have far children
     for rank in tree.order:
         if rank != plan.root:
             layers[rank] = layers[tree.parents[rank]] + (ports[rank] > 0)
@@ -100,9 +106,9 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
 
 
 def pays_on_one_host(plan: Plan, cores: int) -> bool:
-    """Return whether sections are faster on one host. All ranks must be the root's
-    children. Without sections they wait while the root adds up all messages, and then
-    only copy the result. With two ranks, one adds while the other copies.
+    """Return whether sections are faster on one host. All other ranks must be the
+    root's children. Without sections they wait while the root adds up all messages, and
+    then only copy the result. With two ranks, one rank adds while the other copies.
     """
     if plan.size <= 2 or len(plan.tree.children[plan.root]) < plan.size - 1:
         return False
@@ -110,6 +116,6 @@ def pays_on_one_host(plan: Plan, cores: int) -> bool:
 
 
 def _needs(plan: Plan) -> int:
-    """Return the number of messages that suffice for the root's sum."""
+    """Return the number of messages that the root needs for its sum."""
     coding = plan.codings[plan.root]
     return coding.needs if coding is not None else 0

@@ -1,7 +1,9 @@
-"""The JAX primitive for a communication round: differentiation, batching, order.
+"""The JAX primitive for a communication round: how it is differentiated, batched and
+ordered.
 
-One `Round` is one call of a group's transport. This module has the transformations that
-JAX may apply, for all transports; each transport defines the lowering.
+One `Round` is one call of a group's transport. This module defines the transformations
+that JAX may apply. They are the same for all transports; each transport defines the
+lowering.
 """
 
 import atexit
@@ -32,7 +34,7 @@ def effects_barrier() -> None:
 
     JAX runs a compiled step while Python continues. If a round of the step fails, JAX
     does not run later calls with rounds of any group or with mpi4jax. Instead, it passes
-    the error to each of these calls. After such an error, call this function on all
+    the error to each of these calls. After such an error, call `effects_barrier` on all
     ranks, and continue. It logs the failures as a warning (logger ``jaxcoded``), and
     does not raise them.
 
@@ -44,7 +46,7 @@ def effects_barrier() -> None:
 
 
 # At exit JAX and mpi4jax wait for rounds, and each would print failures with a
-# traceback. This function runs before that.
+# traceback. This function runs earlier, and logs the failures.
 @atexit.register
 def _say_what_has_failed() -> None:
     _jax_compat.effects_barrier(ending.told())
@@ -53,8 +55,10 @@ def _say_what_has_failed() -> None:
 class Rules(NamedTuple):
     """The transformations that JAX may apply to a call of one kind."""
 
-    alone: bool = False  # whether the call concerns only this rank, and no round
-    # why the call cannot be differentiated, or batched; empty if it can
+    alone: bool = (
+        False  # whether the call only concerns this rank, and is not part of a round
+    )
+    # why the call cannot be differentiated or batched; empty if it can be
     not_differentiated: str = ""
     not_batched: str = ""
 
@@ -67,8 +71,8 @@ _AHEAD = "coded_allreduce_start cannot be differentiated: use coded_allreduce"
 RULES = {
     # a whole round, or its end
     "round": Rules(),
-    # the beginning of a round, or the whole round if the transport cannot progress by
-    # itself
+    # the beginning of a round, or the whole round if the transport makes no progress
+    # between calls
     "start": Rules(
         not_differentiated=_STARTED.format("differentiated"),
         not_batched=_STARTED.format("batched by vmap"),
@@ -102,8 +106,8 @@ _NO_GRADIENT = (
 
 
 def run(round: Round, operands: Operands) -> tuple[list[jax.Array], jax.Array | None]:
-    """Call the transport. Return the results, and the next token, which is the given
-    token if the round takes none. Without vectors the round still takes place, since
+    """Call the transport. Return the results, and the next token. If the round takes no
+    token, return the given token. Without vectors the round still takes place, since
     other ranks may have vectors.
     """
     given = (getattr(operands, name) for name in round.leading)
@@ -205,7 +209,7 @@ def _lowering(ctx: Any, *operands: Any, round: Round, platform: str | None) -> A
     return find(round.group).lower(ctx, operands, round, platform)
 
 
-_last = threading.local()  # the program that is being lowered, and its groups
+_last = threading.local()  # the program that JAX lowers on this thread, and its groups
 
 
 def _check_order(ctx: Any, round: Round) -> None:
@@ -223,7 +227,8 @@ def _check_order(ctx: Any, round: Round) -> None:
 
 
 def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:
-    """Bind the round with an integer token, as transports take it."""
+    """Return a function that binds the round with an integer token, since transports
+    need an integer token."""
 
     def bound(*operands: jax.Array) -> list[jax.Array]:
         given = list(operands)
@@ -235,7 +240,7 @@ def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:
 
 
 for _platform in ("cpu", "cuda", None):
-    with contextlib.suppress(NotImplementedError):  # a JAX without CUDA
+    with contextlib.suppress(NotImplementedError):  # this JAX has no CUDA
         mlir.register_lowering(
             round_p,
             functools.partial(_lowering, platform=_platform),
@@ -244,8 +249,8 @@ for _platform in ("cpu", "cuda", None):
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, round: Round) -> Any:
-    """Differentiate forward. Rounds are linear: the tangents take one more round,
-    unless only the token has a tangent.
+    """Return the jvp. Rounds are linear, so one more round sums the tangents, unless
+    only the token has a tangent.
     """
     leading = len(round.leading)
     if all(isinstance(t, ad.Zero) for t in tangents[leading:]):
@@ -255,7 +260,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, round: Round) -> An
     _check(round, "differentiated")
     out = round_p.bind(*primals, round=round)
     tangents = tangents[leading:]
-    # integers have no tangent, and none is sent
+    # integers have no tangents, so none are sent
     moves = [jnp.issubdtype(value.dtype, jnp.inexact) for value in out]
     full = [ad.instantiate_zeros(t) for t, move in zip(tangents, moves) if move]
     of_tangents = dataclasses.replace(
@@ -273,13 +278,13 @@ ad.primitive_jvps[round_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, round: Round) -> Any:
-    """Transpose an all-reduce to the identity, as in mpi4jax. The result is this rank's
-    part of the gradient, and the transpose of `jaxcoded.spread` sums the parts in one
-    more round. The transpose of the identity is the all-reduce again.
+    """Transpose an all-reduce to the identity, as mpi4jax does. The result is this
+    rank's part of the gradient, and the transpose of `jaxcoded.spread` sums the parts
+    in one more round. The transpose of this identity is the all-reduce.
     """
     leading = len(round.leading)
     if all(isinstance(ct, ad.Zero) for ct in cotangents) and not round.transposed:
-        # the result does not affect the loss, like a metric that is only shown
+        # the result does not affect the loss, such as a metric that is only printed
         return [None for _ in operands]
     _check(round, "differentiated")
     if not (round.up and round.down) or find(round.group).plan.encoded:
@@ -303,7 +308,7 @@ ad.primitive_transposes[round_p] = _transpose
 def _batch(
     operands: Sequence[Any], axes: Sequence[Any], *, round: Round
 ) -> tuple[Any, Any]:
-    """Batch the calls to one round with the stacked payload."""
+    """Replace the calls of a batch by one round with the stacked payload."""
     _check(round, "batched by vmap")
     leading = len(round.leading)
     for name, axis in zip(round.leading, axes):
@@ -335,7 +340,7 @@ def _check(round: Round, what: str) -> None:
         )
 
 
-# A call of the host in the order of the rounds.
+# A call of a Python function on the host, in the order of the rounds.
 
 host_p = Primitive("coded_round_host_call")
 host_p.multiple_results = True

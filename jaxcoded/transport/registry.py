@@ -25,7 +25,7 @@ def add(carrier: Carrier) -> None:
 
 
 def remove(index: int) -> None:
-    """Remove a group, which is closed from now on."""
+    """Remove a group, which then counts as closed."""
     _open.pop(index, None)
 
 

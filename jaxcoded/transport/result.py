@@ -8,8 +8,10 @@ class Result(NamedTuple):
 
     Attributes:
         value: the result of the same call without residual and token, such as ``(loss, grads)``.
-        residual: how far a sum is from the exact sum, float32 or float64, if ``residual=True`` requested it.
-        token: int32 or float32, for the next call, if a token orders the calls.
+        residual: how far a sum is from the exact sum, float32 or float64. ``None`` without
+            ``residual=True``.
+        token: the token for the next call, int32 or float32. ``None`` if no token
+            orders the calls.
 
     Example:
         >>> import jax.numpy as jnp, jaxcoded

@@ -21,7 +21,7 @@ from jaxcoded.transport import extension
 try:
     extension.load()
     from jaxcoded.transport import _engine
-except ImportError:  # without the engine, XLA makes its kernels
+except ImportError:  # without the engine, XLA makes a kernel for every slice
     _engine = None  # type: ignore[assignment]
 
 

@@ -1,9 +1,10 @@
-"""Numbers that order rounds instead of JAX's effect.
+"""Tokens: numbers that order rounds instead of JAX's effect.
 
 The derivatives of a token are tokens, too: its tangent and its cotangent order the
-rounds of derivatives. The sum of several tokens is a token that follows all of them. The
-cotangent given to JAX must be the last token of the forward pass. The rounds of the
-backward pass hand this token on, so that they come after all forward rounds.
+rounds of derivatives. The sum of several tokens is a token that follows all these
+tokens. The cotangent given to JAX must be the last token of the forward pass. Each round
+of the backward pass passes this token to the next round, so backward rounds follow all
+forward rounds.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ _NO_DERIVATIVE = (
 
 
 def checked(token: Any) -> jax.Array:
-    """Return a number that can order calls.
+    """Return the token as an array.
 
     Raises:
         TypeError: ``token`` is neither an int32 nor a float32 number.
@@ -41,21 +42,21 @@ def checked(token: Any) -> jax.Array:
 
 
 def check_derivative(name: str, token: Any) -> None:
-    """Raise a NotImplementedError if JAX was given no tangent or cotangent of the
-    token."""
+    """Raise a NotImplementedError if the program has not given JAX a tangent or
+    cotangent of the token."""
     if isinstance(token, ad.Zero):
         raise NotImplementedError(_NO_DERIVATIVE.format(name))
 
 
 def after(token: Any, other: Any) -> Any:
-    """Return a token that follows both tokens. If ``other`` belongs to derivatives that
-    JAX computes later, the result for JAX is ``token``.
+    """Return a token that follows both tokens. If JAX computes ``other`` only later,
+    with derivatives, it takes ``token`` as the known result.
     """
     return after_p.bind(token, other)
 
 
 def _transpose(cotangent: Any, _: Any, other: Any) -> Any:
-    """Order the cotangent after the other token, too."""
+    """Return a cotangent that also follows the other token."""
     zero = isinstance(cotangent, ad.Zero)
     return [cotangent if zero else after(cotangent, other), None]
 

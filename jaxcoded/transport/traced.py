@@ -10,7 +10,7 @@ from jaxcoded.transport.round import Round
 
 
 class Traced(Carrier):
-    """A carrier whose method `carry` traces rounds."""
+    """A carrier that lowers a round by tracing its method `carry`."""
 
     @abc.abstractmethod
     def carry(
