@@ -76,9 +76,8 @@ def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         x = x.astype(jnp.float32)
     its = jnp.finfo(x.dtype)
     exponent = jnp.floor(jnp.log2(jnp.max(jnp.abs(x))))
-    exponent = jnp.clip(
-        exponent, its.minexp, its.maxexp - 2
-    )  # so that leaves of zeros work, too
+    # limit the exponent, so that leaves of zeros work, too
+    exponent = jnp.clip(exponent, its.minexp, its.maxexp - 2)
     x = (x * jnp.exp2(-exponent)).astype(jnp.float32)
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
     total = jnp.sum(jnp.where(minus == 1, -x, x))

@@ -219,9 +219,8 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     is the same on all ranks, even on a late rank that is still at another batch.
     """
     there = counted[..., 1]
-    if (
-        count.examples is None
-    ):  # if the sum has no examples, the mean is 0, like the sum
+    if count.examples is None:
+        # if the sum has no examples, the mean is 0, like the sum
         return jnp.where(there == 0, 1, there)
     expected = jnp.asarray(weights.examples, there.dtype)
     near = counts(there, expected, count.examples[1])

@@ -73,9 +73,8 @@ def _losses_of_examples(
     batch with only this example.
     """
 
-    @functools.partial(
-        jax.jit, inline=True
-    )  # traced once, although its shape is needed first
+    # traced once, although the shapes of its results are needed first
+    @functools.partial(jax.jit, inline=True)
     def pair(params: Any, batch: Any) -> tuple[Any, Any]:
         out = losses(params, batch)
         if isinstance(out, tuple) != has_aux or (has_aux and len(out) != 2):

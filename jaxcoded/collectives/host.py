@@ -128,9 +128,8 @@ def summed(
                     "memory"
                 )
         mask = None if erasures is None else checked_erasures(erasures, group.size)
-    counts = (
-        [] if vector is None else [np.array(vector)]
-    )  # a copy, since the round sums in place
+    # copy the vector, since the round sums in place
+    counts = [] if vector is None else [np.array(vector)]
     vectors, results = [*counts], [*counts]
     for kind in round.vectors[len(counts) :]:  # one vector, or none for an empty array
         sent = parts

@@ -186,9 +186,8 @@ class Engine(Transport):
             )
         except errors.CodedError as error:
             _engine.forget(cards[comm.rank])
-            if not isinstance(
-                error, Unreadable
-            ):  # otherwise no rank still uses the communicator
+            if not isinstance(error, Unreadable):
+                # no rank still uses the communicator
                 self._put_back()
             raise
         registry.add(self)

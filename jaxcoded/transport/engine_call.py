@@ -21,9 +21,8 @@ from jaxcoded.transport.round import Round
 class Call(NamedTuple):
     """The engine's description of a round of one kind."""
 
-    attributes: tuple[
-        str, ...
-    ] = ()  # names in `_attributes`, without ``group``, which every call has
+    # names in `_attributes`, without ``group``, which every call has
+    attributes: tuple[str, ...] = ()
     # whether the round's vectors are operands, and whether they are results
     sends: bool = False
     receives: bool = False

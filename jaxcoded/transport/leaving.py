@@ -57,9 +57,8 @@ def leave_on_sigterm(notice: float = 30.0) -> None:
     def on_signal(number: int, _: FrameType | None) -> None:
         if os.getpid() == process:
             _leave()
-        signal.signal(
-            number, signal.SIG_DFL
-        )  # this process is a fork, which has no engine
+        # this process is a fork, which has no engine
+        signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
     signal.signal(signal.SIGTERM, on_signal)

@@ -23,9 +23,8 @@ from jaxcoded.transport.messages import tree_broadcast, tree_reduce
 from jaxcoded.transport.round import Round
 from jaxcoded.transport.traced import Traced
 
-SHORT = (
-    1 << 16
-)  # bytes; to copy this many bytes takes less time than to send one more message
+# To copy this many bytes takes less time than to send one more message.
+SHORT = 1 << 16
 
 
 class Mpi4jax(Traced, Transport):

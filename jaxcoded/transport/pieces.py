@@ -32,9 +32,8 @@ class Pieces(NamedTuple):
     """The pieces of long vectors."""
 
     bytes: int  # number of bytes of a piece
-    sections_from: (
-        int  # sums of at least this many bytes are formed in sections; 0: no sums
-    )
+    # sums of at least this many bytes are formed in sections; 0: no sums
+    sections_from: int
     # number of pieces of a sum in sections, unless pieces become too long or too short; 0:
     # pieces of the usual size
     of_sections: int
@@ -91,9 +90,8 @@ def pays_between_hosts(plan: Plan, hosts: Sequence[str]) -> bool:
         for rank, above in enumerate(tree.parents)
     ]
     ports = [sum(far[child] for child in children) for children in tree.children]
-    layers = [
-        0
-    ] * plan.size  # how many ranks from here up, except the root, have far children
+    # how many ranks, from each rank up to the root's child, have children on other hosts
+    layers = [0] * plan.size
     for rank in tree.order:
         if rank != plan.root:
             layers[rank] = layers[tree.parents[rank]] + (ports[rank] > 0)

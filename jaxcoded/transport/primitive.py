@@ -55,9 +55,8 @@ def _say_what_has_failed() -> None:
 class Rules(NamedTuple):
     """The transformations that JAX may apply to a call of one kind."""
 
-    alone: bool = (
-        False  # whether the call only concerns this rank, and is not part of a round
-    )
+    # whether the call only concerns this rank, and is not part of a round
+    alone: bool = False
     # why the call cannot be differentiated or batched; empty if it can be
     not_differentiated: str = ""
     not_batched: str = ""
