@@ -1,4 +1,4 @@
-"""Gradient codes: one constructor per scheme. Each returns a `GradientCode`."""
+"""Gradient codes. Each constructor returns a `GradientCode`."""
 
 from jaxcoded.codes._adaptive import adaptive as adaptive
 from jaxcoded.codes._approximate import approximate as approximate

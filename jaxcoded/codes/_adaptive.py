@@ -17,10 +17,11 @@ def adaptive(
 
     Every child holds ``d = s + m`` partitions. A whole message is ``1/m`` as long as a
     gradient. If ``δ ≤ s`` children are missing, the parent decodes from the beginnings
-    of the other children's messages, each ``1/(d−δ)`` as long as a gradient. It needs
-    whole messages only for ``δ = s``. For no ``δ`` do shorter beginnings suffice
-    (`random_generator`). This is adaptive gradient coding as in Cao et al. 2020 (arXiv
-    2006.04845), with the construction in ``docs/theory.md``.
+    of the present children's messages. Each beginning is ``1/(d−δ)`` as long as a
+    gradient, so the parent needs whole messages only for ``δ = s``. Shorter beginnings
+    do not suffice for any ``δ``, as the bound for `random_generator` shows. This is
+    adaptive gradient coding as in Cao et al. 2020 (arXiv 2006.04845), with the
+    construction in ``docs/theory.md``.
 
     Args:
         n: number of children.
@@ -33,13 +34,13 @@ def adaptive(
         ``L = lcm(m, …, s+m)``: parts are ``1/L`` as long as the gradient.
 
     Raises:
-        ValueError: ``s + m > n``, more than 512 messages in total (checking them would
-            take seconds), or no draw decodes in float64.
+        ValueError: ``s + m > n``; the code has more than 512 messages in total, whose
+            check would take seconds; or float64 cannot decode any draw.
 
     Example:
         >>> from jaxcoded import codes
         >>> code = codes.adaptive(4, 1)
-        >>> code.parts, code.m  # halves of the gradient
+        >>> code.parts, code.m  # messages are halves of the gradient
         (2, 2)
         >>> code.decodable([[True, False]] * 4), code.decodable([0, 1, 2])
         (True, True)
@@ -58,7 +59,7 @@ def adaptive(
 
     def draw(rng: np.random.Generator) -> np.ndarray:
         # rows are (part, child) here
-        # if no child is missing, part p of all messages gives d of the L slices
+        # If no child is missing, part p of all messages gives d of the L slices.
         decoder = np.kron(np.eye(ends[0]), rng.standard_normal((d, n)))
         decoder = decoder.reshape(L, ends[0], n)
         checks = [

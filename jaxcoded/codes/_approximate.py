@@ -6,11 +6,11 @@ from jaxcoded.codes._gradient_code import GradientCode
 def approximate(
     code: GradientCode, stragglers: int, decoding: str = "least_squares"
 ) -> GradientCode:
-    """Return the same code for use beyond its tolerance: the parent continues with any
-    ``n−s`` children and approximates the sum.
+    """Return the same code with a larger ``s`` than it tolerates: the parent continues
+    with any ``n−s`` children and approximates the sum.
 
     If the children that answered are decodable, least squares still gives the exact
-    sum. Fractional repetition in this use is the code that Charles, Papailiopoulos and
+    sum. With fractional repetition this is the code that Charles, Papailiopoulos and
     Ellenberg 2017 (arXiv 1711.06771) decode optimally. If ``r`` random children of
     ``n`` answer, and every partition is on ``d`` children, the squared residual is ``n
     · C(n−d, r) / C(n, r)`` on average.

@@ -28,7 +28,8 @@ def block_design(
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
-        load: ``k``, if designs with several ``k`` exist. Default: the smallest ``k``.
+        load: ``k``, for an ``n`` that has designs with several ``k``. Default: the
+            smallest ``k``.
         decoding: ``"least_squares"``, or ``"one_step"``; see `GradientCode`.
 
     Returns:

@@ -10,7 +10,7 @@ import numpy as np
 # solutions in float64 the entries are then near amplification · 1e-16. For sets that
 # cannot be decoded, they are about 1/√k or larger.
 _EXACT = 1e-6
-# Singular values below this fraction of the largest one count as zero.
+# Singular values below this fraction of the largest singular value count as zero.
 _RANK = 1e-11
 # Numbers this close to integers are rounded to integers, if the result is exact.
 _WHOLE = 1e-9
@@ -19,15 +19,15 @@ _HALVINGS = 40
 
 
 class Block:
-    """Rows of ``M`` that share partitions only with each other, and their decoder, with
-    ``m`` slices.
+    """Rows of ``M`` that have no partition in common with other rows, and their
+    decoder, with ``m`` slices.
 
     Every exact solution of ``A·M = T`` is ``A = A0 + Y·N`` with the left null space
-    ``N``. So leaving out the set ``E`` only requires ``Y·N_E = −A0_E``. The number of
-    unknowns of this system is the number of the block's surplus rows.
+    ``N``. So to leave out a set ``E`` of rows, it suffices to solve ``Y·N_E = −A0_E``.
+    This system has as many unknowns as the block has surplus rows.
 
     ``M`` is float64 ``(r, c·m)``: the rows, restricted to the partitions that they
-    hold. One of several equal partitions may represent all of them.
+    hold. One partition may represent several equal partitions.
     """
 
     def __init__(self, M: np.ndarray, m: int) -> None:
@@ -42,7 +42,7 @@ class Block:
         M = self.M
         left, values, right, rank = _decomposed(M)
         A0 = ((self.target @ right[:rank].T) / values[:rank]) @ left[:, :rank].T
-        # round, so that repetition codes decode with coefficients of exactly 0 and 1
+        # Round, so that repetition codes decode with coefficients of exactly 0 and 1.
         whole = np.rint(A0)
         near = np.abs(A0 - whole).max(initial=0) < _WHOLE
         if near and np.array_equal(whole @ M, self.target):
@@ -58,7 +58,8 @@ class Block:
         if not counts.any():
             A = np.repeat(A0[None], len(missing), axis=0)
         else:
-            # take only the columns of E, padded with zeros for smaller sets
+            # Take only the columns of E. For sets smaller than the largest set, pad
+            # with columns of zeros.
             places = np.arange(counts.max()) < counts[:, None]
             columns = np.zeros(places.shape, np.intp)
             columns[places] = np.nonzero(missing)[1]
@@ -79,8 +80,8 @@ class Block:
         """Return an upper bound on the amplification of ``A`` ``(..., m, r)``
         (Cauchy-Schwarz).
 
-        For solutions of least norm this bound never grows when more rows are present.
-        The amplification itself may grow.
+        For solutions of least norm this bound never grows when more rows become
+        present, although the amplification itself may grow.
         """
         return self.weight * np.linalg.norm(A, axis=-1).max(axis=-1)
 
@@ -94,7 +95,7 @@ class Block:
             A = self._damped(missing, 0.0)
         if self.amplification(A) <= limit:
             return A
-        # this damping suffices: each ‖A[u]‖ is at most ‖T[u]‖ / 2δ
+        # This damping δ suffices, since each ‖A[u]‖ is at most ‖T[u]‖ / 2δ.
         damping = self.weight * np.linalg.norm(self.target, axis=1).max() / (2 * limit)
         A = self._damped(missing, damping)
         for _ in range(_HALVINGS):
@@ -127,14 +128,15 @@ def left_null_space(M: np.ndarray) -> np.ndarray:
 
 def _decomposed(M: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Return the singular value decomposition with a square ``left``, and the rank."""
-    # the rows of `right` beyond the rank are not needed, and the columns may be many
+    # Do not compute the rows of `right` beyond the rank: they are not needed, and there
+    # may be many columns.
     left, values, right = np.linalg.svd(M, full_matrices=M.shape[0] > M.shape[1])
     return left, values, right, int((values > _RANK * values[0]).sum())
 
 
 def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
-    """Return the different blocks of ``M`` ``(rows, k, m)``, each with the rows of all
-    its copies, int ``(copies, r)``.
+    """Return the different blocks of ``M`` ``(rows, k, m)``. Each block comes with the
+    rows of all its copies in ``M``, int ``(copies, r)``.
 
     Rows of zeros belong to no block.
     """
@@ -149,9 +151,9 @@ def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
 
 
 def _without_copies(M: np.ndarray) -> np.ndarray:
-    """Return ``M`` ``(r, c, m)`` with one partition for each class of equal partitions,
-    if all classes have the same size. This changes neither the solutions nor which
-    solution is the best.
+    """If all classes of equal partitions have the same size, return ``M`` ``(r, c, m)``
+    with one partition of each class, otherwise ``M`` itself. Neither the exact
+    solutions nor the best solution change.
     """
     first, which = alike(M.swapaxes(0, 1).reshape(M.shape[1], -1))
     counts = np.bincount(which)
@@ -159,7 +161,7 @@ def _without_copies(M: np.ndarray) -> np.ndarray:
 
 
 def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first of each class of equal rows, and the class of each row."""
+    """Return the first row of each class of equal rows, and the class of each row."""
     width = rows.itemsize * rows.shape[1]
     _, first, classes = np.unique(
         np.ascontiguousarray(rows).view(f"V{width}")[:, 0],
@@ -170,7 +172,8 @@ def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the rows and columns that a bool matrix connects, as sorted indices."""
+    """Return the connected components of a bool matrix: the sorted indices of each
+    component's rows and columns."""
     found = []
     new_rows = support.any(axis=1)
     left = new_rows.copy()
@@ -191,8 +194,8 @@ def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:
     """Return pseudo-inverses of matrices whose rows are parts of orthonormal rows.
-    Singular values are compared with 1, and not with the largest one, which may be a
-    rounding error.
+    Singular values count as zero in comparison with 1, and not with the largest
+    singular value, which may itself be a rounding error.
     """
     left, values, right = np.linalg.svd(N, full_matrices=False)
     inverse = np.where(values > _RANK, 1 / np.maximum(values, _RANK), 0.0)

@@ -9,11 +9,11 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
     """Return a cyclic repetition code (CRC): child ``i`` holds partitions ``i, i+1, …,
     i+s`` (mod n), for any ``n`` and ``s < n``.
 
-    It is decodable from any ``n−s`` children. The rows of ``B`` lie in the null space
-    of a random ``s × n`` matrix. The rows of this matrix sum to 0, so its null space
-    contains the all-ones vector. This is the cyclic repetition scheme of Tandon et al.
-    2017 (arXiv 1612.03301). The matrix is redrawn at most 64 times, to get a small
-    amplification.
+    Any ``n−s`` children suffice to decode. The rows of ``B`` lie in the null space of a
+    random ``s × n`` matrix. The entries of each row of this matrix sum to 0, so the
+    null space contains the all-ones vector. This is the cyclic repetition scheme of
+    Tandon et al. 2017 (arXiv 1612.03301). The matrix is redrawn at most 64 times, to
+    get a small amplification.
 
     Args:
         n: number of children.
@@ -24,7 +24,7 @@ def cyclic_repetition(n: int, stragglers: int, *, seed: int = 0) -> GradientCode
         A `GradientCode` with ``B`` of shape ``(n, n, 1)`` and loads ``s+1``.
 
     Raises:
-        ValueError: ``s`` is not in ``0 … n−1``, or no draw decodes in float64
+        ValueError: ``s`` is not in ``0 … n−1``, or float64 cannot decode any draw
             (amplification · eps > 1e-3).
 
     Example:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-# The most sets of columns that are tried. Up to block length 20 these are all sets.
+# The largest number of sets of columns to try. Up to block length 20 this covers all
+# sets.
 MAX_SUBSETS = 200_000
 _BATCH = 4096
 # The parity check matrix has orthonormal rows. Its columns count as dependent below this
@@ -18,8 +19,8 @@ def minimum_distance(generator: np.ndarray) -> int:
     """Return the minimum distance ``δ`` of a linear code over the reals: the smallest
     number of columns without which its generator loses rank.
 
-    It is computed by enumeration, as the smallest number of dependent columns of the
-    parity check matrix.
+    The function computes ``δ`` by enumeration, as the smallest number of dependent
+    columns of the parity check matrix.
 
     Args:
         generator: float array ``(m, d)`` of rank ``m``.
@@ -45,14 +46,14 @@ def minimum_distance(generator: np.ndarray) -> int:
     H = parity_check(generator)
     surplus, d = H.shape
     if math.comb(d, surplus) <= MAX_SUBSETS and independent(H, surplus):
-        return surplus + 1  # the largest distance by Singleton's bound
+        return surplus + 1  # the largest possible distance, by Singleton's bound
     return next(e for e in range(1, surplus + 2) if not independent(H, e))
 
 
 def parity_check(generator: np.ndarray) -> np.ndarray:
-    """Return a matrix ``(d−m, d)`` with orthonormal rows. It is orthogonal to the
-    generator with columns scaled to norm 1. Raise a ValueError unless the generator is a
-    finite real ``(m, d)`` of rank ``m``."""
+    """Return a matrix ``(d−m, d)`` with orthonormal rows that is orthogonal to the
+    generator after its columns are scaled to norm 1. Raise a ValueError unless the
+    generator is a finite real ``(m, d)`` of rank ``m``."""
     G = np.asarray(generator)
     if G.ndim != 2 or 0 in G.shape or G.dtype.kind not in "buif":
         raise ValueError(

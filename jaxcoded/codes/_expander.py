@@ -22,11 +22,12 @@ def expander(
     random ``d``-regular graph ``G``, and ``B = A(G)/d``. The code is approximate, for
     any ``s < n``.
 
-    Let ``λ`` be the second largest absolute eigenvalue of ``G``. If any ``s`` children
-    are missing, the residual is at most ``(λ/d) · √(n·s/(n−s))``. This holds even if
-    one-step decoding gives all answers the coefficient ``n/(n−s)``: Raviv, Tandon,
-    Dimakis and Tamo 2018 (arXiv 1707.03858). The code draws 64 graphs by switching pairs
-    of edges of a circulant graph, and takes the graph with the smallest ``λ``.
+    Let ``λ`` be the second largest absolute eigenvalue of ``G``. Whichever ``s``
+    children are missing, the residual is at most ``(λ/d) · √(n·s/(n−s))``. This bound
+    holds even for one-step decoding, which gives all answers the coefficient
+    ``n/(n−s)``: Raviv, Tandon, Dimakis and Tamo 2018 (arXiv 1707.03858). The code draws
+    64 graphs by switching pairs of edges of a circulant graph, and takes the graph with
+    the smallest ``λ``.
 
     Args:
         n: number of children and of partitions.
@@ -80,8 +81,8 @@ def _second_eigenvalue(adjacency: np.ndarray) -> float:
 
 
 def _circulant(n: int, degree: int) -> np.ndarray:
-    """Return int ``(n·degree/2, 2)``: the edges from every vertex to the next vertices
-    and, for an odd degree, to the opposite vertex.
+    """Return the edges of a circulant graph, int ``(n·degree/2, 2)``. Every vertex has
+    edges to the next vertices and, for an odd degree, to the opposite vertex.
     """
     vertices = np.arange(n)
     edges = [

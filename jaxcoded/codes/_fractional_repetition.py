@@ -8,8 +8,8 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
     """Return a fractional repetition code (FRC): ``n/(s+1)`` groups of ``s+1`` children
     that all send the same sum.
 
-    It is decodable from one answer of every group, so often from fewer than ``n−s``
-    answers. The coefficients are 0 and 1. The amplification is 1, so rounding errors do
+    One answer of every group suffices to decode, so often fewer than ``n−s`` answers
+    suffice. The coefficients are 0 and 1. The amplification is 1, so rounding errors do
     not grow. This is the fractional repetition scheme of Tandon et al. 2017 (arXiv
     1612.03301).
 

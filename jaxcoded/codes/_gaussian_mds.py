@@ -23,18 +23,18 @@ def gaussian_mds(
     is maximum distance separable with probability 1: any ``s`` of each group may be
     missing.
 
-    The generator is drawn at most 64 times, or less often if there are many sets of
-    ``m`` columns. The draw whose worst set has the smallest condition number is taken.
-    These are the Gaussian codes of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv
-    2005.07184), see `linear`.
+    The generator is drawn at most 64 times, or fewer times if there are many sets of
+    ``m`` columns. The draw whose worst set has the smallest condition number becomes
+    the generator. These are the Gaussian codes of Kadhe, Koyluoglu and Ramchandran 2020
+    (arXiv 2005.07184); see `linear`.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.
         stragglers: ``s ≥ 0``.
         slices: ``m ≥ 1``; messages are ``1/m`` as long as the gradient.
         seed: the seed of the random draws; equal seeds give equal codes on all ranks.
-        max_condition: take the first draw in which no ``m`` columns have a larger
-            condition number. Default: take the best of all draws.
+        max_condition: if given, the first draw is taken in which no ``m`` columns have
+            a larger condition number. Default: the best of all draws is taken.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, n, m)``.

@@ -1,4 +1,4 @@
-"""The algebra that all schemes have in common: a tensor ``B`` and its decoder."""
+"""The algebra that all codes have in common: a tensor ``B`` and its decoder."""
 
 import dataclasses
 import functools
@@ -16,8 +16,8 @@ from jaxcoded.codes import _blocks
 # If there are more answered sets than this, they are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
-# A tolerance: if a set is as good as the worst sufficient set, rounding must not decide
-# whether it suffices.
+# A tolerance, so that rounding does not decide whether a set suffices that is as good
+# as the worst sufficient set.
 _ROUNDING = 1e-3
 
 
@@ -27,9 +27,10 @@ class Promise(NamedTuple):
 
     Attributes:
         late: the number of children that may be late.
-        parts: how many parts, from the first on, the parent needs from every other
-            child.
-        first: how many parts, from the first on, it needs from every late child.
+        parts: how many parts, beginning with the first, the parent needs from every
+            child that is not late.
+        first: how many parts, beginning with the first, the parent needs from every
+            late child.
     """
 
     late: int
@@ -74,15 +75,16 @@ class GradientCode:
 
     Args:
         B: float array ``(n · parts, k, m)``, or two-dimensional for ``m = 1``; row
-            ``i · parts + p`` is part ``p`` of child ``i``. Kept as a read-only float64
-            copy.
-        stragglers: the number ``s`` of arbitrary children that may be missing. For an
-            exact code this number is checked, on all patterns or on 256 sampled
-            patterns. ``None`` computes the largest such number by enumeration.
+            ``i · parts + p`` is part ``p`` of child ``i``. The code keeps a read-only
+            float64 copy.
+        stragglers: the number ``s`` of children of which any may be missing. For an
+            exact code this number is checked with all patterns of missing children, or
+            with 256 sampled patterns. If it is ``None``, the largest possible ``s`` is
+            computed by enumeration.
         name: the code's name in ``Plan.describe()``.
         parts: ``P``, the number of messages of each child.
         sizes: ``k`` numbers, the relative sizes of the partitions. Default: all equal.
-            Kept as fractions that add up to 1.
+            The code keeps them as fractions that add up to 1.
         decoding: ``"exact"``; ``"least_squares"``, the best approximation; or
             ``"one_step"``, the same coefficient for all received messages, so that the
             coefficients of the partitions are 1 on average.
@@ -94,17 +96,17 @@ class GradientCode:
 
     Raises:
         ValueError: ``B`` has a wrong shape or entries that are not finite, or ``sizes``
-            are not ``k`` numbers >= 0 with a sum above 0. Some pattern of
-            ``stragglers`` missing children or of a promise cannot be decoded, or a
-            promise is not ``0 ≤ late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``. With
-            ``stragglers=None`` there are too many patterns to try, or the code is not
+            are not ``k`` numbers >= 0 with a sum above 0. Or the code cannot decode
+            without some ``stragglers`` children, or from some set of a promise. Or a
+            promise is not ``0 ≤ late ≤ n`` and ``0 ≤ first ≤ parts ≤ P``. Or, with
+            ``stragglers=None``, there are too many patterns to try, or the code is not
             exact. Or ``"one_step"`` is given with slices or with a ``B`` that sums to 0
             or less.
 
-    Equality and hash are by value (everything except the name).
+    Two codes are equal if all their values except the name are equal.
 
     Example:
-        A code of Tandon et al. for three children, any one of which may be missing.
+        A code of Tandon et al. for three children. Any one child may be missing.
 
         >>> import numpy as np
         >>> from jaxcoded import GradientCode
@@ -116,7 +118,7 @@ class GradientCode:
     """
 
     B: np.ndarray
-    stragglers: int = None  # type: ignore[assignment]  # an int once constructed
+    stragglers: int = None  # type: ignore[assignment]  # never None after construction
     name: str = "custom"
     parts: int = 1
     sizes: tuple[Fraction, ...] = ()
@@ -221,15 +223,15 @@ class GradientCode:
         )
 
     def decodable(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Return whether the exact sum can be rebuilt from these children, without
-        rounding.
+        """Return whether the exact sum, apart from rounding, can be rebuilt from these
+        children.
 
         Args:
             answered: bool ``(n,)``; or the indices of the children that answered; or
                 bool ``(n, parts)``, the received parts.
 
         Raises:
-            ValueError: ``answered`` has a wrong shape, or indices that are not distinct
+            ValueError: ``answered`` has a wrong shape, or its indices are not distinct
                 children.
             TypeError: ``answered`` has neither bools nor integers.
         """
@@ -237,11 +239,11 @@ class GradientCode:
         return bool(self._solve(self._missing_classes(missing)[None])[1][0])
 
     def sufficient(self, answered: Sequence[bool] | Sequence[int] | np.ndarray) -> bool:
-        """Return whether a parent continues with these children. With an exact code
-        they must be decodable. With an approximate code, at least ``n−s`` of them must
-        have answered with all their parts.
+        """Return whether a parent continues with the messages of these children. With
+        an exact code the set must be decodable. With an approximate code, at least
+        ``n−s`` children must have answered with all their parts.
 
-        In an exact code with several parts, a set that the code does not promise to decode suffices only if its
+        In an exact code with several parts, a set outside the code's promises suffices only if its
         amplification is certainly at most ``κ``. The test uses the bound ``‖A‖ · ‖B‖``, which never grows when
         more messages arrive.
 
@@ -259,14 +261,15 @@ class GradientCode:
 
         Among equal rows of ``B`` (copies, as in fractional repetition), the parent uses
         the first row that answered, and the other rows get 0. If the set is
-        `sufficient`, the result is the solution of least norm. Otherwise it is the
-        least-squares solution, with its residual. One-step decoding gives all received
-        messages the same coefficient.
+        `sufficient`, the result is the exact solution of least norm. If the set is not
+        sufficient, it is the least-squares solution, with its residual. One-step
+        decoding gives all received messages the same coefficient.
 
         The coefficients of an exact code with several parts never amplify by more than
-        its ``κ``. If a sufficient set would do so, it is decoded only from the messages
-        of a promise. If a least-squares solution would do so, it minimizes ``‖A·B −
-        I‖²`` plus a multiple of ``‖A‖²`` instead.
+        its ``κ``. If the solution for a sufficient set would amplify more, the set is
+        decoded only from the messages of a promise. If a least-squares solution would
+        amplify more, the result minimizes ``‖A·B − I‖²`` plus a multiple of ``‖A‖²``
+        instead.
 
         Args:
             answered: as for `decodable`.
@@ -284,9 +287,9 @@ class GradientCode:
         """``κ = max_F max_{u,j} Σ_i |A[u,i]| · Σ_v |B[i,j,v]|``: the factor by which
         rounding can grow, 1 at best.
 
-        The maximum is over all answered sets with at most ``stragglers`` missing, and
-        the sets of the `promises`. If there are more than 256 such sets, the maximum is
-        over 256 random samples of them.
+        The maximum is over all answered sets ``F`` that lack at most ``stragglers``
+        children, and the sets of the `promises`. If there are more than 256 of these
+        sets, the maximum is over a random sample of 256.
         """
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
@@ -303,9 +306,10 @@ class GradientCode:
 
     @functools.cached_property
     def amplification_limit(self) -> float:
-        """The bound on the amplification of any sufficient set. It is infinite in
-        approximate codes and in codes with one part. With one part ``κ`` covers all sets
-        for which a parent waits, unless more than ``s`` children are dead or erased.
+        """The largest amplification that a sufficient set may have. It is infinite for
+        approximate codes and for codes with one part. For codes with one part, ``κ``
+        already covers all sets for which a parent waits, unless more than ``s`` children
+        are dead or erased.
         """
         if self.parts == 1 or self.approximate:
             return math.inf
@@ -314,15 +318,17 @@ class GradientCode:
     @functools.cached_property
     def parity_checks(self) -> np.ndarray:
         """``H``: float64 ``(rows − rank, n · parts)``, read-only. Let ``M`` be the
-        children's messages, one in each row. If all children computed with the same
-        gradients, ``H·M = 0``, whatever the gradients are. The rows of ``H`` span the
-        left null space of ``B``. If ``H·M = 0``, any two decodings agree.
+        matrix whose rows are the children's messages. If all children computed with the
+        same gradients, ``H·M = 0``, whatever the gradients are. The rows of ``H`` span
+        the left null space of ``B``. If ``H·M = 0``, all sufficient sets decode to the
+        same sum.
 
         A row of ``H`` covers only children with common partitions, so an error in the
-        row comes from one of these children. Rows are orthonormal if the unit of each
-        message is the largest power of 2 that is at most the largest absolute entry of
-        its row of ``B``. Singular values below 1e-11 of the largest one count as 0, and
-        entries below 1e-12 are rounded to 0.
+        row comes from one of these children. The rows of ``H`` are orthonormal after
+        each message is expressed in a unit: the largest power of 2 that is at most the
+        largest absolute entry of the message's row of ``B``. Singular values below
+        1e-11 of the largest singular value count as 0, and entries below 1e-12 are
+        rounded to 0.
 
         Example:
             >>> from jaxcoded import codes
@@ -369,24 +375,24 @@ class GradientCode:
             getattr(self, field.name) for field in dataclasses.fields(self)
         )
 
-    # Decoding. One row represents its copies (equal rows). The reduced matrix M is split
-    # into blocks that are solved one by one.
+    # Decoding. Of several equal rows (copies), one row represents all. The reduced
+    # matrix M is split into blocks, which are solved one by one.
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The class of each row of ``B``. Equal rows have the same class, and one of them
-        suffices."""
+        """The class of each row of ``B``. Equal rows have the same class, and one row of
+        each class suffices."""
         return tuple(self._copies[1].tolist())
 
     @functools.cached_property
     def _copies(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first of each class of equal rows, and the class of each row."""
+        """The first row of each class of equal rows, and the class of each row."""
         first, classes = _blocks.alike(self.B.reshape(len(self.B), -1))
         order = np.argsort(first)
         return first[order], np.argsort(order)[classes]
 
     def _missing_classes(self, missing: np.ndarray) -> np.ndarray:
-        """Return which classes have no present row, bool ``(..., classes)``."""
+        """Return which classes have only missing rows, bool ``(..., classes)``."""
         first, classes = self._copies
         order = np.argsort(classes, kind="stable")
         starts = np.searchsorted(classes[order], np.arange(len(first)))
@@ -400,8 +406,8 @@ class GradientCode:
 
     @functools.cached_property
     def _units(self) -> np.ndarray:
-        """The unit of each message, a power of 2. Without units, different scales of
-        messages could make a set look singular."""
+        """The unit of each message, a power of 2. Without units, a set of messages on
+        different scales could look singular."""
         _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
         return np.ldexp(1.0, exponents - 1)
 
@@ -430,8 +436,8 @@ class GradientCode:
 
     def _exact(self, missing: np.ndarray) -> np.ndarray | None:
         """Return an ``A`` ``(m, classes)`` that gives the exact sum within the code's
-        amplification for missing classes, bool ``(classes,)``. Return None if the other
-        classes do not suffice.
+        amplification for missing classes, bool ``(classes,)``. Return None if the
+        present classes do not suffice.
         """
         (A,), (exact,), (bound,) = self._solve(missing[None])
         if not exact:
@@ -444,8 +450,8 @@ class GradientCode:
         return A if (enough != missing).all() else self._solve(~enough[None])[0][0]
 
     def _promised(self, missing: np.ndarray) -> np.ndarray | None:
-        """Return the classes that a promise needs, bool ``(classes,)``, for the first
-        children that satisfy the promise. None of these classes may be missing.
+        """Return the classes that a promise needs, bool ``(classes,)``. Take the first
+        promise, and the first children, for which all these classes are present.
         """
         heard = ~missing[self._copies[1]].reshape(self.n, self.parts)
         came = np.logical_and.accumulate(heard, axis=1).sum(axis=1)
@@ -535,7 +541,7 @@ class GradientCode:
 
     def _hardest(self) -> np.ndarray:
         """The hardest sets of missing messages that the code must tolerate, bool
-        ``(sets, rows)``. If there are more than 256, these are samples.
+        ``(sets, rows)``. If there are more than 256 sets, this is a sample.
         """
         promises = sorted(set(self._all_promises))
         out, most = [], MAX_SETS
@@ -549,7 +555,8 @@ class GradientCode:
         """Return patterns of at most ``late`` children, bool ``(sets, n)``, which
         include the hardest patterns.
 
-        Blocks are decoded one by one, so patterns in one block of each kind suffice.
+        Blocks are decoded one by one, so patterns within one block of each kind
+        suffice.
         """
         if _count(self.n, late) <= most:
             return self._patterns(np.arange(self.n), late, most)
@@ -569,8 +576,8 @@ class GradientCode:
 
     def _patterns(self, children: np.ndarray, late: int, most: int) -> np.ndarray:
         """Return all sets of at most ``late`` of these children, bool ``(sets, n)``. If
-        there are more than ``most``, return ``most`` samples of exactly ``late``
-        children.
+        there are more than ``most`` sets, return ``most`` random sets of exactly
+        ``late`` children.
         """
         s = min(late, len(children))
         if _count(len(children), late) <= most:

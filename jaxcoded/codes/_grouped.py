@@ -24,12 +24,12 @@ def grouped(
     Args:
         n: number of children and of partitions.
         stragglers: ``s`` in ``0 … n−1``.
-        load: the largest number of partitions of a child. The sizes of groups are as
-            equal as possible.
+        load: the largest number of partitions that a child holds, which is the largest
+            size of a group. The sizes of groups are as equal as possible.
         slices: ``m ≥ 1``, at most the size of the smallest group; messages are ``1/m``
             as long as the gradient.
-        decoding: ``"least_squares"``; ``"exact"`` if ``s`` is small enough; or
-            ``"one_step"`` for one slice; see `GradientCode`.
+        decoding: ``"least_squares"``; ``"exact"``, which needs a small enough ``s``; or
+            ``"one_step"``, which needs one slice. See `GradientCode`.
 
     Returns:
         A `GradientCode` with ``B`` of shape ``(n, n, m)``.

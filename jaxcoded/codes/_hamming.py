@@ -10,8 +10,8 @@ def hamming(n: int, r: int) -> GradientCode:
     numbers: ``[2^r − 1, 2^r − 1 − r, 3]``.
 
     Any two children of each group may be missing, and also many sets of up to ``r``
-    children. A long code has short messages and a high load. It is one of the codes in
-    the framework of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv 2005.07184), see
+    children. A long code has short messages and a high load. This is one of the codes
+    in the framework of Kadhe, Koyluoglu and Ramchandran 2020 (arXiv 2005.07184); see
     `linear`.
 
     Args:

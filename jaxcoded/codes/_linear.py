@@ -17,8 +17,9 @@ def linear(
     with the coefficients in column ``i`` of the generator. So the block length is the
     load, the dimension is the saving of communication, and the minimum distance
     determines the tolerance. This is the framework of Kadhe, Koyluoglu and Ramchandran
-    2020 (arXiv 2005.07184). The code is decodable if the answered columns of every
-    group have rank ``m``. Any ``d−δ+1`` columns of a group have this rank.
+    2020 (arXiv 2005.07184). A set of answers is decodable if in every group the columns
+    of the children that answered have rank ``m``. Any ``d−δ+1`` columns of a group have
+    this rank.
 
     A generator with a single row of ones is fractional repetition.
 
@@ -34,9 +35,9 @@ def linear(
 
     Raises:
         ValueError: the generator is not a finite real matrix of rank ``m``, or ``d``
-            does not divide ``n``. Or the code cannot be decoded without some set of
-            ``stragglers`` columns, or there are more than 200,000 sets of columns to
-            try. Or float64 cannot decode the code (amplification · eps > 1e-3).
+            does not divide ``n``. Also if the code cannot decode without some set of
+            ``stragglers`` columns, if there are more than 200,000 sets of columns to
+            try, or if float64 cannot decode the code (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes

@@ -20,7 +20,7 @@ EXACT = (
     "progressive",
     "adaptive",
 )
-# In these codes all children except one may be missing, for any number of slices.
+# In these codes all children except one may be missing, whatever the number of slices.
 APPROXIMATE = (
     "ignore_stragglers",
     "bernoulli",
@@ -35,8 +35,8 @@ NAMES = (*EXACT, *APPROXIMATE)
 def named(
     text: str, n: int, stragglers: int = 0, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
-    """Return the code of a constructor in `jaxcoded.codes`. A text names the
-    constructor and gives its arguments, except the arguments that this function takes.
+    """Return the code that a text names: a constructor in `jaxcoded.codes` with those
+    arguments that this function does not have.
 
     Args:
         text: one of `NAMES`, with keyword arguments that are Python literals, such as
@@ -47,12 +47,13 @@ def named(
         seed: the seed of random codes.
 
     Returns:
-        A `GradientCode` with ``m`` slices, or ``m`` times its number of parts. It may
-        tolerate more than ``s`` missing children.
+        A `GradientCode` with ``m`` slices; a code with several parts has ``m`` times as
+        many slices as parts. It may tolerate more than ``s`` missing children.
 
     Raises:
         ValueError: the text has an unknown name or argument; the constructor rejects
-            the arguments; or the code has another ``m`` or tolerates less than ``s``.
+            the arguments; or the code has a different ``m`` or tolerates fewer than
+            ``s`` missing children.
 
     Example:
         >>> from jaxcoded import codes

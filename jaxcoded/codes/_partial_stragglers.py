@@ -18,29 +18,29 @@ def partial_stragglers(
 
     The parent needs the first message of all ``n`` children and the second message of
     any ``n−s`` children. There are ``n`` naive and ``n`` coded partitions. Only child
-    ``i`` holds naive partition ``i``. It also holds ``s+1`` coded partitions. A naive
-    partition is ``n1 = (s+1)/(α−1)`` times as large as a coded partition. So when the
-    other children have finished both parts, a child that is ``α`` times slower has just
-    finished its first part. The load is ``α(s+1)/(n(s+α))`` of the examples, which is
-    ``α/(s+α)`` of the load of a full code. This is from Tandon et al. 2017 (arXiv
+    ``i`` holds naive partition ``i``. Each child also holds ``s+1`` coded partitions. A
+    naive partition is ``n1 = (s+1)/(α−1)`` times as large as a coded partition. So when
+    the other children have finished both parts, a child that is ``α`` times slower has
+    just finished its first part. The load is ``α(s+1)/(n(s+α))`` of the examples, which
+    is ``α/(s+α)`` of the load of a full code. This is from Tandon et al. 2017 (arXiv
     1612.03301, section 4).
 
     Args:
         n: number of children.
-        late: ``s`` in ``0 … n−1``, how many children's second messages may be missing.
-            No child may be missing completely.
+        late: ``s`` in ``0 … n−1``, the number of children whose second messages may be
+            missing. The first message of every child is required.
         slowdown: ``α > 1``, the largest slowdown of a straggler.
         seed: the seed of the random draws of the coded part (`cyclic_repetition`;
             `fractional_repetition` if ``s+1`` divides ``n``).
 
     Returns:
         A `GradientCode` with two parts, ``B`` of shape ``(2n, 2n, 1)`` and
-        ``stragglers = 0``. Its amplification also covers sets without late second
-        parts.
+        ``stragglers = 0``. Its amplification also covers sets that lack late children's
+        second parts.
 
     Raises:
-        ValueError: ``α ≤ 1``, ``s`` is out of range, or `cyclic_repetition` raises an
-            error.
+        ValueError: ``α ≤ 1``, ``s`` is out of range, or `cyclic_repetition` raises a
+            ValueError.
 
     Example:
         >>> from jaxcoded import codes

@@ -17,17 +17,17 @@ def polynomial(
     For partition ``j``, the polynomial ``p`` has its roots at the points of the ``n−d``
     children that do not hold the partition. The numbers ``c`` in ``p^(u) = x·p^(u−1) −
     c·p`` make the top ``m`` coefficients of ``p^(1) … p^(m)`` an identity. ``B[i, j, u]``
-    is the value of ``p^(u)`` at point ``i``. The points are those of the paper, ±(1 +
-    i/2), and 0 for odd ``n``, here with alternating signs.
+    is the value of ``p^(u)`` at point ``i``. The points are the paper's points, ±(1 +
+    i/2), and 0 for odd ``n``. Here their signs alternate.
 
-    Any ``d−m`` children may be missing, but a plan relies only on ``s``. With ``d > s+m``
-    the ``n−s`` answers have a surplus, which lowers the amplification. The construction
-    needs no randomness and no search, but is **unstable**. The paper decodes by inverting
-    a Vandermonde matrix, which loses all digits beyond n ≈ 20. The least-norm decoder of
-    `GradientCode` is better for small ``s`` and ``m``. But the amplification still grows
-    by powers of ``n`` and exponentially with ``s+m``. So use `random_generator` except
-    for small codes. A warning appears if the amplification is more than ten times as
-    large as the amplification of random codes.
+    Any ``d−m`` children may be missing, but a plan relies only on ``s``. With ``d >
+    s+m``, ``n−s`` answers are more than necessary, which lowers the amplification. The
+    construction needs no randomness and no search, but is numerically **unstable**. The
+    paper decodes by inverting a Vandermonde matrix, which loses all digits beyond n ≈ 20.
+    The least-norm decoder of `GradientCode` is better for small ``s`` and ``m``. But the
+    amplification still grows by powers of ``n`` and exponentially with ``s+m``. So use
+    `random_generator` except for small codes. A warning appears if the amplification is
+    more than ten times as large as the amplification of random codes.
 
     Args:
         n: number of children and of partitions.
@@ -40,8 +40,9 @@ def polynomial(
 
     Raises:
         ValueError: an argument is out of range; or float64 cannot decode the code from
-            some ``n−s`` children, or only with amplification · eps > 1e-3. The hardest
-            sets, which lack ``s`` neighbouring points, are always tried.
+            some ``n−s`` children, or only with amplification · eps > 1e-3. The
+            constructor always tries the hardest sets, which lack ``s`` neighbouring
+            points.
 
     Example:
         >>> from jaxcoded import codes

@@ -10,11 +10,11 @@ def progressive(n: int, stragglers: int) -> GradientCode:
     after the other, so that the finished part of a slow child's work counts.
 
     Child ``i`` holds partitions ``i, i+1, …, i+s`` (mod n) and sends them in this
-    order. The parent needs each partition from some child. Any ``s`` children may be
-    missing, or more children if they have done part of their work. Every child sends
-    ``s+1`` messages, whereas one coded message would suffice. Rounding errors do not
-    grow, as the coefficients are 0 and 1. This is known as multi-message communication
-    without a code.
+    order. The parent needs the sum of each partition from any one child. Any ``s``
+    children may be missing, or more than ``s`` if they have done part of their work.
+    Every child sends ``s+1`` messages, whereas with a code it would send one message.
+    Rounding errors do not grow, since the coefficients are 0 and 1. This method is
+    known as multi-message communication without a code.
 
     Args:
         n: number of children.

@@ -17,14 +17,14 @@ def random_generator(
 ) -> GradientCode:
     """Return a random code on any support: unequal loads and any number of slices.
 
-    Draw a random ``W`` of shape ``(s+m, n)``. Its first ``s`` rows are the parity checks
-    of ``B``. Its last ``m`` rows are the decoder if all children answer. So for every
-    partition ``j``, ``B`` solves ``W · B[:, j, :] = [0; I]``, where only the holders of
-    ``j`` have unknowns. Any ``s`` columns of the checks are invertible with probability
-    1, so any ``n−s`` children suffice.
+    The function draws a random ``W`` of shape ``(s+m, n)``. The first ``s`` rows of
+    ``W`` are the parity checks of ``B``. The last ``m`` rows are the decoder for the
+    case that all children answer. So for every partition ``j``, ``B`` solves ``W · B[:,
+    j, :] = [0; I]``, in which only the holders of ``j`` have unknowns. Any ``s`` columns
+    of the checks are invertible with probability 1, so any ``n−s`` children suffice.
 
     These are the random codes of Ye and Abbe 2018 (arXiv 1802.03475) in terms of their
-    dual (``s+m`` unknowns instead of ``n−s``). They work on any support, like the
+    dual (``s+m`` unknowns instead of ``n−s``). They work with any support, like the
     heterogeneity-aware codes of Wang et al. 2019. ``W`` is redrawn at most 64 times, to
     get a small amplification.
 
@@ -37,8 +37,9 @@ def random_generator(
         support: bool ``(n, k)``, whether child ``i`` holds partition ``j``; every
             partition needs at least ``s + m`` holders. Default: ``k = n`` partitions
             dealt round-robin, ``load`` to each child.
-        loads: instead of ``support``, integers ``ℓ_i`` with ``Σ ℓ_i = (s+m)·k`` and
-            ``ℓ_i ≤ k``, dealt round-robin over the ``k`` partitions.
+        loads: instead of ``support``, the number ``ℓ_i`` of partitions of each child,
+            with ``Σ ℓ_i = (s+m)·k`` and ``ℓ_i ≤ k``. The ``k`` partitions are dealt
+            round-robin.
         seed: the seed of the random draws; equal seeds give equal codes on all ranks.
 
     Returns:
@@ -46,8 +47,8 @@ def random_generator(
 
     Raises:
         ValueError: ``s + m > n``, a load is out of range, a partition has too few
-            holders, loads do not add up, or no draw decodes in float64 (amplification ·
-            eps > 1e-3).
+            holders, loads do not add up, or float64 cannot decode any draw
+            (amplification · eps > 1e-3).
 
     Example:
         >>> from jaxcoded import codes
@@ -86,7 +87,8 @@ def random_generator(
 
 
 def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
-    """Return bool ``(n, k)``: children take their ``loads`` in turn, cyclically."""
+    """Return which partitions each child holds, bool ``(n, k)``. The children take
+    their ``loads`` in turn, cyclically."""
     if (
         loads.shape != (n,)
         or not np.issubdtype(loads.dtype, np.integer)

@@ -7,12 +7,12 @@ import numpy as np
 from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
-# While no draw can be decoded, at least this many draws are made, however long they
-# take. Which draws can be decoded depends on the processor's rounding.
+# While no draw can be decoded, at least this many draws are made, however long that
+# takes. Which draws can be decoded depends on the processor's rounding.
 _DRAWS_FOR_ONE = 8
 _WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
-# If the rounding error is more than this fraction of the result, a sum does not count
-# as exact.
+# A sum does not count as exact if its rounding error is more than this fraction of the
+# sum.
 MAX_ROUNDING = 1e-3
 
 
@@ -54,8 +54,8 @@ def accepted(
 ) -> GradientCode:
     """Return the code with this ``B``. Raise a ValueError if float64 cannot decode it
     from some set of ``n−s`` children, or amplification · eps(float64) > 1e-3.
-    ``patterns`` has sets of missing children to try in addition to the sets that
-    `GradientCode` tries."""
+    ``patterns`` are sets of missing children that are tried in addition to the sets
+    that `GradientCode` tries."""
     start = (
         f"{name} with n = {B.shape[0]}, stragglers = {stragglers}, slices = "
         f"{B.shape[2]} cannot be decoded in float64: "
@@ -105,7 +105,7 @@ def least_amplified(
         try:
             code = GradientCode(draw(rng), stragglers, name, parts, promises=promises)
         except (ValueError, np.linalg.LinAlgError):
-            continue  # so close to singular that it cannot be decoded
+            continue  # the draw is too close to singular to be decoded
         if best is None or code.amplification < best.amplification:
             best = code
         if best.amplification <= 1 + 1e-9:

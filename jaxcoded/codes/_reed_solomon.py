@@ -8,13 +8,14 @@ def reed_solomon(n: int, stragglers: int, slices: int = 1) -> GradientCode:
     """Return a code of groups of ``d = s+m`` children that send values of a polynomial
     of degree ``m−1``, whose coefficients are the slices of the group's sum.
 
-    Any ``s`` children of each group may be missing. It is a Reed–Solomon code, which is
-    maximum distance separable, in the framework of Kadhe, Koyluoglu and Ramchandran
-    2020 (arXiv 2005.07184), see `linear`. Over the reals, the growth of rounding
-    depends on the nodes. Here the nodes are equally spaced on the unit circle, and the
-    polynomials are real and trigonometric. The code needs no draws, and has a smaller
-    amplification than `gaussian_mds` for nearly all ``s`` and ``m``. With nodes on a
-    line, even at Chebyshev points, the amplification would be many times larger.
+    Any ``s`` children of each group may be missing. This is a Reed–Solomon code, which
+    is maximum distance separable, in the framework of Kadhe, Koyluoglu and Ramchandran
+    2020 (arXiv 2005.07184); see `linear`. Over the reals, the growth of rounding errors
+    depends on the nodes, the points at which the polynomial is evaluated. Here the
+    nodes are equally spaced on the unit circle, and the polynomials are real and
+    trigonometric. The code needs no draws, and has a smaller amplification than
+    `gaussian_mds` for nearly all ``s`` and ``m``. With nodes on a line, even at
+    Chebyshev points, the amplification would be many times larger.
 
     Args:
         n: number of children and of partitions, a multiple of ``s+m``.

@@ -10,9 +10,9 @@ def single_parity_check(n: int, slices: int) -> GradientCode:
     the group's sum, and the last child sends the sum of these slices. This is an
     ``[m+1, m, 2]`` code.
 
-    Any one child of each group may be missing. The coefficients are then 0, 1 and −1.
-    It is the simplest code in the framework of Kadhe, Koyluoglu and Ramchandran 2020
-    (arXiv 2005.07184), see `linear`.
+    In each group any one child may be missing. The coefficients are then 0, 1 and −1.
+    This is the simplest code in the framework of Kadhe, Koyluoglu and Ramchandran 2020
+    (arXiv 2005.07184); see `linear`.
 
     Args:
         n: number of children and of partitions, a multiple of ``m+1``.

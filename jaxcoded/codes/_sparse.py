@@ -18,10 +18,10 @@ def bernoulli(
 
     This is the Bernoulli gradient code of Charles, Papailiopoulos and Ellenberg 2017
     (arXiv 1711.06771). With ``r`` answers and the coefficients ``n/(r · load)`` the
-    squared residual is ``(n − load) · n/(r · load)`` on average. Here every partition
-    has a holder, and every child has a partition. An empty row or column gets an entry
-    after the draw, in the column or row with the fewest entries. So the average load is
-    a little above ``load`` if ``load`` is as small as ``log n``.
+    squared residual is ``(n − load) · n/(r · load)`` on average. Unlike in the paper,
+    every partition has a holder, and every child has a partition: after the draw, an
+    empty row or column gets an entry, in the column or row with the fewest entries. So
+    the average load is a little above ``load`` if ``load`` is as small as ``log n``.
 
     Args:
         n: number of children and of partitions.
@@ -69,8 +69,8 @@ def stochastic_block(
     Papailiopoulos 2018 (arXiv 1805.10378). It is a compromise between fractional
     repetition (``inside = 1`` and ``load = n/blocks``) and the Bernoulli code (``inside
     = 1/blocks``). Fractional repetition loses little to random stragglers, but the
-    worst stragglers cost it a whole block. Empty partitions and children are filled as
-    in `bernoulli`.
+    worst set of stragglers costs it a whole block. Empty partitions and children get an
+    entry as in `bernoulli`.
 
     Args:
         n: number of children and of partitions.

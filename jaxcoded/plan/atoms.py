@@ -1,8 +1,9 @@
 """The batch cut into atoms: parts whose examples have the same coefficients on every
 rank.
 
-The coefficients of all atoms in a sum describe the sum. They are 1 if the sum is exact.
-With shared work the atoms are the blocks, which are assigned to ranks during the round.
+The coefficients of all atoms in a sum describe the sum. All coefficients are 1 if the
+sum is exact. With shared work the atoms are the blocks, which are assigned to ranks
+during the round.
 """
 
 import functools
@@ -23,9 +24,9 @@ def sizes(plan: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def coefficients(plan: Plan, rank: int) -> np.ndarray:
-    """Return one rank's coefficients of each atom: float64 ``(atoms, P, M)``. They are
-    0 if the rank does not hold the atom. ``P`` and ``M`` are `Plan.parts_above` and
-    `Plan.slices_above`.
+    """Return the coefficients of each atom in one rank's message: float64 ``(atoms, P,
+    M)``. They are 0 if the rank does not hold the atom. ``P`` and ``M`` are the rank's
+    `Plan.parts_above` and `Plan.slices_above`.
     """
     bounds = _bounds(plan)
     place = {bound: i for i, bound in enumerate(bounds)}
@@ -39,10 +40,11 @@ def probe(plan: Plan, rank: int) -> np.ndarray:
     """Return the vector that one rank adds to a round to measure the coefficients of the atoms: float64 ``(P · F ·
     atoms · F / M,)``. It is the rank's message for known gradients.
 
-    The gradient of atom ``c`` has ``F · atoms · F`` numbers, in ``F`` slices, which are
-    as fine as any rank's slices. It is 1 at place ``(c, v)`` of slice ``v``, and 0
-    elsewhere. Then place ``(c, v)`` of slice ``u`` of the sum shows a coefficient: how
-    much slice ``v`` of atom ``c`` contributes to slice ``u`` of the result.
+    The known gradient of atom ``c`` has ``F · atoms · F`` numbers in ``F`` slices,
+    which are as fine as any rank's slices. It is 1 at place ``(c, v)`` of each slice
+    ``v``, and 0 elsewhere. Then place ``(c, v)`` of slice ``u`` of the sum is a
+    coefficient: it shows how much slice ``v`` of atom ``c`` contributes to slice ``u``
+    of the result.
     """
     weights = coefficients(plan, rank)
     atoms, parts, slices = weights.shape
@@ -55,8 +57,8 @@ def probe(plan: Plan, rank: int) -> np.ndarray:
 
 
 def deviation(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
-    """Return the exact sum of all probes, and the weights of deviations from it, both float64 ``(F · atoms · F,)``.
-    The residual is ``√Σ weights · (sum − exact)²``."""
+    """Return the sum of all probes in an exact sum, and the weights of deviations from this sum, both float64 ``(F
+    · atoms · F,)``. The residual is ``√Σ weights · (sum − exact)²``."""
     fine, lengths = plan.padding_multiple, sizes(plan)
     shape = fine, len(lengths), fine
     exact = np.broadcast_to(np.eye(fine)[:, None, :], shape)

@@ -55,8 +55,9 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
 
 
 def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return the stage and the positions of each set of examples with equal
-    coefficients. The stage is the first part to which the examples contribute."""
+    """Return each set of examples with equal coefficients, as its stage and the
+    examples' positions. The stage is the first part to which the examples
+    contribute."""
     _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
@@ -68,10 +69,10 @@ def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
-    """Return the number and size of chunks, the same for all of these ranks. The chunks
-    can hold every rank's examples, with equal coefficients in each chunk. Among all
-    such sizes, take the one with the least padding. If several sizes have the least
-    padding, take the largest of them.
+    """Return the number and size of chunks, which are the same for all ``ranks``. The
+    chunks must hold every rank's examples, with equal coefficients in each chunk. Among
+    the possible sizes, the size with the least padding is chosen, and among these the
+    largest size.
     """
     # for every rank, the numbers of examples with equal coefficients, by stage
     sizes: list[list[list[int]]] = []

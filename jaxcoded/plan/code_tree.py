@@ -1,4 +1,5 @@
-"""A tree of ranks whose parents have codes: the common part of `Coded` and `Uncoded`."""
+"""A tree of ranks whose parents have codes: what `Coded` and `Uncoded` have in
+common."""
 
 from __future__ import annotations
 
@@ -117,7 +118,7 @@ class CodeTree(Strategy, named=False):
 
     @property
     def _names_ranks(self) -> bool:
-        """Return whether `code` names single ranks."""
+        """Return whether `code` is a mapping of single ranks to codes."""
         return isinstance(self.code, tuple) and isinstance(self.code[0], tuple)
 
     def code_of(self, tree: Tree, rank: int) -> str:
@@ -129,8 +130,8 @@ class CodeTree(Strategy, named=False):
         return str(self.code[tree.layers[rank]])
 
     def parameters(self, tree: Tree, rank: int) -> tuple[int, int]:
-        """Return ``s`` and ``m`` of a parent, which are smaller than the strategy's if
-        the parent has too few children."""
+        """Return ``s`` and ``m`` of a parent. They are smaller than the strategy's
+        ``s`` and ``m`` if the parent has too few children."""
         children = len(tree.children[rank])
         slices = min(self.slices, children)
         code = self.code_of(tree, rank)
@@ -144,7 +145,8 @@ class CodeTree(Strategy, named=False):
         )
 
     def _needed(self, slices: int) -> int:
-        """Return how many children a parent needs for the least demanding code."""
+        """Return how many children a parent needs for the code that needs the
+        fewest."""
         texts: list[Any] = (
             [self.code] if isinstance(self.code, str) else list(self.code)
         )
@@ -195,7 +197,7 @@ class CodeTree(Strategy, named=False):
     # Replacements.
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
-        its: Any = self  # a dataclass, like every kind of strategy
+        its: Any = self  # every strategy is a dataclass
         return dataclasses.replace(its, speeds=tuple(speeds) or None)
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:

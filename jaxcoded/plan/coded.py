@@ -12,8 +12,8 @@ from jaxcoded.plan.tree import Tree
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class Coded(CodeTree):
-    """A tree of ranks with a gradient code at each parent. The parent rebuilds the sum
-    of its children from any ``n − stragglers`` of them.
+    """A tree of ranks with a gradient code at each parent. A parent of ``n`` children
+    rebuilds their sum from the messages of any ``n − stragglers`` children.
 
     This generalises CodedReduce (Reisizadeh et al. 2021, arXiv 1902.01981) and gradient
     coding (Tandon et al. 2017) to any tree, to slices and to unequal ranks
@@ -21,35 +21,37 @@ class Coded(CodeTree):
 
     Attributes:
         stragglers: ``s``, the number of children of every parent that may be missing. A
-            parent with too few children tolerates as many as it can, and
-            `Plan.describe` says so.
+            parent with too few children tolerates as many missing children as it can;
+            `Plan.describe` names such parents.
         fanout: the largest number ``n`` of children of a parent; ``size = 1 + n + … +
-            n^L`` gives the regular tree of CodedReduce. Default: the smallest number
-            that reaches ``size`` at the smallest depth, with at most 8 children (or ``2
-            (s + m)``) for each parent.
+            n^L`` gives the regular tree of CodedReduce. Default: the smallest fan-out
+            with which a tree of the smallest depth has ``size`` ranks. No parent then
+            has more than 8 or ``2 (s + m)`` children, whichever is larger.
         code: the code of every parent: ``"auto"`` (fractional repetition if it fits) or
             the text of a code such as ``"cyclic_repetition"`` or ``"bernoulli(load=4)"``,
             see `codes.named`. Or a list with one code for each layer of parents, the
             root's first; or a mapping of ranks to codes, with ``"auto"`` for the other
-            ranks. A parent with a tolerance of 0 and one slice is uncoded if the text
-            of its code has no arguments.
-        slices: ``m``; every layer's messages are ``1/m`` as long as the messages of the
-            layer above. The load is the same as if ``s + m − 1`` children could be
-            missing.
-        root_computes: whether the root holds data too. No other rank can replace its work.
+            ranks. If the text of a parent's code has no arguments, and the parent has
+            tolerance 0 and one slice, the parent is uncoded.
+        slices: ``m``, the number of slices; every layer's messages are ``1/m`` as long
+            as the messages of the layer above. The load is the same as without slices
+            for ``s + m − 1`` stragglers.
+        root_computes: whether the root also holds data. No other rank can replace the
+            root's work.
         speeds: relative speed of each rank; only ratios count, rounded to 1/1000 of the
             fastest. Every rank's load is proportional to its speed. But no rank is
-            assigned more than its parent's whole set; `Plan.describe` names ranks whose
-            load this limits. Default: all equal.
-        by_host: instead of ``fanout``, a tree that follows hosts: one rank of each host
-            is the root's child, and the host's other ranks are its children. With all
-            ranks on one host it has no effect.
+            assigned more than the whole set of its parent's children; `Plan.describe`
+            names ranks whose load is limited in this way. Default: all ranks are
+            equally fast.
+        by_host: whether the tree follows hosts; give this instead of ``fanout``. One
+            rank of each host is then the root's child, and the host's other ranks are
+            the children of this rank. If all ranks are on one host, this has no effect.
         seed: the seed of random codes; equal seeds give equal plans.
-        parents: instead of ``fanout``, the parent of each rank, ``-1`` at the root.
+        parents: the parent of each rank, ``-1`` at the root; give this instead of
+            ``fanout``.
 
     Raises:
-        ValueError: an argument is not as described. The message names the value and the
-            remedy.
+        ValueError: an argument is invalid. The message names the value and the remedy.
         TypeError: ``root_computes`` or ``by_host`` is not a bool, or ``code`` is not a
             text.
 
@@ -97,7 +99,8 @@ class Coded(CodeTree):
 
 
 def _checked_code(code: Any) -> str | tuple[Any, ...]:
-    """Return a code's text, one text for each layer, or pairs of a rank and its text."""
+    """Return the checked ``code``: a text, one text for each layer, or pairs of a rank
+    and a text."""
     if isinstance(code, Mapping):
         # keys are texts in JSON
         ranks = {int(k) if str(k).isdecimal() else k: text for k, text in code.items()}

@@ -18,7 +18,7 @@ def checked(costs: Any, examples: int) -> np.ndarray:
     """
     try:
         given = np.asarray(_arrays.viewed(costs))
-        # this includes the dtypes of ml_dtypes, such as bfloat16, which have the kind "V"
+        # dtypes of ml_dtypes, such as bfloat16, have the kind "V"
         real = given.dtype.kind in "fiu" or (
             given.dtype.kind == "V" and given.dtype.type is not np.void
         )
@@ -46,15 +46,16 @@ def checked(costs: Any, examples: int) -> np.ndarray:
 
 
 def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
-    """Return the examples of each place, which is a rank or a block. The most expensive
-    example is assigned first. Each example goes to the place with the least cost so far
-    that has room (longest processing time first; Graham 1969). ``rooms`` has the number
-    of examples that each place can take; together the places can take all examples. The
-    cost of each place is about in proportion to its room.
+    """Return the examples of each place; a place is a rank or a block. The examples are
+    assigned in order of cost, the most expensive first. Each example goes to the place
+    with the least cost so far that has room (longest processing time first; Graham
+    1969). ``rooms`` has the number of examples that each place can take; together the
+    places can take all examples. The cost of each place is about in proportion to its
+    room.
     """
     places: list[list[int]] = [[] for _ in rooms]
-    # among places of equal cost, take the one with fewer examples, so that examples with
-    # cost 0 are divided, too
+    # Among places of equal cost, take the place with fewer examples, so that examples
+    # with cost 0 are divided, too.
     heap = [(0.0, 0, place) for place, room in enumerate(rooms) if room]
     for example in np.argsort(-costs, kind="stable").tolist():
         cost, count, place = heap[0]
@@ -68,13 +69,13 @@ def longest_first(costs: np.ndarray, rooms: Sequence[int]) -> list[np.ndarray]:
 
 
 def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Return the examples of each block, divided among ranks, and then among each
-    rank's blocks.
+    """Return the examples of each block. Examples are divided among ranks, and then
+    among each rank's blocks.
 
     The blocks of a rank cost about the same, so that other ranks can take any of them.
-    An example that costs more than a block becomes a separate block, which the rank
-    computes first. ``rooms``: for each rank, the number of examples that each of its
-    blocks takes.
+    An example that costs more than a block should becomes a separate block, which the
+    rank computes first. ``rooms`` has, for each rank, the number of examples that each
+    of its blocks takes.
     """
     out = []
     for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):
@@ -83,7 +84,7 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
 
 
 def relative(costs: Sequence[float]) -> list[float]:
-    """Return the costs of blocks as multiples of the mean, at least 1/1000, as every
-    block takes some time."""
+    """Return the costs of blocks as multiples of the mean cost. Every block takes some
+    time, so each cost is at least 1/1000."""
     mean = sum(costs) / len(costs)
     return [max(float(cost / mean), _LEAST) if mean else 1.0 for cost in costs]

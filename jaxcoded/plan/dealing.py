@@ -28,12 +28,13 @@ class Run(NamedTuple):
 def dealt(
     plan: Plan, size: Fraction, ranks: Container[int], *, whole: bool
 ) -> dict[int, list[Run]]:
-    """Return the runs that each rank computes itself, in order.
+    """Return for each rank the runs that it computes itself, in order.
 
-    A rank keeps ``v/c`` of its assigned set (``v``: its speed, 1 if all are equal;
-    ``c``: the capacity of its subtree), see `Plan.own_share`. It codes the rest over
-    its children. A rank's coefficients are the products of the coefficients on the path
-    from the root.
+    A rank keeps the fraction ``v/c`` of the set assigned to its subtree
+    (`Plan.own_share`). Here ``v`` is its speed, which is 1 if all speeds are equal, and
+    ``c`` is the capacity of its subtree. Its code divides the rest among its children.
+    A rank's coefficients are the products of the coefficients on the path from the
+    root.
 
     With slices, a coefficient is a vector. If a parent's code has ``m`` slices, the
     parent's slice ``u`` consists of the child's slices ``u·m … u·m + m−1``. With parts,
@@ -42,7 +43,8 @@ def dealt(
     P'−1``.
 
     Args:
-        ranks: the requested ranks, and all ranks above them.
+        ranks: the ranks whose runs are requested; all ranks above these must be
+            included.
         whole: whether the batch consists of ``size`` examples that must not be cut.
     """
     assigned = {plan.root: [Run(Fraction(0), size, np.ones((1, 1)))]}
@@ -88,7 +90,7 @@ def _between(runs: list[Run], start: Fraction, end: Fraction) -> list[Run]:
     out = []
     position = Fraction(0)
     for run in runs:
-        # convert positions in the run to positions in the batch
+        # Convert positions in the run to positions in the batch.
         shift = run.start - position
         position += run.end - run.start
         first, last = max(start + shift, run.start), min(end + shift, run.end)

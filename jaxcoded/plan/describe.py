@@ -97,7 +97,8 @@ def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
 
 
 def _span(values: Iterable[Any], show: Callable[[Any], str] = str) -> str:
-    """Return the value if all are equal, otherwise the smallest and the largest value."""
+    """Return the value if all values are equal, otherwise the smallest and the largest
+    value."""
     ordered = sorted(values)
     if not ordered:
         return "-"

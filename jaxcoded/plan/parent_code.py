@@ -1,4 +1,4 @@
-"""The coding of one parent: code, sizes of the partitions, and capacity."""
+"""The coding of one parent: its code, the sizes of the partitions, and the capacity."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ class Coding:
     """The coding of one parent."""
 
     code: GradientCode  # a `GradientCode` over the children
-    # child number (position among the parent's children in rank order) of each row of the code
+    # for each row of the code, the child's number: its position among the parent's children in
+    # rank order
     rows: tuple[int, ...]
     # ``Q``, the size of the largest set that the children can be assigned, in units of one rank's load
     capacity: Fraction
@@ -33,24 +34,25 @@ class Coding:
         suffices."""
         code = self.code
         alike = np.bincount(code.classes)
-        # an approximate code waits for any n − s children, with or without copies
+        # With an approximate code a parent waits for any n − s children, whether or not
+        # they send copies.
         copied = not code.approximate and len(alike) < code.n
         return int(alike[0]) if copied and len(set(alike.tolist())) == 1 else 1
 
     @property
     def needs(self) -> int:
         """The number of messages that suffice, with copies counted once. For some codes
-        no number decides whether messages suffice. For these codes, any ``n − s``
-        children count as sufficient.
+        the number alone does not decide whether messages suffice; for these codes the
+        number is ``n − s``.
         """
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers
 
     def cuts(self, size: Fraction, *, whole: bool) -> list[Fraction]:
         """Return the positions, from 0 to ``size``, at which a set of this size is cut
-        into the ``k`` partitions. ``whole``: the set consists of examples, which are
-        not cut. The size of a cyclic run of partitions then differs from its exact size
-        by less than 1.
+        into the ``k`` partitions. With ``whole``, the set consists of examples, which
+        cannot be cut. The size of a cyclic run of partitions then differs from its
+        exact size by less than 1.
         """
         ends = [end * size for end in _ends(self.code.sizes)]
         return [Fraction(math.floor(end)) for end in ends] if whole else ends
@@ -68,11 +70,11 @@ def largest_coded_sets(
 ) -> np.ndarray:
     """Return the `largest_coded_set` of many parents, ``(parents,)``.
 
-    Replace the ``j`` largest capacities by ``Q`` and sum all. The smallest such sum over
-    ``j`` is the sum of ``min(c, Q)``. So ``Q`` is the smallest of ``(sum of all but the j
-    largest) / (holders − j)`` over ``j < holders``. ``counts`` are the numbers of children.
-    ``capacities`` have the shape ``(parents, most children)``; rows with fewer children
-    end with infinities.
+    For some ``j``, replace the ``j`` largest capacities by ``Q``, and add up all
+    capacities. The smallest of these sums, over all ``j``, is the sum of ``min(c, Q)``. So
+    ``Q`` is the smallest of ``(sum of all but the j largest) / (holders − j)`` over ``j <
+    holders``. ``counts`` are the numbers of children. ``capacities`` have the shape
+    ``(parents, most children)``; rows with fewer children end with infinities.
     """
     ordered = np.sort(capacities, axis=1)
     ordered[ordered == np.inf] = 0
@@ -94,11 +96,11 @@ def coding_of(
     """Return the coding of a parent whose children have these capacities, in rank order
     and in units of one rank's load. Raise a ValueError if there is no such code.
 
-    ``kind`` is the text of a code, see `codes.named`, or ``"auto"``. ``"auto"`` takes
-    fractional repetition if this wastes no capacity. Otherwise it takes cyclic
-    repetition if all children have equal capacities, and a random generator if not.
-    Parents with equal children have equal codes, as the ``seed`` is the only other
-    input.
+    ``kind`` is the text of a code (see `codes.named`) or ``"auto"``. ``"auto"`` selects
+    fractional repetition if this wastes no capacity. If it would waste capacity,
+    ``"auto"`` selects cyclic repetition for children of equal capacity, and a random
+    generator for other children. Parents with equal children have equal codes, since
+    ``seed`` is the only other input.
     """
     n = len(capacities)
     check_size(n, n, slices)
@@ -147,7 +149,7 @@ def _ranked(
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
     """Return the coding with groups of children of similar capacity. Each group is
-    assigned what its weakest child can hold."""
+    assigned as much as its child with the least capacity can hold."""
     n, copies = len(capacities), stragglers + 1
     code = codes.fractional_repetition(n, stragglers)
     rows = tuple(sorted(range(n), key=lambda child: -capacities[child]))
@@ -174,8 +176,8 @@ def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction
     support = np.zeros((len(shares), len(cuts) - 1), bool)
     for child, (start, end) in enumerate(itertools.pairwise(ends)):
         for j, cut in enumerate(cuts[:-1]):
-            # move the cut by whole turns, to its first place at or after the start of
-            # the share
+            # Move the cut around the circle to its first place at or after the start of
+            # the share.
             turns = -((cut - start) // 1)
             support[child, j] = start <= cut + turns < end
     return support, tuple(end - start for start, end in itertools.pairwise(cuts))

@@ -27,7 +27,7 @@ class Placement:
     """
 
     ranks: tuple[int, ...]  # the computing ranks, in order
-    replicas: int  # number of other ranks that hold each block
+    replicas: int  # how many ranks hold each block, in addition to its owner
     blocks: int  # number of blocks of each rank
 
     @functools.cached_property

@@ -26,9 +26,10 @@ class Plan:
     how parents rebuild the sums.
 
     Use `make_plan` to make a plan. This constructor takes the two attributes that define
-    a plan, and derives everything else from them. Equality and hash are by value.
-    Plans generalise CodedReduce (Reisizadeh et al. 2021, arXiv 1902.01981) to any tree,
-    to slices and to unequal subtrees (``docs/theory.md``).
+    a plan, and derives everything else from these attributes. Two plans are equal if
+    these attributes are equal. Plans generalise CodedReduce (Reisizadeh et al. 2021,
+    arXiv 1902.01981) to any tree, to slices and to unequal subtrees
+    (``docs/theory.md``).
 
     Attributes:
         parents: parent of each rank, ``-1`` at the root.
@@ -58,17 +59,19 @@ class Plan:
         if strategy.speeds and len(set(strategy.speeds)) == 1:  # no effect
             strategy = dataclasses.replace(strategy, speeds=None)
         object.__setattr__(self, "strategy", strategy)
-        # build every code now, so that an impossible code raises an error here
+        # Build every code now, so that an impossible code raises an error here.
         self.codings  # noqa: B018
 
     @property
     def speeds(self) -> tuple[Fraction, ...]:
-        """Relative speed of each rank; the fastest rank has 1. Empty if all are equal."""
+        """Relative speed of each rank; the fastest rank has speed 1. Empty if all ranks
+        are equally fast."""
         return self.strategy.speeds or ()
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """The placement of the batch's blocks, without blocks if the plan has codes."""
+        """The placement of the batch's blocks. It has no blocks if the plan has
+        codes."""
         return self.strategy.placement(self.size)
 
     # The tree.
@@ -96,8 +99,8 @@ class Plan:
         return tuple(self.tree.children[rank][row] for row in rows)
 
     def speed(self, rank: int) -> Fraction:
-        """Return how much data a rank can hold itself, relative to the fastest rank. It
-        is 0 for a root without data, unless the root is the only rank.
+        """Return how much data a rank can compute itself, relative to the fastest rank.
+        This is 0 for a root without data, unless the root is the only rank.
         """
         if rank == self.root and not self.strategy.root_computes and self.size > 1:
             return Fraction(0)
@@ -145,7 +148,7 @@ class Plan:
     @functools.cached_property
     def assigned(self) -> tuple[Fraction, ...]:
         """The size of the set that each rank's subtree is assigned, in units of the
-        fastest rank's load: at most its capacity."""
+        fastest rank's load. It is at most the subtree's capacity."""
         assigned = [Fraction(0)] * self.size
         assigned[self.root] = self.capacities[self.root]
         for rank, coding in self.coded_parents:
@@ -200,10 +203,10 @@ class Plan:
 
         Args:
             rank: the rank that combines the messages.
-            erased: bool ``(size,)``, the ranks whose messages are left out. Default:
-                none. Children that lack too many of their own children are left out,
-                too; see `missing`. If the remaining messages do not suffice, the result
-                is the least-squares coefficients; see `unrecoverable`.
+            erased: bool ``(size,)``, the ranks whose messages are left out. Default: no
+                ranks. Children that lack too many of their own children are left out,
+                too; see `missing`. If the remaining messages do not suffice (see
+                `unrecoverable`), return the least-squares coefficients.
         """
         coding = self.codings[rank]
         if coding is None:
@@ -213,9 +216,9 @@ class Plan:
         return coding.code.decode(answered).coefficients
 
     def missing(self, erased: Sequence[bool] | np.ndarray) -> np.ndarray:
-        """Return the ranks whose messages are missing if these ranks are erased: bool
-        ``(size,)``. They are the erased ranks, and every parent that lacks too many
-        children, as it has no sum to send.
+        """Return the ranks whose messages are missing if the ranks ``erased`` are left
+        out: bool ``(size,)``. They are the erased ranks, and every parent that lacks
+        too many children, since it has no sum to send.
 
         Args:
             erased: bool ``(size,)``.
@@ -257,7 +260,7 @@ class Plan:
 
     def why_not(self, erased: Sequence[bool] | np.ndarray) -> str:
         """Return why the plan does not tolerate the erased ranks, or an empty text if it
-        does.
+        tolerates them.
 
         Args:
             erased: bool ``(size,)``.
@@ -281,8 +284,8 @@ class Plan:
         )
 
     def tolerance(self, rank: int) -> int:
-        """Return how many children of a rank, whichever they are, may be missing. It is 0
-        for a leaf."""
+        """Return the largest number of children of a rank of which any may be missing, or
+        0 for a leaf."""
         coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 
@@ -290,8 +293,9 @@ class Plan:
     def load(self) -> Fraction:
         """``r``: the largest part of the batch that a rank computes.
 
-        If all ranks are equally fast, it is ``1 / c(root)``. On an (n, L)-regular tree
-        this is ``1 / Σ_l (n/(s+m))^l`` (CodedReduce, for ``m = 1``).
+        If all ranks are equally fast, ``r = 1 / c(root)``, where ``c(root)`` is the
+        root's capacity. On an (n, L)-regular tree, ``r = 1 / Σ_l (n/(s+m))^l``
+        (CodedReduce, for ``m = 1``).
         """
         if not self.speeds:
             return 1 / self.capacities[self.root]
@@ -303,8 +307,8 @@ class Plan:
         return own / self.capacities[self.root]
 
     def own_share(self, rank: int) -> Fraction:
-        """Return the fraction that a rank computes itself of the set assigned to its
-        subtree. The rank codes the rest over its children.
+        """Return which fraction of the set assigned to its subtree a rank computes
+        itself. The rank's code divides the rest among its children.
         """
         return self.speed(rank) / self.capacities[rank]
 
@@ -326,7 +330,7 @@ class Plan:
     @functools.cached_property
     def amplification(self) -> float:
         """The factor by which rounding can grow on the way to the root: the largest
-        product of the codes' ``κ`` down a path.
+        product of the codes' ``κ`` along a path downwards.
         """
         return float(max(self._product_above(lambda code: code.amplification)))
 
@@ -351,7 +355,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Return the plan from the text of `to_json`.
+        """Return the plan from a text that `to_json` returned.
 
         Raises:
             ValueError: the text is not a plan.
@@ -382,8 +386,9 @@ class Plan:
         """Hexadecimal digest of the plan and of the values of its codes, equal on all
         machines for equal plans.
 
-        The digest uses 6 digits of each code's values. Their last bits differ between
-        linear algebra libraries, but a code from a different random draw differs more.
+        The digest uses 6 digits of each of a code's values. The values' last bits
+        differ between linear algebra libraries, but a code from a different random draw
+        differs in more than the last bits.
         """
         digest = hashlib.sha256(self.to_json().encode())
         for coding in dict.fromkeys(
@@ -393,8 +398,8 @@ class Plan:
         return digest.hexdigest()
 
     def describe(self) -> str:
-        """Return the plan as text and a table: loads, unused capacity, message sizes,
-        tolerance and κ of each layer.
+        """Return the plan as text with a table. The table has the loads, unused
+        capacity, message sizes, tolerance and κ of each layer.
         """
         if self.size == 1:
             return "1 rank: it computes the whole batch, uncoded"

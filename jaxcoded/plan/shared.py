@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 class Shared(Strategy):
     """Every rank computes its own blocks of the batch, and then blocks of ranks that are late.
 
-    This is the default, for any number of ranks. No block is computed twice, so a step
-    costs as much as without a code. It needs the engine; see ``docs/sharing.md``.
+    This is the default strategy, and fits any number of ranks. No block is computed
+    twice, so a step costs as much as without a code. The strategy needs the engine; see
+    ``docs/sharing.md``.
 
     Attributes:
         replicas: the number of other ranks that hold the data of each block, ≥ 0. Any
             ``replicas`` ranks except the root may be missing. A single rank computes
             everything.
         blocks: the number of blocks of each rank, ≥ 1. A single rank has one block.
-        root_computes: whether the root owns blocks too.
+        root_computes: whether the root also owns blocks.
 
     Raises:
-        ValueError, TypeError: an argument is not as described.
+        ValueError, TypeError: an argument is invalid.
 
     Example:
         >>> import jaxcoded
@@ -82,7 +83,8 @@ class Shared(Strategy):
     def placement(self, size: int) -> Placement:
         first = 0 if self.root_computes or size == 1 else 1
         ranks = tuple(range(first, size))
-        # a single rank has no other rank to share with, so it computes its whole batch
+        # A single rank has no other rank with which to share, so it computes the whole
+        # batch.
         blocks = self.blocks if len(ranks) > 1 else 1
         return Placement(ranks, min(self.replicas, len(ranks) - 1), blocks)
 
@@ -138,9 +140,10 @@ class Shared(Strategy):
         return indices, np.ones((len(indices), 1, 1))
 
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """Return the examples of the blocks that a rank holds, its own blocks first,
-        each padded to the same length. Weights are 1 in its own blocks and 0 elsewhere:
-        without sharing, it adds only its own blocks to a sum.
+        """Return the examples of the blocks that a rank holds, its own blocks first.
+        All blocks are padded to the same length. Weights are 1 in the rank's own blocks
+        and 0 in other blocks: without sharing, the rank adds only its own blocks to a
+        sum.
         """
         placed = plan.placement
         starts = placed.examples(batch_size)
@@ -183,7 +186,7 @@ class Shared(Strategy):
             return "has nothing to compare: each block is on one rank only; take replicas=1 or more"
         if wait is True:
             return "waits for surplus messages, but shared work has none: leave out wait=True"
-        return ""  # examples are counted, and blocks are audited
+        return ""  # examples are counted, and `audit` compares blocks
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
         raise ValueError(

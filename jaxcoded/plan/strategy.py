@@ -22,7 +22,7 @@ _KINDS: dict[str, type[Strategy]] = {}
 
 
 class Strategy(abc.ABC):
-    """How the work of a step is divided: `Shared`, `Coded` or `Uncoded`.
+    """The way to divide the work of a step: `Shared`, `Coded` or `Uncoded`.
 
     A strategy does not depend on the number of ranks; `make_plan` and `CodedGroup` make
     a `Plan` from it. Its `repr` names the fields that differ from their defaults, and is
@@ -32,8 +32,8 @@ class Strategy(abc.ABC):
         by_blocks: whether ranks compute each other's blocks, which are assigned during
             the round. This needs the engine.
         by_host: whether the tree follows hosts.
-        speeds: relative speed of each rank, in multiples of 1/1000; the fastest has 1.
-            ``None``: all are equal.
+        speeds: relative speed of each rank, in multiples of 1/1000; the fastest rank
+            has speed 1. ``None``: all ranks are equally fast.
         root_computes: whether the root holds data.
 
     Example:
@@ -74,7 +74,8 @@ class Strategy(abc.ABC):
         """Return the coding of a parent whose children have these capacities."""
 
     def placement(self, size: int) -> Placement:
-        """Return the placement of a batch's blocks. With codes it has no blocks."""
+        """Return the placement of a batch's blocks. A strategy with codes has no
+        blocks."""
         del size
         return NOTHING
 
@@ -86,9 +87,9 @@ class Strategy(abc.ABC):
     def loads(self, plan: Plan, batch_size: int) -> np.ndarray:
         """Return the number of distinct examples that each rank computes, int64 ``(size,)``.
 
-        If the partitions of a child lie side by side on a circle, no rank exceeds ``⌈load · batch_size⌉`` by more than
-        the depth of the tree. With block designs, expanders and random approximate codes, a rank exceeds this number
-        by less than one example for each partition that it holds.
+        If the partitions of each child are cyclically consecutive, no rank's number exceeds ``⌈load · batch_size⌉`` by
+        more than the depth of the tree. With block designs, expanders and random approximate codes, a rank's number
+        exceeds it by less than one example for each partition that the rank holds.
         """
 
     @abc.abstractmethod
@@ -100,15 +101,16 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """Return the examples that one rank reads, int64 ``(length,)``, and their coding weights. They are padded to
-        one length for all ranks, or with unequal speeds to a separate length for each rank. Padding repeats one of
-        the rank's own examples (example 0 on a rank without data) with weight 0.
+        """Return the examples that one rank reads, int64 ``(length,)``, and their coding weights. All ranks'
+        examples are padded to one length, or with unequal speeds to a separate length for each rank. Padding repeats
+        one of the rank's own examples (example 0 on a rank without data) with weight 0.
 
         With shared work, weights are 1 for the examples of the rank's own blocks, which come first, and 0 for examples
         that it holds for other ranks. Without slices and parts, the weights are factors of the examples' losses.
         Otherwise they are ``(chunks, length // chunks, P · M)``: the coefficients of the ``M`` slices of each
-        example's gradient in the ``P`` parts of the message. They are equal within a chunk, except for padding. The
-        number of chunks is a multiple of ``P``. Part ``p`` is complete after the first ``(p + 1) / P`` of the chunks.
+        example's gradient in the ``P`` parts of the message. These coefficients are equal within a chunk, except for
+        padding. The number of chunks is a multiple of ``P``. Part ``p`` is complete after the first ``(p + 1) / P``
+        of the chunks.
         """
 
     @abc.abstractmethod
@@ -119,14 +121,14 @@ class Strategy(abc.ABC):
     def cuts(self, plan: Plan, batch_size: int) -> list[np.ndarray]:
         """Return the positions at which a batch of examples is cut into its atoms, in
         increasing order. Each array has the positions of one run of atoms that are
-        assigned together. It begins with the last position of the previous array.
+        assigned together, and begins with the last position of the previous array.
         """
 
     # Which features the groups of a strategy support.
 
     def require_blocks(self, what: str) -> None:
         """Raise a ValueError unless ranks compute each other's blocks. ``what`` is the
-        feature that needs it."""
+        feature that needs shared blocks."""
         if not self.by_blocks:
             raise ValueError(
                 f"{what} needs a group that shares its work, but this group has {self!r}: make the group "
@@ -134,8 +136,8 @@ class Strategy(abc.ABC):
             )
 
     def refuse(self, given: str) -> None:
-        """Raise a ValueError if this argument of a call, ``erasures`` or ``residual``,
-        has no meaning with this strategy.
+        """Raise a ValueError if the argument ``given`` of a call, ``erasures`` or
+        ``residual``, has no meaning with this strategy.
         """
 
     @abc.abstractmethod
@@ -150,7 +152,7 @@ class Strategy(abc.ABC):
 
     def gaps(self, plan: Plan) -> str:
         """Return which mistakes a ``check`` cannot detect with this plan, or an empty
-        text."""
+        text if it can detect all."""
         del plan
         return ""
 
@@ -158,20 +160,21 @@ class Strategy(abc.ABC):
 
     @abc.abstractmethod
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
-        """Return the strategy for ranks with these speeds. Raise a ValueError if the
-        strategy takes no speeds."""
+        """Return this strategy with these speeds of the ranks. Raise a ValueError if
+        the strategy does not accept speeds."""
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
-        """Return the strategy for other ranks. Raise a ValueError if it fits only its own
-        ranks."""
+        """Return this strategy for other ranks, which have these speeds. Raise a
+        ValueError if the strategy fits only its own ranks."""
         return self.with_speeds(speeds) if speeds or self.speeds else self
 
     # Texts.
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as values of Python and JSON."""
-        its: Any = self  # a dataclass, like every kind of strategy
+        """The fields that differ from their defaults, as values that both Python and
+        JSON have."""
+        its: Any = self  # every strategy is a dataclass
         values = {each: getattr(self, each.name) for each in dataclasses.fields(its)}
         return {
             each.name: _plain(value)
@@ -191,8 +194,8 @@ class Strategy(abc.ABC):
 
     @staticmethod
     def from_json(text: str) -> Strategy:
-        """Return the strategy from the text of `to_json`. Raise a ValueError for any other
-        text."""
+        """Return the strategy from a text that `to_json` returned. Raise a ValueError for
+        any other text."""
         fields = _parse.document(text)
         name = fields.pop("strategy", None) if isinstance(fields, dict) else None
         if name not in list(_KINDS):
@@ -204,10 +207,11 @@ class Strategy(abc.ABC):
 
     @staticmethod
     def parse(text: str, what: str = "strategy") -> Strategy:
-        """Return the strategy that a text names in the form of its `repr`, such as
-        ``"Shared"`` or ``"Coded(stragglers=1, fanout=3)"``. Arguments must be literals.
-        Raise a ValueError if the text does not name a strategy, or names an impossible
-        strategy. The message calls the text ``what``.
+        """Return the strategy that a text names, such as ``"Shared"`` or
+        ``"Coded(stragglers=1, fanout=3)"``, in the form of a strategy's `repr`.
+        Arguments must be literals. Raise a ValueError if the text does not name a
+        strategy, or names an impossible strategy. The error's message calls the text
+        ``what``.
         """
         name, given = _parse.parsed(what, text, _KINDS)
         return _made(what, name, text, given)

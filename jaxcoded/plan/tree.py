@@ -15,8 +15,8 @@ class Tree:
         parents: the parent of each rank; the root has ``-1`` or its own number.
 
     Raises:
-        ValueError: not exactly one root, a parent out of range, or a cycle. The message
-            names the rank.
+        ValueError: there is not exactly one root, a parent is out of range, or the tree
+            has a cycle. The message names the rank.
     """
 
     parents: tuple[int, ...]
@@ -61,7 +61,7 @@ class Tree:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """All ranks breadth first, the root first."""
+        """All ranks in breadth-first order, beginning with the root."""
         order = [self.root]
         for rank in order:  # the list grows during the loop
             order.extend(self.children[rank])
@@ -103,8 +103,9 @@ def default_fanout(size: int, needed: int) -> int:
 
 
 def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
-    """Return a breadth-first tree of any size, as the parent of each rank. The numbers
-    of children of its parents are as equal as possible, and at most ``fanout``.
+    """Return the parent of each rank of a tree of any size, whose ranks are numbered
+    breadth first. Its parents have numbers of children that are as equal as possible,
+    and at most ``fanout``.
 
     With ``size = 1 + n + … + n^L`` this is the (n, L)-regular tree, ``parent(r) =
     (r−1)//n``.
@@ -114,7 +115,7 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
     children, only the last parent gets fewer than ``needed``.
     """
     below = size - 1
-    # the fewest parents that can take all ranks below the root
+    # the smallest number of parents that can have all ranks except the root as children
     inner = -(-below // fanout)
     if below >= inner * needed:
         counts = _even(below, inner)
@@ -129,7 +130,7 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
 
 
 def parents_by_host(hosts: Sequence[str]) -> tuple[int, ...]:
-    """Return a tree of two layers that follows hosts, as the parent of each rank. The
+    """Return the parent of each rank of a tree of two layers that follows hosts. The
     first rank of each host, except the root, is the root's child. The host's other
     ranks are the children of this first rank. So a host's traffic does not grow with
     the number of its ranks. With one rank on each host the tree is a star.
