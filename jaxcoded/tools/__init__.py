@@ -1,3 +1,3 @@
-"""The tools in addition to the library: the planner, the simulator and the command
-line. ``import jaxcoded`` imports none of them.
+"""The tools that come with the library: the planner, the simulator and the command
+line. ``import jaxcoded`` does not import them.
 """

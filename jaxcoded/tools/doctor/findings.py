@@ -15,7 +15,8 @@ class Finding:
     """One line of a report."""
 
     about: str  # the subject, in a word or two
-    # `GOOD`, `NOTE` (it works, but not as well as it could) or `BAD` (it does not)
+    # `GOOD`; `NOTE`: the subject works, but not as well as it could; or `BAD`: it does
+    # not work
     state: str
     found: str  # the finding, as text
     remedy: str = ""  # the remedy; empty if none is needed

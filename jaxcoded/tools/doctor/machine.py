@@ -19,7 +19,7 @@ _SHARED = pathlib.Path("/dev/shm")
 _ENOUGH_SHARED = _GIBIBYTE // 4
 _CONTROL = pathlib.Path("/sys/fs/cgroup")
 _NO_LIMIT = "max"
-# the thread level at which several threads may call MPI at the same time
+# The thread level at which several threads may call MPI at the same time.
 MULTIPLE = "MPI_THREAD_MULTIPLE"
 _DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
@@ -73,7 +73,8 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
     except launcher.Unfit as error:
         yield Finding("mpirun", BAD, f"{name}: {error.found}", error.remedy)
         return
-    except (ImportError, RuntimeError) as error:  # raised by mpi4py without MPI
+    # mpi4py raises these if it finds no MPI
+    except (ImportError, RuntimeError) as error:
         yield Finding(
             "mpirun",
             BAD,
@@ -103,7 +104,8 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
 
 
 def _started() -> Iterator[Finding]:
-    """Yield whether MPI makes ranks of one job out of this step's tasks, if there are several."""
+    """If this process is in a launcher's step of several tasks, yield whether MPI makes them
+    ranks of one job."""
     if not (words := alone.words(1)):
         return
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
@@ -118,7 +120,7 @@ def _started() -> Iterator[Finding]:
 
 
 def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
-    """Yield whether srun can start ranks, in a Slurm job."""
+    """In a Slurm job, yield whether srun can start ranks."""
     if "SLURM_JOB_ID" not in os.environ or mpirun.mpi != launcher.OPEN_MPI:
         return
     kinds = _said("srun", "--mpi=list")

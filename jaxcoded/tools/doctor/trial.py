@@ -1,4 +1,5 @@
-"""Do a real all-reduce on the ranks that `jaxcoded doctor` starts; rank 0 reports."""
+"""Call a real all-reduce on the ranks that `jaxcoded doctor` starts; rank 0 reports the
+results."""
 
 import ctypes
 import importlib.util
@@ -31,7 +32,7 @@ _EXAMPLES = 3  # examples of each rank, on average
 
 
 def main() -> None:
-    """Examine the ranks and report on rank 0. Collective."""
+    """Examine all ranks; rank 0 reports the findings. Collective."""
     comm = MPI.COMM_WORLD
     found: dict[str, Any] = {
         "rank": comm.rank,
@@ -52,7 +53,8 @@ def main() -> None:
 
 
 def _imported(name: str) -> str:
-    """Return why an installed module cannot be imported."""
+    """Return why an installed module cannot be imported, or an empty text if it can
+    be."""
     if importlib.util.find_spec(name) is None:
         return ""
     try:
@@ -63,8 +65,8 @@ def _imported(name: str) -> str:
 
 
 def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
-    """Return the median seconds of a call for each of `SIZES`, the number of wrong
-    sums, the transport, and whether the next rank's memory can be read.
+    """Return four values: for each of `SIZES` the median seconds of a call; the number
+    of wrong sums; the transport; and whether this rank can read the next rank's memory.
     """
     took, wrong = [], 0
     batch = _EXAMPLES * comm.size
@@ -103,7 +105,7 @@ def _reads(comm: MPI.Intracomm) -> bool:
     done = read is not None and 0 < read(
         process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
     )
-    near.Barrier()  # no rank ends while others read its memory
+    near.Barrier()  # no rank ends while other ranks read its memory
     right = done and got.value == 1000 + (near.rank + 1) % near.size
     near.Free()
     return right

@@ -45,8 +45,8 @@ class Automatic:
         return {"plan": "auto", **vars(self), "work": how}
 
     def first(self, options: Options | None, hosts: Sequence[str]) -> Plan:
-        """Return the plan to measure with; ``hosts`` has the host of each rank. Raise a ValueError if an argument is
-        invalid."""
+        """Return the plan of the group before the measurement; ``hosts`` has the host of each rank. Raise a
+        ValueError if an argument is invalid."""
         size, work = len(hosts), self.work
         if options is not None and options.piece_bytes is not None:
             raise ValueError(
@@ -72,9 +72,9 @@ class Automatic:
 
     def choose(self, comm: MPI.Intracomm, transport: str, options: Options) -> Choice:
         """Measure, and return the choice of rank 0. Collective. Raise a RuntimeError on every rank if ``work`` failed
-        on one, and a ValueError if rank 0 could not plan."""
+        on some rank, and a ValueError if rank 0 could not plan."""
         reasons = gathered(comm, "" if transport == "mpi4jax" else engine.missing())
-        # with a check of the messages, the root forms the whole sum
+        # if a check compares messages, the root forms the whole sum, not in sections
         whole = transport == "mpi4jax" or any(reasons) or bool(options.check)
         not_shared = why_not_shared(transport, reasons)
         return self.measured(comm, not_shared, 0 if whole else options.sections_from)
@@ -82,8 +82,8 @@ class Automatic:
     def measured(
         self, comm: MPI.Intracomm, not_shared: str, sections_from: int | None
     ) -> Choice:
-        """Measure and choose, see `choose`. With ``sections_from=None``, also choose the size from which sections
-        pay."""
+        """Measure and choose as `choose` does. With ``sections_from=None``, also choose the size above which
+        sections make sums faster."""
         size = comm.size
         if size == 1:
             alone = make_plan(1, Uncoded())

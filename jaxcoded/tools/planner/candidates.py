@@ -15,12 +15,14 @@ _PIECES = (64 << 10, PIECE, 1 << 20)
 _FANOUTS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024)
 _STRAGGLERS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SLICES = (1, 2, 4)
-_REPLICAS = (1, 2, 3)  # numbers of replicas to compare, in addition to all other ranks
-_MOST_SHARING = 64  # ranks in jobs whose work may be shared
+# numbers of replicas to compare, in addition to the number of all other ranks
+_REPLICAS = (1, 2, 3)
+_MOST_SHARING = 64  # the most ranks for which shared work is compared
 _BLOCK = 5e-3  # seconds of the shortest block
-_MOST_BLOCKS = 12  # of a rank
-_MOST_CHILDREN = 1024  # codes are matrices with a row for each child
-# most children of a parent with a random code: larger ones cost time and digits
+_MOST_BLOCKS = 12  # the most blocks of a rank
+# the most children of a coded parent: a code is a matrix with a row for each child
+_MOST_CHILDREN = 1024
+# the most children of a parent with a random code: larger codes cost time and digits
 MOST_DRAWN = 64
 
 
@@ -28,11 +30,14 @@ MOST_DRAWN = 64
 class Candidate:
     """One way to sum over the ranks of a job."""
 
-    strategy: Strategy | None  # None: a ring all-reduce, which no group does
-    piece: int = PIECE  # bytes in which messages move
-    # Whether loads follow the speeds of the step before, as with `CodedGroup.replan` after each step.
+    strategy: Strategy | None  # None: a ring all-reduce, which a group cannot use
+    piece: int = PIECE  # bytes in each piece of a message
+    # Whether loads follow the speeds in the previous step, as if `CodedGroup.replan` were called
+    # after each step.
     balanced: bool = False
-    blind: bool = False  # whether batches are divided by number, not by the known costs
+    # whether batches are divided by the number of examples, and not by their known
+    # costs
+    blind: bool = False
 
     @property
     def tree(self) -> bool:
@@ -41,7 +46,7 @@ class Candidate:
 
     @property
     def shared(self) -> bool:
-        """Return whether ranks compute blocks of others."""
+        """Return whether ranks compute blocks of other ranks."""
         return isinstance(self.strategy, Shared)
 
     @property
@@ -56,7 +61,7 @@ class Candidate:
 
     @property
     def fanout(self) -> int:
-        """Return the fan-out of its tree; 0 without one."""
+        """Return the fan-out of the candidate's tree, or 0 if it has no tree."""
         return getattr(self.strategy, "fanout", None) or 0
 
     @property
@@ -66,7 +71,7 @@ class Candidate:
 
     @property
     def slices(self) -> int:
-        """Return the factor by which its code shortens messages."""
+        """Return the factor by which the candidate's code shortens messages."""
         return getattr(self.strategy, "slices", 1)
 
     @property
@@ -76,7 +81,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Return the candidate in words."""
+        """Return a text that names the candidate."""
         name = repr(self.strategy) if self.tree else "ring all-reduce"
         name += ", speeds of the step before" * self.balanced
         return name + ", costs ignored" * self.blind
@@ -101,24 +106,26 @@ class Candidate:
         return dataclasses.replace(layout, loads=loads)
 
     def plan(self, ranks: int) -> Plan:
-        """Return the plan of a group, or raise a ValueError if there is none."""
+        """Return the plan of a group with this candidate. Raise a ValueError if there
+        is no such plan."""
         return make_plan(ranks, self.strategy)
 
     @property
     def base(self) -> "Candidate":
-        """Return the candidate whose `variants` include this one."""
+        """Return the candidate whose `variants` include this candidate."""
         strategy: Any = self.strategy
         return Candidate(
             strategy and dataclasses.replace(strategy, root_computes=False)
         )
 
     def variants(self, payload: float) -> Iterator["Candidate"]:
-        """Yield the same tree and code with other pieces, with and without data at the root."""
+        """Yield candidates with the same tree and code, with different sizes of pieces, and
+        with and without data at the root."""
         if not self.tree:
             yield self
             return
         longer = [piece for piece in _PIECES if piece < payload]
-        # all pieces that are longer than the payload are equivalent
+        # pieces that are longer than the payload are all equivalent
         pieces = dict.fromkeys([*longer, *_PIECES[len(longer) : len(longer) + 1]])
         for piece, root_computes in itertools.product(pieces, (False, True)):
             strategy: Any = self.strategy
@@ -133,7 +140,8 @@ RING = Candidate(None)
 def code_tree(
     fanout: int, stragglers: int = 0, slices: int = 1, seed: int = 0
 ) -> Candidate:
-    """Return a tree whose root has no data, coded if it has stragglers or slices."""
+    """Return the strategy of a tree whose root has no data: coded if stragglers or
+    slices are requested, otherwise uncoded."""
     if stragglers == 0 and slices == 1:
         return Candidate(Uncoded(fanout=fanout, root_computes=False))
     return Candidate(
@@ -142,10 +150,12 @@ def code_tree(
 
 
 def candidates(ranks: int, seed: int = 0) -> list[Candidate]:
-    """Return the ring, trees and codes for this many ranks, without `variants` (``docs/planning.md``)."""
+    """Return the ring, the trees and the codes for this many ranks, without their `variants`
+    (``docs/planning.md``)."""
     below = ranks - 1
     fitting = {fanout for fanout in _FANOUTS if fanout < below}
-    # if all parents have the same number of children, their codes are more often repetition, whose κ is 1
+    # If all parents have the same number of children, more of their codes are repetition codes, whose κ
+    # is 1.
     fitting |= {n for n in range(2, min(below, _MOST_CHILDREN + 1)) if below % n == 0}
     for depth in range(1, ranks):
         fitting.add(fanout := _smallest_fanout(ranks, depth))
@@ -176,7 +186,8 @@ def checked_replicas(replicas: int, ranks: int) -> int:
 
 
 def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
-    """Return why `sharing` is empty, in words that follow "shared work"; otherwise an empty text."""
+    """If `sharing` returns no candidates, return why, as words that continue a sentence after
+    "shared work". Otherwise return an empty text."""
     if most == 0:
         return "is left out by replicas=0"
     if not 3 <= ranks <= _MOST_SHARING:
@@ -190,12 +201,12 @@ def why_not_shared(ranks: int, work: float, most: int | None = None) -> str:
 
 
 def sharing(ranks: int, work: float, most: int | None = None) -> list[Candidate]:
-    """Return ways to share the work, without `variants`. ``work``: seconds that one usual rank would take for the whole
-    batch; ``most``: how many other ranks may hold each block, by default all."""
+    """Return candidates that share the work, without their `variants`. ``work`` is the seconds that one usual rank
+    would take for the whole batch. ``most`` is how many other ranks may hold each block, by default all."""
     if why_not_shared(ranks, work, most):
         return []
     blocks = min(int(work / ranks / _BLOCK), _MOST_BLOCKS)
-    all_others = ranks - 2  # as the root may have no data
+    all_others = ranks - 2  # the root may have no data
     most = all_others if most is None else min(most, all_others)
     return [
         Candidate(Shared(replicas=each, blocks=blocks, root_computes=False))
@@ -212,22 +223,25 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
 
 
 def may_be_drawn(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Return whether drawing the candidate's code may be useful, as far as is known before the draw."""
+    """Return whether it may be useful to draw the candidate's code, as far as can be told before the
+    draw."""
     return not (
         too_many_to_draw(layout, candidate) or exceeds(layout, candidate, amplification)
     )
 
 
 def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:
-    """Return whether a parent of more than 64 children needs a random code, which takes long to find."""
+    """Return whether a parent of more than 64 children needs a random code, which would take long to
+    find."""
     return candidate.coded and max(_most_drawn(layout)) > MOST_DRAWN
 
 
 def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Return whether κ is above a bound, as far as that is known without drawing codes.
+    """Return whether κ is above a bound, as far as this is known without drawing codes.
 
-    Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above ``(n / 2)²`` with more.
-    With slices this holds if ``s + m`` does not divide ``n``; otherwise the code consists of small blocks.
+    Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above ``(n / 2)²`` with more
+    stragglers. With slices this holds only if ``s + m`` does not divide ``n``: if it divides ``n``, the code consists
+    of small blocks.
     """
     strategy = candidate.strategy
     if not isinstance(strategy, Coded):

@@ -1,4 +1,5 @@
-"""Measured links and ranks of a job, and their file. Needs neither MPI nor JAX."""
+"""The measured links and ranks of a job, and the file that stores them. This module
+needs neither MPI nor JAX."""
 
 import dataclasses
 import json
@@ -28,10 +29,10 @@ class Link(NamedTuple):
 class Measurement:
     """The result of `measured`."""
 
-    # between ranks that are far apart in the job, measured on all pairs at the same time
+    # links between ranks that are far apart in the job, all measured at the same time
     network: Network
     work: float  # seconds that a usual rank takes to compute once
-    stragglers: Measured  # how much longer each rank took each time
+    stragglers: Measured  # how many times as long as usual each rank took each time
     links: tuple[Link, ...]
     hosts: tuple[str, ...]  # of each rank
 
@@ -54,7 +55,7 @@ class Measurement:
             "work": self.work,
             "links": [link._asdict() for link in self.links],
             "hosts": list(self.hosts),
-            # no time is measured to more than six digits
+            # six digits are more precise than any measured time
             "factors": [
                 [float(f"{factor:.6g}") for factor in row]
                 for row in self.stragglers.factors.tolist()
@@ -63,7 +64,8 @@ class Measurement:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Return the measurement of `to_fields`; raise a ValueError for anything else."""
+        """Return the measurement from fields that `to_fields` returned. Raise a
+        ValueError for other fields."""
         try:
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}, not {_FORMAT!r}")
@@ -92,7 +94,8 @@ class Measurement:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Return what `save` wrote; raise a ValueError with the path for anything else."""
+        """Return the measurement in a file that `save` wrote. Raise a ValueError that
+        names the path for any other file."""
         text = contents(path)
         try:
             return cls.from_fields(_parse.document(text))
@@ -103,7 +106,8 @@ class Measurement:
 
 
 def _link(fields: dict[str, Any], ranks: int) -> Link:
-    """Return a link; raise a ValueError, TypeError or KeyError for anything else."""
+    """Return a link from its fields. Raise a ValueError, TypeError or KeyError if the
+    fields are invalid."""
     link = Link(**fields)
     for name in ("rank", "partner"):
         _require.integer(name, getattr(link, name), 0, ranks - 1)

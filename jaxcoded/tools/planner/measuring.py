@@ -16,7 +16,7 @@ from jaxcoded.transport.agreement import gathered, wait
 
 _SECONDS = 1.0  # seconds of computing
 _ROUNDS = 512  # the most rounds
-_LINK_SECONDS = 0.2  # seconds for small messages, and again for large messages
+_LINK_SECONDS = 0.2  # seconds for small messages, and as many for large messages
 _LONGEST = 4 << 20  # bytes of a message
 _PING, _PONG = 1, 2
 
@@ -26,13 +26,13 @@ def measured(
     work: Callable[[], Any] | float,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Measurement:
-    """Measure links and computation on all ranks at the same time. Collective; waits for the slowest rank to compute
-    twice. No other messages may be under way in ``comm``. Raises a RuntimeError on every rank if ``work`` failed on
-    one.
+    """Measure links and computation on all ranks at the same time. Collective; the call lasts at least until the
+    slowest rank has computed twice. No other messages may be in transit in ``comm``. Raise a RuntimeError on every
+    rank if ``work`` failed on some rank.
 
-    ``work`` computes once; it is called once to compile, and then repeatedly for a second. If it is a number of
-    seconds, a loop of matrix products measures only how much ranks and times differ. ``progress`` is called with the
-    part that is done."""
+    ``work`` is a function that computes once. It is called once to compile, and then repeatedly for a second. If
+    ``work`` is a number of seconds, a loop of matrix products measures only how much ranks and times differ.
+    ``progress`` is called with the finished part of the measurement."""
     compute = _loop(comm, work) if isinstance(work, float) else work
     failure: Exception | None = None
     times: list[float] = []
@@ -73,12 +73,12 @@ def _summary(
 ) -> Measurement:
     columns = [row[~np.isnan(row)] for row in table[:, :_ROUNDS]]
     if isinstance(work, float):
-        # join as many loops as the work would take into one round, if enough rounds are left
+        # Join as many loops into one round as the work would last, if enough rounds remain.
         loops = round(work / statistics.median(float(np.median(c)) for c in columns))
         columns = [_added(column, max(loops, 1)) for column in columns]
     typical = statistics.median(float(np.median(column)) for column in columns)
     rounds = max(map(len, columns))
-    # a slow rank has computed less often, so its times are repeated
+    # A slow rank has computed less often, so repeat its times.
     factors = np.stack([np.resize(column, rounds) for column in columns], axis=1)
     links = tuple(
         Link(rank, _partner(rank, len(table)), latency, rate)
@@ -101,7 +101,8 @@ def _added(times: np.ndarray, together: int) -> np.ndarray:
 
 
 def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
-    """Return a computation of up to 5 ms on rank 0, the same on all ranks."""
+    """Return a function with the same computation on all ranks, which takes up to 5 ms
+    on rank 0."""
     matrix = np.full((64, 64), 1 / 64)
     begun = time.perf_counter()
     for _ in range(100):
@@ -120,8 +121,9 @@ def _loop(comm: MPI.Intracomm, seconds: float) -> Callable[[], Any]:
 
 
 def _links(comm: MPI.Intracomm) -> tuple[float, float]:
-    """Return the measured seconds of a small message, and the bytes per second of a large one; zeros on a rank that
-    only answers. Neighbours are often on one host, so each rank exchanges messages with the rank half the job away."""
+    """Return the measured seconds of a small message, and the bytes per second of a large message; both are zero on a
+    rank that only answers. Neighbouring ranks are often on one host, so each rank exchanges messages with the rank
+    half the job away."""
     partner = _partner(comm.rank, comm.size)
     if partner <= comm.rank:
         if partner < comm.rank:

@@ -29,10 +29,13 @@ from jaxcoded.transport.options import PIECE
 _GAIN = 0.01  # a smaller gain does not justify a code
 _MORE_DATA = 0.05  # the gain that justifies holding data on more ranks
 _NEAR = 1.2  # shared work within this factor of the best time may still win
-_BATCHES = 16  # batches of consecutive rounds, whose means are nearly independent
+# the number of batches of consecutive rounds; the batches' means are nearly independent
+_BATCHES = 16
 _KEPT = 8  # coded candidates in the last rung
-_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)  # about how many seconds each rung takes
-_MOST_LEFT_OUT = 20_000  # most ranks for which codes that κ rules out are compared
+# about how many seconds each rung of the search takes
+_SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)
+# the most ranks for which the search also compares codes with too large a κ
+_MOST_LEFT_OUT = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +44,16 @@ class Estimate:
 
     Attributes:
         candidate: the candidate.
-        seconds: the time of each simulated round, with reading, float64 ``(rounds,)``; all estimates of a ranking use
-            the same draws.
+        seconds: float64 ``(rounds,)``, the time of each simulated round, including the time to read data. All
+            estimates of a ranking use the same draws.
         load: the part of the batch that the busiest rank computes.
-        message: bytes that a child of the root sends to the root; in a ring, bytes that a
-            rank sends to its neighbour in a step.
-        code: the kinds of codes in its plan.
+        message: bytes of the message that a child of the root sends; in a ring, bytes
+            that a rank sends to its neighbour in each step.
+        code: the kinds of codes in the candidate's plan.
         amplification: the plan's κ.
         held: the largest part of the batch whose data a rank holds.
-        in_sections: whether its sums are formed in sections (``docs/engine.md``).
+        in_sections: whether the candidate's sums are formed in sections
+            (``docs/engine.md``).
     """
 
     candidate: Candidate
@@ -68,7 +72,7 @@ class Estimate:
 
     @property
     def error(self) -> float:
-        """Return the standard error of `step`, from batches of rounds."""
+        """Return the standard error of `step`, estimated from batches of rounds."""
         return _standard_error(_batches(self.seconds))
 
     @property
@@ -79,13 +83,13 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """Return the candidate in words."""
+        """Return a text that names the candidate."""
         return self.candidate.name
 
     def faster_than(self, other: "Estimate") -> bool:
-        """Return whether this candidate is faster by more than 1 %, and not by chance. The gain must exceed twice its
-        standard error, or be positive in 3 of 4 batches of rounds. The second rule is for tails too heavy for a
-        standard error."""
+        """Return whether this candidate is faster by more than 1 %, and not only by chance. The gain must exceed
+        twice its standard error, or be positive in 3 of 4 batches of rounds. The second condition is for
+        distributions with tails too heavy for a standard error."""
         if not math.isfinite(other.step):
             return math.isfinite(self.step)
         if self.step >= (1 - _GAIN) * other.step:
@@ -98,14 +102,17 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True)
 class LeftOut:
-    """A code that would be faster, but whose rounding errors are too large, or that takes too long to find.
+    """A code that is left out although it would be faster: its rounding errors are too large, or it takes
+    too long to find.
 
     Attributes:
-        candidate: the candidate, whose κ is above the bound or unknown.
-        gain: the step time of the best candidate divided by this candidate's; infinite if steps of the best never end.
-        ranks: the smallest larger number of ranks, at most ``2 fanout`` more, for which the candidate would not be left
-            out; 0 if there is none.
-        drawn: whether κ is known to be above the bound; if not, a parent has too many children for a random code.
+        candidate: the candidate with this code. Its κ is above the bound, or unknown.
+        gain: the step time of the best candidate divided by this candidate's step time; infinite if the best
+            candidate's steps never end.
+        ranks: with how many ranks the candidate would not be left out: the smallest larger number, at most ``2 fanout``
+            larger, or 0 if there is none.
+        drawn: True if κ is known to be above the bound. False if κ is unknown because a parent has too many
+            children for a random code.
     """
 
     candidate: Candidate
@@ -125,7 +132,8 @@ class Ranking:
         estimates: estimates of the best coded and uncoded candidates, the fastest first.
         amplification: the largest κ that a plan may have.
         left_out: the fastest code that was left out, if it is faster than `best`.
-        not_shared: why no candidate shares the work, in words that follow "shared work".
+        not_shared: why no candidate shares the work, as words that continue a sentence
+            after "shared work".
     """
 
     ranks: int
@@ -143,13 +151,14 @@ class Ranking:
 
     @property
     def best(self) -> Estimate:
-        """Return the fastest candidate. It is uncoded, unless a code or shared work is certain to be faster. Shared
-        work has the fewest replicas with which a step takes at most 5 % longer than with the best number."""
+        """Return the candidate to use. It is the fastest uncoded candidate, unless a code or shared work is certain
+        to be faster. Shared work has as few replicas as possible: a step may take at most 5 % longer than with the
+        best number of replicas."""
         return self._better_than(self.uncoded)
 
     @property
     def best_tree(self) -> Estimate:
-        """Return the best candidate that a group can use."""
+        """Return the best candidate that a `CodedGroup` can use."""
         trees = (e for e in self.estimates if e.candidate.tree)
         return self._better_than(next(e for e in trees if e.candidate.plain))
 
@@ -161,7 +170,7 @@ class Ranking:
         shared = [e for e in self.estimates if e.candidate.shared]
         codes = (e.step for e in self.estimates if e.candidate.coded)
         most = min((1 + _MORE_DATA) * best.step, next(codes, math.inf))
-        most = max(most, best.step)  # a code may be faster by chance
+        most = max(most, best.step)  # a code may seem faster by chance
         return min(
             (e for e in shared if e.step <= most and e.faster_than(uncoded)),
             key=lambda e: e.candidate.replicas,
@@ -169,7 +178,8 @@ class Ranking:
 
     @property
     def verdict(self) -> str:
-        """Return as text what to do and why, and why faster candidates are left out."""
+        """Return a text that says what to do and why, and why faster candidates are
+        left out."""
         best = self.best.candidate
         words = (
             self._sentence + self._too_rough + ("" if best.shared else self._why_not)
@@ -229,7 +239,8 @@ class Ranking:
         found = next((e for e in self.estimates if e.candidate.balanced), None)
         if found is None or not found.faster_than(self.uncoded):
             return ""
-        # less than 1 is not chance; but static balancing needs other calls in the program
+        # A factor below 1 is no chance, but static balancing needs other calls in the
+        # program.
         times = found.step / self.best.step
         return f". Static balancing, {found.name}, takes {times:.3g} times as long"
 
@@ -303,10 +314,12 @@ def best_plans(
         seed: the seed of the draws and of random codes; at least 0.
         amplification: the largest κ that a plan may have; 1,000 leaves four digits in float32.
         replicas: how many other ranks may hold each rank's part of the batch; 0: no shared work (``docs/sharing.md``).
-            Default: all.
-        reading: seconds in which a rank would read the whole batch; in every step a rank reads the data that it holds.
+            Default: all other ranks.
+        reading: seconds that a rank would take to read the whole batch. In every step each rank reads all data that it
+            holds.
         costs: the costs of examples, by which each batch is divided. Default: all examples cost the same.
-        progress: is called with the part of the search that is done.
+        progress: a function that is called with the finished part of the search, from 0
+            to 1.
 
     Raises:
         ValueError: a number is out of its range.
@@ -369,7 +382,8 @@ class _Drawn(Stragglers):
 
 @dataclasses.dataclass
 class _Search:
-    """Successive halving: in each rung fewer candidates and more rounds of each."""
+    """The search, by successive halving: each rung simulates fewer candidates than the
+    previous rung, with more rounds of each candidate."""
 
     ranks: int
     payload: float
@@ -393,7 +407,7 @@ class _Search:
             )
             (entering if fits else self.amplified).append(candidate)
         first = self._rung(entering, _SHARES[0], least=4, most=64)
-        # rare or rising delays may not show yet, so a candidate with each s stays
+        # Rare or rising delays may not show yet, so keep a candidate for each s.
         entering = _each(first, lambda c: (c.stragglers, c.slices))
         entering += [c for c in first if c.coded][:24]
         entering += [c for c in first if not c.coded][:4]
@@ -402,7 +416,8 @@ class _Search:
         trees = [c for c in second if not c.coded and c.tree][:2]
         entering = [c for base in [*plans, *trees] for c in base.variants(self.payload)]
         third = self._rung(entering, _SHARES[2], least=6, most=64)
-        # a root that computes is the one straggler that no code makes up for
+        # A code cannot make up for a root that straggles, so compare roots with and
+        # without data.
         final = _each(third, lambda c: c.strategy)
         trees = [c for c in final if c.plain]
         final += [dataclasses.replace(c, balanced=True) for c in trees[:1]]
@@ -416,7 +431,8 @@ class _Search:
         final += [c for c in shared if c is shared[0] or fourth[c] < near]
         fewest = 128 if shared else 48
         out = self._estimates(final, plans, least=fewest, most=1024)
-        # four times as many rounds for candidates that may yet be faster than the fastest
+        # Simulate four times as many rounds of candidates that may still turn out to be
+        # the fastest.
         least = (1 - _GAIN) * out[0].step
         doubt = [e for e in out[1:] if e.step - 2 * e.error < least][:6]
         if doubt and self.ranks <= 20_000:
@@ -430,7 +446,8 @@ class _Search:
         return out
 
     def left_out(self, best: Estimate) -> LeftOut | None:
-        """Return the fastest of the codes whose κ is too large, if it is faster than the best."""
+        """Return the fastest code whose κ is too large, if it is faster than the candidate
+        ``best``."""
         if not self.amplified or self.ranks > _MOST_LEFT_OUT:
             return None
         times = self._rung(self.amplified, _SHARES[4], least=16, most=64)
@@ -505,8 +522,8 @@ class _Search:
         return layout
 
     def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
-        """Return coded candidates with plans whose κ is within the bound: the best for some numbers of stragglers,
-        and others that may still win."""
+        """Return coded candidates whose plans have a κ within the bound: the best candidates for some numbers of
+        stragglers, and further candidates that may still win."""
         coded = [candidate for candidate in times if candidate.coded]
         of_each = _each(coded, lambda c: c.stragglers)[:3]
         plans: dict[Candidate, Plan] = {}
@@ -533,7 +550,7 @@ class _Search:
             candidate: float(seconds.mean())
             for candidate, seconds in self._simulated(entering, share, least, most)
         }
-        # unusual sizes of pieces must gain something
+        # An unusual size of pieces must make a step faster by some margin.
         return dict(
             sorted(
                 times.items(),
@@ -549,13 +566,13 @@ class _Search:
         most: int,
         costs: Costs | None = None,
     ) -> Iterator[tuple[Candidate, np.ndarray]]:
-        """Yield each candidate with the seconds of its rounds: as many rounds as all together take about ``share``
-        seconds."""
+        """Yield each candidate with the seconds of its rounds. The number of rounds is such that the simulation of
+        all candidates takes about ``share`` seconds."""
         cost = max(len(entering), 1) * (1.5e-4 + 1e-7 * self.ranks)
         # shared work is simulated message by message
         events = sum(candidate.shared for candidate in entering) * self.ranks
         cost += events * (5e-5 + 2e-6 * self.ranks)
-        if self.ranks > 2000 and least < most:  # rounds of many ranks differ less
+        if self.ranks > 2000 and least < most:  # with many ranks, rounds differ less
             least = max(least * 2000 // self.ranks, least // 3)
         rounds = min(max(int(share / cost), least), most)
         start, self.done = self.done, self.done + share / sum(_SHARES)
@@ -563,7 +580,8 @@ class _Search:
             layout = candidate.layout(self.ranks)
             part = number / len(entering)
             self.progress(min(1.0, start + (self.done - start) * part))
-            if costs and candidate.coded:  # for the examples that each rank has
+            # the costs need to know which examples each rank has
+            if costs and candidate.coded:
                 layout = Layout.of(candidate.plan(self.ranks))
             outcome = simulate(
                 layout,

@@ -19,53 +19,59 @@ from jaxcoded.tools.simulator.stragglers import Measured, Stragglers
 
 # A rank that takes this many times as long as a round is late in most of them.
 _SLOW = 1.2
-# Replays of real jobs were within 15 % (benchmarks/README.md); the report names larger differences.
+# Replays of real jobs took the measured time to within 15 % (benchmarks/README.md); the report
+# names larger differences.
 UNUSUAL = 1.15
-# A code makes rounds faster or slower by a factor of 1.2 to 1.6 (benchmarks/README.md). Only a replay that is nearer to
-# the job can rank plans.
+# A code makes rounds faster or slower by a factor of 1.2 to 1.6 (benchmarks/README.md). So a replay can rank plans only
+# if it is nearer to the job than that.
 WRONG = 1.5
 _FANOUTS = 2, 4, 8, 16, 32
-_MOSTLY = 0.5  # of all rounds
+# the fraction of the rounds above which a rank counts as late in most rounds
+_MOSTLY = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Savings:
-    """Times of a parent's rounds: the actual times, and the times if the parent had waited for all children. Arrays
-    ``(Q,)``."""
+    """Times of a parent's rounds: the actual times, and the times that they would have taken if the parent had
+    waited for all children. Arrays have shape ``(Q,)``."""
 
     rounds: np.ndarray  # int64, numbers of the rounds with a sum
     coded: np.ndarray  # seconds from the previous result until the sum was complete
-    # seconds until the last child's message would have come; infinite if it never came again
+    # seconds until the last child's message would have come; infinite if no further message
+    # came
     uncoded: np.ndarray
-    inferred: np.ndarray  # whether the last child's time is estimated as its usual time
+    inferred: np.ndarray  # whether the last child's time is an estimate: its usual time
 
     @property
     def avoided(self) -> float:
-        """Return the avoided seconds of waiting, in rounds that would have ended."""
+        """Return how many seconds of waiting were avoided, in rounds that would have
+        ended without coding."""
         ended = np.isfinite(self.uncoded)
         return float((self.uncoded - self.coded)[ended].sum())
 
     @property
     def share(self) -> float:
-        """Return the avoided seconds as a part of the seconds that waiting for all would have taken."""
+        """Return the avoided seconds as a fraction of the seconds that waiting for all children would
+        have taken."""
         total = self.uncoded[np.isfinite(self.uncoded)].sum()
         return self.avoided / float(total) if total > 0 else 0.0
 
     @property
     def stuck(self) -> int | None:
-        """Return the first round that would not have ended, if any."""
+        """Return the first round that would not have ended without coding, if any."""
         endless = self.rounds[np.isinf(self.uncoded)]
         return int(endless[0]) if len(endless) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Seconds of work of every rank in every round, without waiting for others."""
+    """Seconds of work of every rank in every round, without its waits for other
+    ranks."""
 
-    rounds: np.ndarray  # int64 (Q,), their numbers
-    seconds: np.ndarray  # (Q, N); infinite after the last sign of a rank
-    # source of each rank's column: its "file", "messages" to its parent, only its "step time", or the median of
-    # "others"
+    rounds: np.ndarray  # int64 (Q,), the numbers of the rounds
+    seconds: np.ndarray  # (Q, N); infinite after a rank's last sign of life
+    # The source of each rank's column: its "file", its "messages" to its parent, only its "step time", or the
+    # median of the "others".
     source: tuple[str, ...]
 
 
@@ -75,17 +81,17 @@ class Predicted:
 
     name: str
     load: float  # the largest part of the batch that a rank computes
-    seconds: float  # mean of a round; infinite if one does not end
+    seconds: float  # mean seconds of a round; infinite if some round does not end
     actual: bool  # whether the job had this plan
-    ended: int  # how many rounds end
+    ended: int  # how many rounds end before the first round that does not end
 
 
 def spans(seen: Telemetry) -> np.ndarray:
     """Return the seconds from a round's beginning until each child's message came, float64 ``(R, C)``.
 
-    A round begins when the parent has the previous result. Unknown times are NaN: in the first round, and in rounds that a child began
-    late or skipped. A late child's time ends with its next message, less the work for the round of that message. It is
-    infinite if no message follows."""
+    A round begins when the parent has the previous result. Times are NaN if unknown: in the first round, and in rounds
+    that a child began late or skipped. The time of a late child is estimated: it ends when the child's next message
+    comes, minus the work for the round of this message. It is infinite if no message follows."""
     begun, over = _begun(seen), _over(seen)
     arrived = seen.arrived
     out = np.full(arrived.shape, np.nan)
@@ -93,7 +99,7 @@ def spans(seen: Telemetry) -> np.ndarray:
         return out
     before = np.vstack([np.full(arrived.shape[1], np.nan), arrived[:-1]])
     on_time = before <= begun[:, None]
-    # an arrival that is also recorded for the next round belongs to that round
+    # An arrival that is also recorded for the next round belongs to the next round.
     own = arrived != np.vstack([arrived[1:], np.full(arrived.shape[1], np.nan)])
     known = on_time & ((arrived <= over[:, None]) | (own & ~np.isnan(arrived)))
     known &= ~np.isnan(seen.decided)[:, None]
@@ -109,8 +115,9 @@ def spans(seen: Telemetry) -> np.ndarray:
 def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
     """Return what a parent saved by not waiting for all of its children.
 
-    A round that a child missed counts with the child's usual time. If ``others`` has the telemetry of a child without
-    children, that telemetry gives the time. `compare` charges the price of the code: more work on every rank."""
+    In a round that a child missed, the child's usual time counts. If ``others`` has the telemetry of a child that is
+    a leaf, this telemetry gives its time. The result does not include the cost of the code, which is more work on
+    every rank; `compare` includes it."""
     took = spans(seen)
     by_rank = {other.rank: other for other in others}
     inferred = np.isnan(took)
@@ -147,8 +154,8 @@ def too_late(files: Sequence[Telemetry]) -> np.ndarray:
 
 
 def unknown(files: Sequence[Telemetry]) -> list[int]:
-    """Return the ranks that were too late in most rounds, and whose speed is unknown, as they have neither a file nor a
-    step time."""
+    """Return the ranks that were too late in most rounds and whose speeds are unknown, since they have neither a file
+    nor a step time."""
     late, untold = too_late(files), np.isnan(files[0].step_times)
     there = {file.rank for file in files}
     ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
@@ -166,10 +173,10 @@ def step_seconds(seen: Telemetry) -> float:
 def work(files: Sequence[Telemetry]) -> Work:
     """Return the seconds of each rank in each round of the first file.
 
-    A rank's own file is the best source, then the arrivals of its messages at its parent. A rank with children waits
-    for their messages, so its times are scaled to its reported step time. A rank of which only the step time is known
-    takes it in every round. An unknown rank takes as long for its load as the median of the others. A rank's usual time
-    fills gaps.
+    The best source is a rank's own file, and the second best are the arrivals of its messages at its parent. A rank
+    with children waits for their messages, so its times are scaled to its reported step time. If only a rank's step
+    time is known, the rank takes this time in every round. If nothing is known of a rank, it takes as long for its load
+    as the median of the other ranks. A rank's usual time fills gaps.
     """
     seen = files[0]
     rows = ~np.isnan(seen.work)
@@ -213,7 +220,8 @@ def work(files: Sequence[Telemetry]) -> Work:
 
 
 def network(seen: Telemetry) -> tuple[Network, float]:
-    """Return the links and the mean payload in bytes that a rank has seen, with the latency of `Network`."""
+    """Return the links and the mean payload in bytes, both as a rank has seen them. The latency is the
+    default of `Network`."""
     took = seen.link_seconds > 0
     rates = seen.link_bytes[took] / seen.link_seconds[took]
     links = Network(bandwidth=float(np.median(rates))) if len(rates) else Network()
@@ -223,9 +231,9 @@ def network(seen: Telemetry) -> tuple[Network, float]:
 def alternatives(
     plan: Plan, speeds: np.ndarray | None = None
 ) -> list[tuple[str, Plan | Ring]]:
-    """Return the job's plan, and then other plans for the same ranks and slices, with their names. The others have the
-    same tree with other numbers of stragglers, or with loads in proportion to ``speeds``, or other fan-outs. The last
-    one is the uncoded ring."""
+    """Return the job's plan, and then other plans for the same ranks and slices, all with names. The other plans have
+    the same tree with a different number of stragglers, or with loads in proportion to ``speeds``, or they have
+    different fan-outs. The last of them is the uncoded ring."""
     was = plan.strategy
     out: list[tuple[str, Plan | Ring]] = [(f"as it was: {_named(plan)}", plan)]
     if plan.size < 2:
@@ -268,9 +276,9 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
     """Replay the job's work with its plan, which comes first, and with other plans. The result is empty for fewer than
     two rounds.
 
-    A rank takes as long as in the job (`work`), in proportion to its load; a rank without data takes its time between
-    calls. Deadlines are not replayed. The root's telemetry must come first, if it is given. Raises a ValueError for an
-    invalid plan in the telemetry."""
+    Each rank takes as long as in the job (`work`), in proportion to its load; a rank without data takes its time
+    between calls. Deadlines are not replayed. If the root's telemetry is given, it must come first. Raise a ValueError
+    if the telemetry has an invalid plan."""
     seen = files[0]
     plan = Plan.from_json(seen.plan)
     took = work(files)
@@ -297,7 +305,8 @@ def compare(files: Sequence[Telemetry]) -> list[Predicted]:
 
 
 def disagreement(measured: float, replayed: float) -> float:
-    """Return by what factor a replay is off: 1 at best, or if the measured seconds are NaN."""
+    """Return the factor, ≥ 1, by which the replayed seconds differ from the measured seconds.
+    Return 1 if the measured seconds are NaN."""
     if np.isnan(measured):
         return 1.0
     if not (0 < measured < np.inf and 0 < replayed < np.inf):
@@ -306,18 +315,20 @@ def disagreement(measured: float, replayed: float) -> float:
 
 
 def _model(took: Work, loads: np.ndarray) -> Stragglers:
-    """Return work as factors of a second for the whole batch, and as seconds for ranks without data."""
+    """Return a straggler model that gives each rank its work. A rank with data has a factor, its
+    seconds for the whole batch; a rank without data has added seconds."""
     loaded = loads > 0
     factors = np.zeros(took.seconds.shape)
     factors[:, loaded] = took.seconds[:, loaded] / loads[loaded]
-    # for plans in which these ranks get data
+    # factors for plans in which these ranks get data
     factors[:, ~loaded] = _of_others(factors[:, loaded])[:, None]
     fixed = np.where(loaded, 0.0, took.seconds)
     return Measured(factors) + Measured(fixed, seconds=True)
 
 
 def _of_others(table: np.ndarray) -> np.ndarray:
-    """Return the time of an unknown rank: the median of each round."""
+    """Return the times of a rank of which nothing is known: the median of each
+    round."""
     if not table.size:
         return np.zeros(len(table))
     usual = np.median(table, axis=1)
@@ -335,7 +346,8 @@ def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
 
 
 def _named(plan: Plan) -> str:
-    """Return the plan's strategy, with its tree and its speeds in short."""
+    """Return a text that names the plan's strategy, with its tree and its speeds in
+    short form."""
     strategy = plan.strategy
     if isinstance(strategy, CodeTree) and plan.size > 1:
         fanout = max(map(len, plan.tree.children))
@@ -349,7 +361,7 @@ def _named(plan: Plan) -> str:
 
 
 def _begun(seen: Telemetry) -> np.ndarray:
-    """Return when each round could begin: with the previous result."""
+    """Return when each round could begin: when the previous result was there."""
     return seen.started - np.maximum(seen.work, 0.0)
 
 
@@ -359,13 +371,13 @@ def _over(seen: Telemetry) -> np.ndarray:
 
 
 def _latest(seen: Telemetry) -> int:
-    """Return the number of the latest round, 0 without any."""
+    """Return the number of the latest round, or 0 if there are no rounds."""
     return int(seen.rounds[-1]) if len(seen.rounds) else 0
 
 
 def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
     """Return a rank's own seconds of work in these rounds, float64 ``(Q,)``; NaN in rounds that it skipped. If it
-    skipped all, return the time that it still took, a lower bound of its work."""
+    skipped all rounds, return the time that it still took, which is a lower bound of its work."""
     own = np.maximum(seen.work, 0.0)
     if not seen.skipped.all():
         own = np.where(seen.skipped, np.nan, own)
@@ -373,7 +385,8 @@ def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
 
 
 def _aligned(have: np.ndarray, values: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """Return the values of the rounds ``have`` for the rounds ``want``; NaN for rounds without values."""
+    """Return a value for each of the rounds ``want``, given the values of the rounds ``have``; NaN for
+    rounds without values."""
     out = np.full((len(want), *values.shape[1:]), np.nan)
     _, theirs, ours = np.intersect1d(have, want, return_indices=True)
     out[ours] = values[theirs]
@@ -392,14 +405,14 @@ def _largest(table: np.ndarray) -> np.ndarray:
 
 def _told(seen: Telemetry) -> np.ndarray:
     """Return each rank's reported seconds of work, float64 ``(N,)``. For a rank that has finished no work since its
-    first round, return how long it has been silent; NaN if it has reported nothing."""
+    first round, this is how long it has been silent. It is NaN for a rank that has reported nothing."""
     silent = np.where(seen.silent > 0, seen.silent, np.nan)
     return np.where(np.isnan(seen.step_times), silent, seen.step_times)
 
 
 def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
-    """Return a child's usual time: its reported step time, or the median of its messages, which is better for a child
-    with children."""
+    """Return a child's usual time: its reported step time or, for a child with children, the median of the times of
+    its messages, which is a better estimate then."""
     child, median = seen.children[column], _median(took)
     step_time = float(_told(seen)[child])
     inner = (seen.parents == child).any()
@@ -412,9 +425,10 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
     """Return a child's time for a round that it began on time and missed; NaN if unknown."""
     begun, over = _begun(seen)[row], _over(seen)
     came = seen.arrived[:, column]
-    again = np.flatnonzero(came == came[row])  # none if it has not come
+    again = np.flatnonzero(came == came[row])  # empty if no message has come
     if len(again):
-        # the child worked for the round of its next message once it had caught up with that round
+        # Once the child had caught up with the round of its next message, it worked for this
+        # round.
         done = came[row] - (usual if usual >= 0 else 0.0)
         done = np.clip(done, over[max(again[-1] - 1, row)], came[row])
         return max(float(done - begun), 0.0)
@@ -425,7 +439,7 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
 
 
 def _heard(seen: Telemetry, column: int) -> float:
-    """Return when a child last sent anything; NaN for never."""
+    """Return when a child last sent anything, or NaN if it never did."""
     child = seen.children[column]
     if np.isnan(_told(seen)[child]):
         return float(np.fmax.reduce(seen.arrived[:, column], initial=np.nan))
@@ -433,8 +447,9 @@ def _heard(seen: Telemetry, column: int) -> float:
 
 
 def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
-    """Return the row from which a child is missing, and probably not just slow; the number of rows if it is not. Its
-    process may be alive while its work does not end."""
+    """Return the first row of the rounds in which a child is missing, and probably not only slow. If it is not
+    missing, return the number of rows. The process of a missing child may be alive, although its work does not
+    end."""
     missing = np.isnan(seen.arrived[:, column])
     rows = len(missing)
     first = 0 if missing.all() else rows - int(np.argmin(missing[::-1]))
@@ -442,13 +457,14 @@ def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
         return rows
     begun, end = _begun(seen), float(seen.ended[-1])
     a_round = _median(_over(seen) - begun)
-    # a usual time that comes from the silence itself must not measure the silence
+    # A usual time that was derived from the silence must not be used to judge the
+    # silence.
     usual = float("nan") if np.isnan(seen.step_times[seen.children[column]]) else usual
     patience = TOLD + 2 * np.fmax.reduce([usual, a_round, 0.0])
     alive = end - _heard(seen, column) <= patience
     if alive and (missing.all() or usual > _SLOW * a_round):
-        return rows  # always late
-    # how long it was absent before it came again
+        return rows  # the child was always late
+    # how long the child was absent before it came again
     absent = _largest((seen.arrived[:first, column] - begun[:first])[None])[0]
     since = seen.started[first] if np.isnan(begun[first]) else begun[first]
     return first if end - since > np.fmax(patience, 2 * absent) else rows

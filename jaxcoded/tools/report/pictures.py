@@ -1,4 +1,5 @@
-"""Draw pictures: plain axes, colours that colour-blind readers can distinguish, one statement each."""
+"""Draw pictures with plain axes and colours that colour-blind readers can distinguish. Each picture
+makes one statement."""
 
 import contextlib
 import os
@@ -37,7 +38,8 @@ def picture(
     **subplots: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield a figure and its axes, as ``matplotlib.pyplot.subplots`` makes them; write it to a file at the end.
-    ``size`` is in inches. Makes folders. Raises an ImportError if matplotlib is missing."""
+    ``size`` is in inches. Missing folders are created. Raise an ImportError if matplotlib
+    is missing."""
     try:
         import matplotlib as mpl
         from cycler import cycler
@@ -46,7 +48,7 @@ def picture(
         raise ImportError("pictures need matplotlib: pip install matplotlib") from None
     colours = cycler(color=COLOURS)
     with mpl.rc_context(_STYLE | {"axes.prop_cycle": colours}):
-        # not by pyplot, which stores figures and needs a display
+        # without pyplot, which keeps figures and needs a display
         figure = Figure(figsize=size)
         axes = figure.subplots(rows, columns, **subplots)
         yield figure, axes

@@ -1,6 +1,7 @@
-"""Static balancing: loads in proportion to the speeds in the round before.
+"""Static balancing: loads in proportion to the speeds in the previous round.
 
-It simulates a job without codes that calls ``group.replan(group.telemetry().speeds)`` after each step.
+This simulates a job without codes that calls ``group.replan(group.telemetry().speeds)`` after each
+step.
 """
 
 import numpy as np
@@ -8,7 +9,8 @@ import numpy as np
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.ring import Ring
 
-_SLOWEST = 1e-3  # of the fastest rank's speed, as in `jaxcoded.Uncoded`
+# the least speed, as a fraction of the fastest rank's speed, as in `jaxcoded.Uncoded`
+_SLOWEST = 1e-3
 
 
 def check_waits(layout: Layout | Ring) -> None:
@@ -22,7 +24,8 @@ def check_waits(layout: Layout | Ring) -> None:
 
 
 def rebalanced(loads: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the next loads, after a round that took these seconds, which are infinite for a rank that did not end."""
+    """Return the loads of the next round, after a round in which each rank took these seconds. They are infinite for a
+    rank that did not finish."""
     known = (loads > 0) & (seconds > 0)
     speeds = np.divide(loads, seconds, out=np.zeros(len(seconds)), where=known)
     if not known.any() or not speeds.max() > 0:

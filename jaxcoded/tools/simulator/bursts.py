@@ -4,16 +4,18 @@ import numpy as np
 
 
 class Bursts:
-    """Record the late workers of the last rounds, and tell which may be late in the next round.
+    """Record the late workers of the latest rounds, and tell which workers may be late in the
+    next round.
 
-    In any ``window`` rounds in a row at most ``stragglers`` different workers are late, each of them
-    within ``burst`` rounds in a row.
+    In any ``window`` consecutive rounds at most ``stragglers`` different workers are late. All late
+    rounds of one worker lie within ``burst`` consecutive rounds.
     """
 
     def __init__(self, workers: int, burst: int, window: int, stragglers: int) -> None:
         self.stragglers = stragglers
-        self.late = np.zeros((window - 1, workers), bool)  # by round, the oldest first
-        # rounds so long ago that their bursts have ended
+        # one row for each round, the oldest first
+        self.late = np.zeros((window - 1, workers), bool)
+        # the rounds that are so long ago that their bursts have ended
         self.over = self.late[: window - burst]
 
     def allow(self, late: np.ndarray) -> bool:
@@ -22,6 +24,6 @@ class Bursts:
         return bool(few and not (self.over.any(axis=0) & late).any())
 
     def record(self, late: np.ndarray) -> None:
-        """Enter the late workers of a round."""
+        """Record the late workers of a round."""
         self.late[:-1] = self.late[1:].copy()
         self.late[-1] = late

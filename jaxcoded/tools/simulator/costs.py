@@ -1,4 +1,4 @@
-"""What each rank computes of a batch whose examples do not all cost the same."""
+"""Compute what each rank's part of a batch costs if examples have unequal costs."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from jaxcoded.plan.costs import checked, divided
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.ring import Ring
 
-_MOST = 1 << 17  # examples in all batches together, of which there are 8 to 64
+_MOST = 1 << 17  # the most examples in all batches together; there are 8 to 64 batches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,7 +18,8 @@ class Costs:
     """Examples of unequal cost, in batches like those of `CodedGroup.epoch`.
 
     Attributes:
-        each: float64 ``(examples,)``, what each example of a data set costs; the mean is 1.
+        each: float64 ``(examples,)``, the cost of each example of a data set, as a multiple
+            of the mean cost.
         batch_size: the number of examples in a batch.
         known: whether each batch is divided by cost, as with ``group.epoch(..., costs=...)``.
 
@@ -42,8 +43,8 @@ class Costs:
 
         Raises:
             TypeError: ``costs`` are not numbers.
-            ValueError: there are no costs, one is negative or not finite, all are 0, or ``batch_size`` is larger than
-                their number.
+            ValueError: there are no costs; a cost is negative or not finite; all costs are 0; or ``batch_size`` is
+                larger than the number of costs.
         """
         if not np.size(costs):
             raise ValueError("costs must have one number for each example, got none")
@@ -69,17 +70,17 @@ class Costs:
 
 
 class Parts:
-    """The cost of each rank's examples in each batch, as a part of a usual batch's cost. ``balanced``: in each round
-    ranks have other numbers of examples, whatever these cost."""
+    """The cost of each rank's examples in each batch, as a fraction of a usual batch's cost. With ``balanced``, the
+    numbers of examples of the ranks change from round to round, and do not depend on costs."""
 
     def __init__(
         self, costs: Costs, layout: Layout | Ring, seed: int, balanced: bool = False
     ) -> None:
         size = costs.batch_size
         self.batches = costs.batches(seed)
-        # each rank's examples, if not neighbours
+        # each rank's examples, if they are not consecutive
         self._shares: list[np.ndarray] | None = None
-        self._starts = np.zeros(1, np.int64)  # of blocks
+        self._starts = np.zeros(1, np.int64)  # the first example of each block
         if isinstance(layout, Layout) and layout.plan and not balanced:
             plan = layout.plan
             self._shares = [
@@ -105,7 +106,7 @@ class Parts:
 
     def loads(self, number: int, loads: np.ndarray) -> np.ndarray:
         """Return what each rank's part of a round's batch costs, float64 ``(N,)``, in the order of the layout.
-        ``loads``: how many examples they have, as parts of the batch."""
+        ``loads`` has each rank's number of examples, as a fraction of the batch."""
         at = number % len(self.batches)
         batch = self.batches[at]
         if self._shares is None:
@@ -125,6 +126,7 @@ class Parts:
 
 
 def _bounds(loads: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return each rank's first example, and the one after its last, if ranks have neighbouring parts of the batch."""
+    """Return each rank's first example, and the example after its last example, for ranks that have consecutive parts
+    of the batch."""
     ends = np.floor(np.cumsum(loads) / loads.sum() * size + 1e-9).astype(np.int64)
     return np.concatenate([[0], ends[:-1]]), ends

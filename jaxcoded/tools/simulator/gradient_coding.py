@@ -11,7 +11,8 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class GradientCoding(Scheme):
     """Gradient coding (Tandon et al. 2017) whose master waits as in the other schemes.
 
-    If the master shall wait for any ``n − s`` workers, simulate `Layout.balanced` with ``fresh=True``.
+    To let the master wait for any ``n − s`` workers instead, simulate `Layout.balanced` with
+    ``fresh=True``.
     """
 
     def __post_init__(self) -> None:

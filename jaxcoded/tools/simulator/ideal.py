@@ -16,11 +16,12 @@ def ideal_seconds(
     seed: int = 0,
     costs: Costs | None = None,
 ) -> np.ndarray:
-    """Return the seconds of ideal steps: all ranks compute until all work is done, and messages take no time. This is
-    ``w / Σ_i v_i`` (``docs/theory.md``). With ``costs`` it is at least the shortest time in which a rank computes the
-    most costly example, as an example is not divided.
+    """Return the seconds of ideal steps, in which all ranks compute until all work is done, and messages take no
+    time. A step takes ``w / Σ_i v_i`` (``docs/theory.md``). With ``costs`` it takes at least as long as the fastest
+    rank needs for the most costly example, since an example is not divided.
 
-    A rank begins after the seconds that the model adds, and is slowed down by the model's factor.
+    Each rank begins after the seconds that the model adds for it, and is slowed down by the
+    model's factor.
 
     Args:
         size: number of ranks.
@@ -43,7 +44,7 @@ def ideal_seconds(
     rounds = _require.integer("rounds", rounds, 1)
     work = _require.not_negative("work", work)
     drawn = as_model(stragglers).rounds(size, _require.integer("seed", seed, 0))
-    # of each batch, and of its most costly example
+    # the cost of each batch, and of the batch's most costly example
     works, largest = np.array([work]), np.zeros(1)
     if costs is not None:
         batches = work * costs.batches(seed)
@@ -55,7 +56,8 @@ def ideal_seconds(
         with np.errstate(divide="ignore", invalid="ignore"):
             speeds = np.where(np.isfinite(begins), 1 / delays.factor[order], 0.0)
             head_start = np.cumsum(np.where(speeds > 0, begins * speeds, 0.0))
-            # with the first one, two, … ranks that begin: counting too few or too many makes the time longer
+            # Compute the time for the first one, two, … ranks that begin. The right number gives the
+            # shortest time.
             at = number % len(works)
             all_work = np.nanmin(
                 (works[at] + head_start) / np.cumsum(speeds), initial=np.inf

@@ -16,20 +16,20 @@ from jaxcoded.plan.tree import balanced_parents
 class Layout:
     """A tree for the simulator, for millions of ranks.
 
-    Ranks are in breadth-first order, so that the children of a rank are neighbours.
+    Ranks are numbered breadth first, so the children of a rank have consecutive
+    numbers.
 
     Attributes:
         parents: int64 ``(N,)``, in non-decreasing order; -1 at the root, rank 0.
         loads: float64 ``(N,)``, the part of the batch that each rank computes.
-        needs: int64 ``(N,)``, the number of children, or of classes of children, that each parent waits for; 0 at
-            leaves.
-        copies: int64 ``(N,)``, how many neighbouring children send the same message (fractional repetition); 1
-            without copies.
-        messages: float64 ``(N,)``, the length of each rank's message as a part of the
-            payload.
+        needs: int64 ``(N,)``, for how many children, or classes of children, each parent waits; 0 at leaves.
+        copies: int64 ``(N,)``, how many consecutive children of each parent send the same message (fractional
+            repetition); 1 without copies.
+        messages: float64 ``(N,)``, the length of each rank's message, as a fraction of
+            the payload.
         ranks: int64 ``(N,)``, the number of each rank in the job.
-        plan: the plan of this layout, if any. With shared work, ``loads`` are the loads of steps in which no rank is
-            late.
+        plan: the plan from which this layout was made, if any. With shared work, ``loads`` are the loads of steps in
+            which no rank is late.
     """
 
     parents: np.ndarray
@@ -57,12 +57,13 @@ class Layout:
 
     @functools.cached_property
     def first(self) -> np.ndarray:
-        """Return the first child of each rank, int64 ``(N,)``; the others follow."""
+        """Return the first child of each rank, int64 ``(N,)``. The other children have
+        the following numbers."""
         return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
 
     @functools.cached_property
     def family(self) -> "Layout":
-        """Return the root and its children."""
+        """Return the layout of only the root and its children."""
         ranks = slice(0, 1 + int(self.counts[0]))
         root = np.arange(ranks.stop) == 0
         return Layout(
@@ -87,8 +88,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """Return the layout of a plan. If a code decodes by more than the number or the copies of its children, any
-        ``n − s`` children count as enough.
+        """Return the layout of a plan. If neither the number of children nor their copies decide whether a code can
+        decode, any ``n − s`` children count as enough.
 
         Example:
             >>> import jaxcoded
@@ -107,7 +108,7 @@ class Layout:
             children = plan.coded_children(rank)
             needs.append(coding.needs)
             copies.append(coding.copies)
-            if coding.copies > 1:  # put copies beside each other
+            if coding.copies > 1:  # give children that send copies consecutive numbers
                 by_class = np.argsort(coding.code.classes, kind="stable")
                 children = tuple(children[row] for row in by_class)
             order.extend(children)
@@ -130,12 +131,13 @@ class Layout:
     def balanced(
         cls, size: int, fanout: int, stragglers: int = 0, slices: int = 1
     ) -> "Layout":
-        """Return the balanced tree that `jaxcoded.make_plan` makes, with a root without data. Loads are in closed
-        form (``docs/theory.md``), so no codes are made.
+        """Return the layout of the balanced tree that `jaxcoded.make_plan` makes, with a root without data. Loads
+        are computed in closed form (``docs/theory.md``), so no codes are made.
 
         Args:
             size: number of ranks ``N``.
-            fanout: most children of a parent; ``size − 1`` is a star.
+            fanout: the largest number of children of a parent; ``size − 1`` gives a
+                star.
             stragglers: ``s``.
             slices: ``m``.
 
@@ -196,7 +198,7 @@ class Layout:
         stragglers: np.ndarray,
         slices: np.ndarray,
     ) -> None:
-        """Enter fractional repetition for parents whose children then have no unused capacity."""
+        """Set fractional repetition for parents whose children then have no unused capacity."""
         s = stragglers[parents]
         fits = (slices[parents] == 1) & (s > 0) & (self.counts[parents] % (s + 1) == 0)
         for copies in np.unique(s[fits] + 1):
@@ -204,7 +206,8 @@ class Layout:
             table = capacities[some][:, : int(self.counts[parents[some]].max())]
             table = np.where(np.isinf(table), 0.0, table)
             table = np.pad(table, ((0, 0), (0, -table.shape[1] % copies)))
-            # neighbours are alike: subtrees are in the order of their sizes
+            # Subtrees are in the order of their sizes, so consecutive children are
+            # alike.
             classes = table.reshape(len(some), -1, copies)
             kept = classes.min(axis=2).sum(axis=1)
             chosen = parents[some[np.isclose(kept, coded[some], rtol=1e-12)]]
@@ -214,7 +217,8 @@ class Layout:
     def of_children(
         self, values: np.ndarray, parents: np.ndarray, missing: float
     ) -> np.ndarray:
-        """Return values ``(N,)`` as a table ``(parents, most children)``, filled up with ``missing``."""
+        """Return values of the ranks, ``(N,)``, as a table with a row for each parent, ``(parents, most
+        children)``, filled up with ``missing``."""
         counts = self.counts[parents]
         most = int(counts.max())
         if (counts == most).all() and (np.diff(parents) == 1).all():

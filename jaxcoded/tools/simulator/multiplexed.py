@@ -12,21 +12,22 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class Multiplexed(Scheme):
     """Multiplexed (M-SGC, Krishnan et al. 2023).
 
-    Each job lasts ``W − 1 + B`` rounds, and each worker has one task of the job in each of these rounds. Its first
-    ``W − 1`` tasks are chunks that no other worker has. In its last ``B`` tasks it computes a chunk that it missed, if
-    any, or its part of a gradient code that tolerates ``λ`` workers. The scheme tolerates the bursty model (`Bursts`).
-    It also tolerates ``λ`` late workers in ``W − 1 + B`` rounds in a row, each late in at most ``B``. A dead worker
-    stops the scheme, as no other worker has its chunks. Each worker sends ``W − 1 + B`` vectors in a round.
+    Each job lasts ``W − 1 + B`` rounds, and each worker has one task of the job in each of these rounds. A worker's
+    first ``W − 1`` tasks are chunks that no other worker has. In each of its last ``B`` tasks it computes a chunk that
+    it missed, if any, or otherwise its part of a gradient code that tolerates ``λ`` late workers. The scheme tolerates
+    the bursty model (`Bursts`). It also tolerates ``λ`` late workers in ``W − 1 + B`` consecutive rounds if each
+    worker is late in at most ``B`` of these rounds. A dead worker stops the scheme, since no other worker has its
+    chunks. Each worker sends ``W − 1 + B`` vectors in a round.
 
     Attributes:
-        stragglers: ``λ``, the most workers that are late in a window.
-        burst: ``B``, the most rounds in a row in which a worker is late.
-        window: ``W``, above ``B``.
+        stragglers: ``λ``, the largest number of workers that are late in a window.
+        burst: ``B``, the largest number of rounds in a row in which a worker is late.
+        window: ``W``, the number of rounds in a window, larger than ``B``.
 
     Example:
         >>> from jaxcoded.tools.simulator import Multiplexed
         >>> scheme = Multiplexed(4, stragglers=2, burst=2, window=3)
-        >>> scheme.load, scheme.delay  # 4 tasks of 3/32
+        >>> scheme.load, scheme.delay  # 4 tasks, each 3/32 of a batch
         (0.375, 3)
     """
 
@@ -40,9 +41,10 @@ class Multiplexed(Scheme):
 
     @property
     def task(self) -> float:
-        """Return the part of a batch in one task: a chunk, or ``λ + 1`` smaller chunks of the code."""
+        """Return the fraction of a batch in one task: a chunk, or ``λ + 1`` smaller chunks of the
+        code."""
         own = self.window - 1
-        # no code: all workers may be late, and repeat chunks
+        # There is no code: all workers may be late, and they repeat chunks.
         if self.stragglers == self.workers:
             return 1 / (self.workers * own)
         copies = self.stragglers + 1
@@ -79,7 +81,7 @@ class _Multiplexing(Play):
         self.active = range(first, min(self.round + 1, self.jobs))
         missed = self.chunks[first : self.active.stop] < self.own
         if self.scheme.stragglers < self.scheme.workers:
-            missed[:] = True  # a worker that has missed nothing has a task of the code
+            missed[:] = True  # a worker that has missed no chunk has a task of the code
         return self.scheme.task * missed.sum(axis=0)
 
     def tolerates(self, late: np.ndarray) -> bool:

@@ -7,7 +7,8 @@ from jaxcoded.plan.sections import SECTIONS_FROM
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Equal ports and links: a port receives, and sends, one message at a time.
+    """A network of equal ports and links. A port receives one message at a time, and
+    sends one message at a time.
 
     Attributes:
         latency: seconds until a message has arrived.
@@ -16,12 +17,13 @@ class Network:
         overhead: processor seconds for one message or piece.
         combine: bytes per second that a rank can add up.
         call: seconds that every call takes in addition to the protocol.
-        trips: messages in sequence until a piece has moved: 3 between hosts (offer, request, piece), 1 if ranks read
-            each other's memory.
-        piece: bytes in which the engine moves long messages.
-        inline: bytes up to which a message comes with its offer.
-        sections_from: bytes from which sums are formed in sections (``docs/engine.md``); 0: never. Default: 64 KiB
-            between hosts, as in the engine, and 0 with ``trips=1``, for which sections are not simulated.
+        trips: how many messages follow each other until a piece has arrived: 3 between hosts (offer, request,
+            piece), 1 if ranks read each other's memory.
+        piece: bytes in each piece of a long message.
+        inline: the largest size in bytes of a message that is sent with its offer.
+        sections_from: sums of at least this many bytes are formed in sections (``docs/engine.md``); 0: no
+            sections. Default: 64 KiB between hosts, as in the engine, and 0 with ``trips=1``, for which sections
+            are not simulated.
 
     Raises:
         ValueError: a number is negative, or a bandwidth or a piece is 0.
@@ -66,11 +68,11 @@ class Network:
 
     @classmethod
     def of(cls, gigabits: float, latency: float = 50e-6) -> "Network":
-        """Return usual hosts with links of this many Gb/s."""
+        """Return a network of usual hosts with links of this many Gb/s."""
         return cls(latency=latency, bandwidth=gigabits * 1e9 / 8)
 
     @property
     def sending(self) -> float:
-        """Return `send_bandwidth` as a number."""
+        """Return `send_bandwidth`, or `bandwidth` if it is not given."""
         assert self.send_bandwidth is not None
         return self.send_bandwidth

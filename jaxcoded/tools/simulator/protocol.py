@@ -1,10 +1,10 @@
-"""Simulate rounds of the engine's protocol, for all ranks of a layer at a time.
+"""Simulate rounds of the engine's protocol, computing all ranks of a layer at a time.
 
 The rounds follow ``docs/engine.md``. Ranks announce their messages to their parents. A parent that has called the round
 fetches the messages of the first children that suffice, piece by piece. It adds them up and announces its own message.
-Results go down in the same way. A rank that calls a decided round leaves out its work and takes the result. Ports serve
-one message at a time. Long sums are formed in sections (`sections`). A round is a few array operations per layer, so
-that millions of ranks take well under a second.
+Results go down in the same way. A rank that calls a decided round leaves out its work and takes the result. A port
+transfers one message at a time. Long sums are formed in sections (`sections`). A round is a few array operations per
+layer, so the simulation of a round of millions of ranks takes well under a second.
 
 The simulation leaves out the bound of the history, control messages, and processors that ranks share.
 """
@@ -27,7 +27,8 @@ from jaxcoded.tools.simulator.sharing import Sharing
 from jaxcoded.tools.simulator.stragglers import Delays, Stragglers, as_model
 from jaxcoded.tools.simulator.way_up import Parents, WayUp
 
-# an orphan asks further up after this many seconds and 4 median rounds, whichever is longer
+# A rank whose parent does not answer asks further up after this many seconds, or after 4
+# median rounds, whichever is longer.
 _PATIENCE = 0.1
 
 
@@ -37,7 +38,7 @@ class Outcome:
 
     Attributes:
         ends: float64 ``(rounds,)``, when the root had each result, in seconds from the beginning; infinite if it
-            never has.
+            never has the result.
         used: int64 ``(N,)``, the number of rounds in which each rank's message entered the sum.
         skipped: int64 ``(N,)``, the number of rounds in which each rank was behind and left out its work.
     """
@@ -72,27 +73,28 @@ def simulate(
     balanced: bool = False,
     costs: Costs | None = None,
 ) -> Outcome:
-    """Simulate rounds of an all-reduce, with computation before each.
+    """Simulate rounds of an all-reduce, with computation before each round.
 
     Args:
         layout: the tree, as a `Layout`; or a `Ring`.
         network: the ports and links.
         payload: bytes that are summed.
-        work: seconds that one usual rank would take for the whole batch; each rank takes its load's part of this time,
-            slowed down by ``stragglers``.
-        stragglers: a model, or the text that names one; default none.
+        work: seconds that one usual rank would take for the whole batch. Each rank takes the fraction of this time
+            that its load is, slowed down by ``stragglers``.
+        stragglers: a model, or the text that names a model. Default: no stragglers.
         rounds: the number of rounds.
         seed: the seed of the model's draws.
         fresh: whether all ranks begin each round when the root has the previous result, as in the papers' models. Then
             no rank is behind, and the way down takes no time.
-        balanced: whether loads are in proportion to the speeds in the round before; only for layouts that wait for all
-            ranks. Known costs are then ignored.
+        balanced: whether loads are in proportion to the speeds in the previous round; only for layouts that wait for
+            all ranks. Known costs are then ignored.
         costs: the costs of the examples in the batches. Default: all examples cost the same.
 
     Raises:
-        TypeError: ``layout`` is something else, such as a plan.
+        TypeError: ``layout`` is not a `Layout` or `Ring`, but for example a plan.
         ValueError: a number is negative, there are no rounds, or ``balanced`` is given for a layout with a code or
-            shared work. Or there are ``costs`` for `Layout.balanced` with a code, or unknown costs for shared work.
+            shared work. Also if ``costs`` are given for `Layout.balanced` with a code, or unknown costs for shared
+            work.
 
     Example:
         >>> from jaxcoded.tools.simulator import stragglers
@@ -159,7 +161,7 @@ def simulate(
         lasted.append(float(ends[number] - ends[number - 1] if number else ends[0]))
         median = statistics.median(lasted)
         here = job.down(up, frozen, max(_PATIENCE, 4 * median))
-        behind = (free >= here) & np.isfinite(free)  # not dead
+        behind = (free >= here) & np.isfinite(free)  # dead ranks are never behind
         skipped += behind
         replayed = free + payload / network.combine
         free = np.where(behind, replayed, np.maximum(busy, here)) + network.call
@@ -178,7 +180,8 @@ def _ring(
     balanced: bool,
     parts: Parts | None,
 ) -> Outcome:
-    """Simulate a ring: all ranks are done when the last message has gone round."""
+    """Simulate a ring: all ranks have the result when the last message has gone around
+    the ring."""
     n = layout.size
     piece = payload / n
     step = network.latency + network.overhead
@@ -217,14 +220,15 @@ class _Below:
         if not inlined:
             port = children * piece / network.sending
             period = period + np.maximum(piece / network.bandwidth, port)
-            # until an announced piece has arrived
+            # seconds until an announced piece has arrived
             there += (network.trips - 1) * network.latency
         # seconds for the first piece, and for all later ones
         self.period, self.rest = there + period, (pieces - 1) * period
-        if in_sections:  # a rank has the result once all of it has arrived
+        # a rank relays the result only once the whole result has arrived
+        if in_sections:
             most = int(children.max())
             self.period, self.rest = in_a_layer(layout, network, payload, most), 0.0
-        # the same port sends results down and the sum up
+        # the same port sends results down and sums up
         self.sending = there + payload * children / network.sending
         mine = payload * layout.messages[self.above] / network.sending
         self.sending_both = self.sending + mine
@@ -237,7 +241,7 @@ class _Job:
         self, layout: Layout, network: Network, payload: float, in_sections: bool
     ) -> None:
         self.layout, self.network, self.payload = layout, network, payload
-        # the sections of the root's sum
+        # the simulated sections of the root's sum
         self.sections = (
             Sections(layout.family, network, payload) if in_sections else None
         )
@@ -279,7 +283,8 @@ class _Job:
         ]
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """Return the sums of a round. ``called``: when each rank calls; ``busy``: until when it computes."""
+        """Return the way up of a round. ``called`` is the time at which each rank calls, and ``busy`` the
+        time until which it computes."""
         first, last = called.copy(), called.copy()
         used = np.zeros(self.layout.size, bool)
         for parents in self.parents:
@@ -288,14 +293,14 @@ class _Job:
             ranks = self.family
             busy = np.maximum(busy[ranks], last[ranks])
             first[ranks], last[ranks], used[ranks] = self.sections.up(last[ranks], busy)
-        # without a late rank's message, the ranks below it are missing, too
+        # if a late rank's message is missing, the ranks below it are missing, too
         for layer in self.layout.layers[2:]:
             used[layer] &= used[self.layout.parents[layer]]
         return WayUp(first, last, used)
 
     def down(self, up: WayUp, frozen: np.ndarray, patience: float) -> np.ndarray:
-        """Return when each rank has the result. ``frozen``: until when each rank passes on nothing. After ``patience``
-        seconds the ranks below a frozen rank ask further up, until it passes on results again."""
+        """Return when each rank has the result. ``frozen`` is the time until which each rank relays nothing. After
+        ``patience`` seconds the ranks below a frozen rank ask further up, until it relays results again."""
         first, last = up.first.copy(), up.last.copy()
         if self.sections:
             family = WayUp(*(column[self.family] for column in up))
@@ -328,7 +333,8 @@ class _Job:
         frozen: np.ndarray,
         patience: float,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return when ranks below these can have the first and the last piece."""
+        """Return when the ranks below these ranks can have the first and the last
+        piece."""
         asked, still = self.asked[ranks], frozen[ranks]
         late = still > begun
         if not late.any():
@@ -337,6 +343,6 @@ class _Job:
         new = late & np.isinf(asked)
         asked[new] = begun[new] + patience
         asked[~late] = -np.inf
-        # ranks above the frozen ones pass results on, once the ranks below ask there
+        # Ranks above the frozen ranks relay results once the ranks below ask them.
         until = np.minimum(still, asked)
         return np.maximum(begun, until), np.maximum(done, until)

@@ -8,10 +8,10 @@ from jaxcoded import _require
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """A ring of all ranks, each with an equal part of the batch. ``N − 1`` steps sum the ``N`` pieces of the payload,
-    and ``N − 1`` more steps pass the sums round.
+    and ``N − 1`` more steps pass the sums around the ring.
 
-    Every step needs the neighbour's previous step, so with equal links the ring ends ``2 (N − 1)`` steps after the last
-    rank has begun.
+    Every step of a rank needs the previous step of its neighbour. So with equal links the ring ends ``2 (N − 1)`` steps
+    after the last rank has begun.
 
     Attributes:
         size: number of ranks ``N``.

@@ -1,8 +1,9 @@
 """Simulate sections: the ranks of a family form a long sum together (``docs/engine.md``).
 
-The root chooses the messages and cuts the sum into sections. The maker of each section fetches its part of these
-messages, and every rank fetches all sections. All ports are in use at the same time. So in any order, forming the sum
-takes the time of the busiest port. The sizes of the sections minimize this time.
+The root chooses the messages that enter the sum, and cuts the sum into sections. The maker of each section fetches
+this section's part of the chosen messages, and every rank fetches all sections. All ports are in use at the same
+time. So in any order, forming the sum takes the time of the busiest port. The sizes of the sections minimize this
+time.
 """
 
 from typing import NamedTuple
@@ -17,33 +18,34 @@ from jaxcoded.tools.simulator.way_up import WayUp
 IN_SECTIONS = "long sums are formed in sections"  # in words
 
 # As in the engine (``node.h``):
-# seconds for which the root at least waits for latecomers
+# the least time in seconds for which the root waits for latecomers
 _STALL = 0.002
 _LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
 
-# The part of the time in which the busiest port is busy, apart from the first and last pieces. Measured on 13 hosts
-# with 200 Mbit/s; tests/simulator/test_simulated_sections.py has the figures. In that file's rounds, which are played
-# piece by piece with processors that are always free, it is 0.9 to 1.
+# The fraction of the time in which the busiest port is busy, apart from the first and last pieces. It was measured on
+# 13 hosts with 200 Mbit/s; tests/simulator/test_simulated_sections.py has the figures. The test simulates rounds
+# piece by piece, with processors that are always free; there the fraction is 0.9 to 1.
 _BUSY = 0.9
 
 
 class Traffic(NamedTuple):
     """Bytes that each rank's port carries in a round, float64 ``(N,)``, and which messages enter the sum."""
 
-    terms_sent: np.ndarray  # of its message, to the makers
-    terms_received: np.ndarray  # of other messages, for its section
-    sections_sent: np.ndarray  # of its section, to all
-    sections_received: np.ndarray  # of other sections
-    used: np.ndarray  # bool, whether its message enters the sum
+    terms_sent: np.ndarray  # bytes of the rank's message, sent to the makers
+    # bytes of other messages, received for the rank's section
+    terms_received: np.ndarray
+    sections_sent: np.ndarray  # bytes of the rank's section, sent to all ranks
+    sections_received: np.ndarray  # bytes of other sections, received
+    used: np.ndarray  # bool, whether the rank's message enters the sum
 
 
 def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
-    """Return whether the engine forms a sum in sections: if it is long, and sections make ports move less. Every rank
-    counts as a host."""
+    """Return whether the engine forms a sum in sections. It does so if the sum is long, and if ports then transfer
+    fewer bytes. Every rank counts as a host."""
     least = network.sections_from
     if not least or payload < least or _pieces(layout, network, payload) < 2:
         return False
-    if layout.counts[0] == layout.size - 1:  # all are the root's children
+    if layout.counts[0] == layout.size - 1:  # all other ranks are the root's children
         return True
     if not (layout.messages == 1).all():
         return False
@@ -56,9 +58,9 @@ def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
 def in_a_layer(
     layout: Layout, network: Network, payload: float, children: int
 ) -> float:
-    """Return the seconds in which a parent below the root forms its message in sections, with this many children. The
-    children need as long to get the result from the parent. Its port moves the vector once, in pieces; control messages
-    and first pieces come before, last pieces after."""
+    """Return how many seconds a parent below the root needs to form its message in sections with this many children.
+    The children need the same time to get the result from the parent. The parent's port transfers the vector once, in
+    pieces; control messages and first pieces come before that, and last pieces after."""
     pieces = _pieces(layout, network, payload)
     moving = payload / min(network.bandwidth, network.sending)
     turns = (children - 1) * payload / pieces / network.bandwidth
@@ -82,15 +84,17 @@ class Sections:
         self.pieces = _pieces(layout, network, payload)
         # lengths of the ranks' messages, relative to the sum
         self.lengths = np.append(1.0, layout.messages[1:])
-        self.sends_root = bool(layout.loads[0] > 0)  # zeros are not sent
+        # a root without data sends no message
+        self.sends_root = bool(layout.loads[0] > 0)
         self._late = 0  # number of late ranks in this round
         self._lasted = 0.0  # seconds in which the latest sum was formed
-        # until when the root sends results to late ranks
+        # the time until which the root sends results to late ranks
         self._sends_until = -np.inf
 
     def up(self, called: np.ndarray, busy: np.ndarray) -> WayUp:
-        """Return the way up of a round, whose sum the ranks form that are in time. ``called``: when each rank has its
-        message, minus infinity without one; ``busy``: until when it computes."""
+        """Return the way up of a round, whose sum is formed by the ranks that are in time. ``called`` is the time at
+        which each rank has its message, minus infinity for a rank without a message. ``busy`` is the time until which
+        the rank computes."""
         network, latency = self.network, self.network.latency
         heard = called[1:] + latency
         comes = np.maximum(called, busy)[1:] + latency
@@ -101,7 +105,7 @@ class Sections:
         joins = np.zeros(self.children, bool)
         traffic = self.traffic(there, has_message, joins)
         root, everybody = self._moving(traffic)
-        # latency of the root's plan, of a piece to form, and of a formed piece
+        # the latencies of the root's plan, of a piece to form, and of a formed piece
         begun += 2 * network.trips * latency
         joins = ~there & (comes <= begun + root)
         if joins.any():
@@ -122,7 +126,7 @@ class Sections:
         return WayUp(last, last, traffic.used)
 
     def down(self, up: WayUp) -> np.ndarray:
-        """Return when each rank has the result; late ranks get it from the root."""
+        """Return when each rank has the result. Late ranks get it from the root."""
         network = self.network
         sent = self._late * self.payload / network.sending
         self._sends_until = max(self._sends_until, up.last[0]) + sent
@@ -133,13 +137,14 @@ class Sections:
     def traffic(
         self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
     ) -> Traffic:
-        """Return what ports carry. Each argument is bool ``(N − 1,)`` and marks children: ``there`` those that come in
-        time and form sections, ``has_message`` those that contribute, and ``joins`` those that come later and only
-        fetch the sum."""
+        """Return what ports carry. Each argument is bool ``(N − 1,)`` and marks some children. The children in
+        ``there`` come in time and form sections, the children in ``has_message`` contribute, and the children in
+        ``joins`` come later and only fetch the sum."""
         usable = np.append(self.sends_root, there & has_message)
         serves, terms = self._serves(usable)
         own = self._sections(np.append(True, there), usable, serves, terms)
-        # a maker forms its section from its own message, which is not sent to it
+        # A maker does not have to receive the part of its own message that belongs to
+        # its section.
         uses_own = np.minimum(own, serves) * self.lengths
         fetching = np.append(True, there | joins)
         used = serves > 0
@@ -153,20 +158,22 @@ class Sections:
         )
 
     def _begun(self, suffices: float, comes: np.ndarray) -> float:
-        """Return when the root stops waiting for latecomers: it waits no longer than their help saves."""
+        """Return when the root stops waiting for latecomers. It waits no longer than the time that their
+        help saves."""
         comes = np.sort(comes[np.isfinite(comes)])
         if not comes.size or not np.isfinite(suffices):
             return np.inf
         there = np.arange(1, len(comes) + 1)
         messages = self.needs * self.lengths[1:].max(initial=0.0)
-        lasts = (messages + there) / (there + 1)  # vectors through each port
+        # how many vectors pass through each port
+        lasts = (messages + there) / (there + 1)
         patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
         patience[-1] = 0.0
         begins = np.maximum(comes, suffices + patience)
         return float(begins[begins < np.append(comes[1:], np.inf)][0])
 
     def _suffices(self, heard: np.ndarray) -> float:
-        """Return when the root knows of messages that suffice."""
+        """Return when the root knows of enough messages for the sum."""
         if self.copies > 1:
             heard = heard.reshape(-1, self.copies).min(axis=1)
         elif self.needs < self.children:
@@ -176,8 +183,8 @@ class Sections:
         return float(waits.max() + overhead * len(heard))
 
     def _serves(self, usable: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return for which part of the sum each rank's message is used, float64 ``(N,)``, and the total length of the
-        used messages. Ranks with copies, or surplus ranks, are used for equal parts."""
+        """Return for which fraction of the sum each rank's message is used, float64 ``(N,)``, and the total length of
+        the used messages. Ranks that send copies, or surplus messages, are used for equal fractions."""
         children = usable[1:]
         if self.copies > 1:
             table = children.reshape(-1, self.copies)
@@ -193,10 +200,10 @@ class Sections:
     def _sections(
         self, makers: np.ndarray, usable: np.ndarray, serves: np.ndarray, terms: float
     ) -> np.ndarray:
-        """Return the part of the sum that each maker forms, float64 ``(N,)``, in whole pieces, so that the busiest port
-        moves as little as possible. A maker sends its message, except the part that it uses itself, and sends its
-        section to all others. It receives messages for its section, and the other sections. Both amounts grow with its
-        section."""
+        """Return the fraction of the sum that each maker forms, float64 ``(N,)``, in whole pieces. The fractions are
+        such that the busiest port transfers as little as possible. A maker sends its message, except the part that it
+        uses itself, and sends its section to all other ranks. It receives messages for its section, and the other
+        sections. What it sends and what it receives both grow with the size of its section."""
         receivers = np.count_nonzero(makers) - 1
         own_message = usable * self.lengths
         sends = np.maximum(receivers - own_message, 1e-9)[makers]
@@ -221,19 +228,21 @@ class Sections:
         return own
 
     def _moving(self, traffic: Traffic) -> tuple[float, float]:
-        """Return the seconds until the root has all sections, and until all ranks have."""
+        """Return the seconds until the root has all sections, and the seconds until all
+        ranks have all sections."""
         network = self.network
         sent = (traffic.terms_sent + traffic.sections_sent) / network.sending
         terms, sections = traffic.terms_received, traffic.sections_received
         received = (terms + sections) / network.bandwidth
         others = max(received.max(), (terms / network.combine).max(), sent[1:].max())
-        # pieces that come and go, and their announcements
+        # pieces that a rank receives and sends, and the announcements of pieces
         handled = terms + traffic.terms_sent + 2 * sections + traffic.sections_sent
         handling = float(handled.max()) * self.pieces / self.payload * network.overhead
-        # until first pieces are formed, and while all ranks take the last piece of each maker
+        # the time until the first pieces are formed, and the time in which all ranks fetch
+        # the last piece of each maker
         ranks = np.count_nonzero(sections)
         turns = (ranks - 1) * self.payload / self.pieces / network.bandwidth
-        return (  # the root waits for what others send, not for what it sends
+        return (  # the root waits for what other ranks send, not for what it sends
             handling + float(others + turns / 2) / _BUSY,
             handling + float(max(others, sent[0]) + turns) / _BUSY,
         )

@@ -13,14 +13,15 @@ from jaxcoded.tools.simulator.sequential import Play, Scheme
 class SelectiveRepeat(Scheme):
     """Selective repeat (SR-SGC, Krishnan et al. 2023).
 
-    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` workers. If more workers miss job ``t``,
-    some of them compute their part of job ``t`` in round ``t + B``, instead of their part of job ``t + B``. The scheme
-    tolerates the bursty model (`Bursts`), and any ``s`` late workers in each round.
+    Each job has a gradient code that tolerates ``s = ⌈B λ / (W − 1 + B)⌉`` late workers. If more workers are late for
+    job ``t``, some of them compute their part of job ``t`` in round ``t + B``, instead of their part of job ``t + B``.
+    The scheme tolerates the bursty model (`Bursts`), and any ``s`` late workers in each round.
 
     Attributes:
-        stragglers: ``λ``, the most workers that are late in a window.
-        burst: ``B``, the most rounds in a row in which a worker is late.
-        window: ``W``; ``W − 1`` is a multiple of ``B``.
+        stragglers: ``λ``, the largest number of workers that are late in a window.
+        burst: ``B``, the largest number of rounds in a row in which a worker is late.
+        window: ``W``, the number of rounds in a window; ``W − 1`` is a multiple of
+            ``B``.
 
     Example:
         >>> from jaxcoded.tools.simulator import SelectiveRepeat
@@ -82,8 +83,8 @@ class _Repeating(Play):
         return np.where(works, self.scheme.load, 0.0)
 
     def harmless(self, late: np.ndarray) -> bool:
-        """Return whether no job needs these workers, neither the round's own nor an older one. Then nothing is repeated
-        for them."""
+        """Return whether no job needs these workers in this round, neither the round's own job nor an older job. Then
+        their work is not repeated."""
         return bool(not self.repeat.any() and late.sum() <= self.scheme.tolerance)
 
     def tolerates(self, late: np.ndarray) -> bool:

@@ -1,7 +1,8 @@
-"""Schemes whose jobs last several rounds, and the rule by which their master waits.
+"""Coding schemes whose jobs last several rounds, and the rule by which their master
+waits.
 
 In sequential gradient coding (Krishnan, Ebrahimi and Khisti, ICLR 2023) job ``t`` begins in round ``t``. It must be
-decoded at most ``delay`` rounds later, so that later rounds make up for late workers. If the scheme tolerates the late
+decoded at most ``delay`` rounds later, so later rounds can make up for late workers. If the scheme tolerates the late
 workers, a round ends at ``1 + mu`` times the fastest worker's time. A late worker loses its work of the round, and
 begins the next round with the others.
 """
@@ -20,16 +21,18 @@ from jaxcoded.tools.simulator.stragglers import Stragglers, as_model
 
 
 class Play(abc.ABC):
-    """The rounds of a scheme, one after the other; a set of workers is bool ``(workers,)``."""
+    """The rounds of a scheme, one after the other. A set of workers is a bool array
+    ``(workers,)``."""
 
     @abc.abstractmethod
     def loads(self) -> np.ndarray:
-        """Begin a round: return each worker's part of a batch, ``(workers,)``."""
+        """Begin a round, and return each worker's fraction of a batch,
+        ``(workers,)``."""
 
     @abc.abstractmethod
     def tolerates(self, late: np.ndarray) -> bool:
-        """Return whether all jobs are decoded in time if the round ends without these workers, or without some of
-        them."""
+        """Return whether all jobs are decoded in time if the round ends without these workers, or without only
+        some of these workers."""
 
     @abc.abstractmethod
     def end(self, late: np.ndarray) -> Iterable[int]:
@@ -38,11 +41,12 @@ class Play(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Scheme(abc.ABC):
-    """Which worker computes what in which round.
+    """A scheme determines which worker computes what in which round.
 
     Attributes:
         workers: the number of workers; the master computes nothing.
-        stragglers: how many may be late (``s`` of gradient coding, ``λ`` of the others).
+        stragglers: how many workers may be late: ``s`` of gradient coding, ``λ`` of the
+            other schemes.
     """
 
     workers: int
@@ -55,16 +59,18 @@ class Scheme(abc.ABC):
     @property
     @abc.abstractmethod
     def load(self) -> float:
-        """Return the part of a batch that a worker computes in a full round."""
+        """Return the fraction of a batch that a worker computes in a round in which it
+        has all its work."""
 
     @property
     @abc.abstractmethod
     def delay(self) -> int:
-        """Return the most rounds from the first round of a job to the round in which it is decoded."""
+        """Return the largest number of rounds from the first round of a job to the round in which the
+        job is decoded."""
 
     @abc.abstractmethod
     def play(self, jobs: int) -> Play:
-        """Return the rounds of this many jobs."""
+        """Return the scheme's rounds for this many jobs."""
 
 
 def simulate_sequence(
@@ -81,22 +87,26 @@ def simulate_sequence(
 
     Args:
         scheme: `GradientCoding`, `SelectiveRepeat` or `Multiplexed`.
-        work: seconds that one usual worker would take for a whole batch; each worker takes its load's part of this
-            time, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
-        stragglers: a model, or the text that names one; default none. For the delays that the authors
-            published (the seconds of each worker with load 0), pass ``trace(path=…, seconds=True)``.
+        work: seconds that one usual worker would take for a whole batch. Each worker takes the fraction of this
+            time that its load is, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
+        stragglers: a model, or the text that names a model. Default: no stragglers. For the delays
+            that the authors published (the seconds of each worker with load 0), pass ``trace(path=…,
+            seconds=True)``.
         jobs: the number of jobs.
-        mu: a worker is late if it takes more than ``1 + mu`` times as long as the fastest.
-        one_by_one: if the scheme does not tolerate the late workers, wait for one after the other until
-            it does. The authors' program waits for all of them at once.
+        mu: a worker is late if it takes more than ``1 + mu`` times as long as the fastest
+            worker.
+        one_by_one: if the scheme does not tolerate the late workers, whether the master waits for one
+            after the other until the scheme does. Otherwise it waits for all of them, as the authors'
+            program does.
         seed: the seed of the model's draws.
 
     Returns:
-        When the master has the results of each job and all jobs before; infinite if it waits for a dead worker. Also
-        the number of rounds to which each worker contributed, and in which its work was lost.
+        When the master has the results of each job and all previous jobs, or infinity if it waits for a dead worker.
+        Also, for each worker, the number of rounds to which it contributed, and the number in which its work was
+        lost.
 
     Raises:
-        TypeError: ``scheme`` is something else.
+        TypeError: ``scheme`` is not one of these schemes.
         ValueError: a number is out of its range.
 
     Example:
@@ -124,12 +134,14 @@ def simulate_sequence(
     for delays in itertools.islice(drawn, jobs + scheme.delay):
         loads = play.loads()
         works = loads > 0
-        # the master does not wait for a worker without work, even if its process makes no progress
+        # The master does not wait for a worker without work, even if the worker's process is
+        # stopped.
         times = np.where(works, delays.time(work * loads), 0.0)
         patience = (1 + mu) * times[works].min(initial=np.inf)
         later = np.unique(times[times > patience])
         ends_at = [patience, *later[0 if one_by_one else -1 :]]
-        # if a set of late workers is tolerated, so is every part of it; the empty set always is
+        # If a set of late workers is tolerated, so is each of its subsets. The empty set is
+        # always tolerated.
         enough = bisect.bisect_left(
             ends_at, True, key=lambda until: play.tolerates(times > until)
         )

@@ -1,11 +1,12 @@
 """Simulate a round of shared work: which rank computes which blocks, and when all are computed.
 
-It follows ``docs/engine.md``, for blocks that are computed on the host. Every rank begins with its own blocks, unless
-others have begun some of them. A rank that begins its last block gets a free block, or a block that is recalled from
-the rank that would finish last. Only messages that may make the ledger decide something are events.
+The simulation follows ``docs/engine.md``, for blocks that are computed on the host. Every rank begins with its own
+blocks, except blocks that other ranks have begun. A rank that begins its last block gets a free block, or a block
+that is recalled from the rank that would finish last. The simulation's events are only those messages after which the
+ledger may make a decision.
 
-The simulated ledger knows how long a block takes each rank in this round; a real one measures it with the first
-block.
+The simulated ledger knows how long each rank takes for a block in this round. A real ledger measures this with
+the first block.
 """
 
 import bisect
@@ -22,21 +23,26 @@ from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.stragglers import Delays
 
-# As in the engine (``ledger.cpp``, ``node.h``).
-_PATIENCE = 0.05  # seconds until a rank that does not answer a recall is given up
+# These constants are the engine's (``ledger.cpp``, ``node.h``).
+# seconds after which the ledger gives up a rank that does not answer a recall
+_PATIENCE = 0.05
 _WORTH = (
-    0.1  # part of a block's time by which a rank must be faster to take the block back
+    # the fraction of a block's time by which a rank must be faster to take the block
+    # back
+    0.1
 )
-_SHORTEST = 1e-12  # seconds of a block
+_SHORTEST = 1e-12  # the shortest time of a block, in seconds
 _MORE = 1 + 1e-6  # equally fast ranks must not take blocks from each other in turn
 
 
 class Shared(NamedTuple):
     """The result of a round, float64 ``(N,)``."""
 
-    # when each rank hands over its sum; minus infinity if that is empty, infinite if some blocks are never computed
+    # when each rank hands over its sum: minus infinity if it has no block, infinite if some blocks are never
+    # computed
     called: np.ndarray
-    busy: np.ndarray  # when it is done with what it computes, even if no rank needs it
+    # when each rank ends its computation, even if no rank needs the result
+    busy: np.ndarray
 
 
 class Sharing:
@@ -49,7 +55,7 @@ class Sharing:
         ]
         self.held: list[set[int]] = [set() for _ in at]
         self.owned: list[set[int]] = [set() for _ in at]
-        # of each block among the blocks of its owner
+        # each block's place among the blocks of its owner
         self.place = [b % layout.placement.blocks for b in range(len(self.holders))]
         for block, ranks in enumerate(layout.placement.holders):
             self.owned[at[ranks[0]]].add(block)
@@ -57,24 +63,28 @@ class Sharing:
                 self.held[at[rank]].add(block)
         self.work = work
         self.seconds = work / len(self.holders)
-        self.costs = [1.0] * len(self.holders)  # of each block, in `seconds`
-        # seconds until a message has arrived and is handled; the root sends itself none
+        # the cost of each block, as a multiple of `seconds`
+        self.costs = [1.0] * len(self.holders)
+        # seconds until a message has arrived and is handled; the root sends itself no
+        # messages
         self.trips = [network.latency + network.overhead] * layout.size
         self.trips[0] = 0.0
         self.call = network.call
 
     def cost(self, blocks: np.ndarray) -> None:
-        """Set what the blocks cost in the next round, as parts of a usual batch."""
+        """Set what the blocks cost in the next round, as fractions of a usual batch's
+        cost."""
         self.seconds = self.work * float(blocks.mean())
         self.costs = relative(blocks.tolist())
 
     def round(self, free: np.ndarray, delay: Delays) -> Shared:
-        """Play a round until all ranks know that everything is computed. ``free``: float64 ``(N,)``, when each rank
-        calls."""
+        """Simulate a round until all ranks know that all blocks are computed. ``free`` has the time of each rank's
+        call, float64 ``(N,)``."""
         begun = float(free[0])
         if not math.isfinite(begun + delay.stopped[0] * delay.seconds[0]):
             return Shared(np.full(len(free), math.inf), free)
-        # relative times are small, so no digits are lost
+        # Use times relative to the round's beginning: they are small, so no digits are
+        # lost.
         played = Round(self, free - begun, delay)
         over = played.play() + self.call
         called = [
@@ -87,7 +97,8 @@ class Sharing:
 
 
 class _Member:
-    """A rank in a round. Block ``first`` of its ``blocks`` begins at ``begins``; the others follow at once."""
+    """A rank in a round. It begins block ``first`` of its ``blocks`` at ``begins``; the later blocks follow
+    without a pause."""
 
     def __init__(
         self,
@@ -97,29 +108,30 @@ class _Member:
         called: float,
         late: float,
     ) -> None:
-        self.costs = costs  # of all blocks
+        self.costs = costs  # the costs of all blocks
         self.trip = trip
-        self.seconds = seconds  # for a block of cost 1
-        self.ready = called + late  # it computes nothing before this time
+        self.seconds = seconds  # the rank's time for a block of cost 1
+        self.ready = called + late  # the rank computes nothing before this time
         self.answers = -math.inf  # its engine answers nothing before this time
         self.here = False
         self.blocks: list[int] = []
         self.first = 0
-        self.done: list[float] = []  # costs up to each block from the first on
+        self.done: list[float] = []  # the cumulative costs from the first block on
         self.begins = self.ends = called
-        self.busy = called  # until when it computes what is not used
-        # blocks with unanswered recalls, and the ranks that they are for
+        # the time until which the rank computes something that is not used
+        self.busy = called
+        # recalled blocks without an answer, each with the rank that is to get the block
         self.recalled: dict[int, int] = {}
-        # recalled blocks that it kept, as it had begun them
+        # recalled blocks that the rank kept, since it had begun them
         self.kept: set[int] = set()
-        self.promised = 0  # blocks that are recalled for it
+        self.promised = 0  # number of blocks that are recalled for this rank
 
     def begins_at(self, place: int) -> float:
         done = self.done[place - self.first - 1] if place > self.first else 0
         return self.begins + done * self.seconds
 
     def added(self, time: float) -> int:
-        """Return how many blocks it has computed by then."""
+        """Return how many blocks the rank has computed by this time."""
         if time < self.begins:
             return self.first
         done = (time - self.begins) / self.seconds + 1e-6
@@ -133,7 +145,7 @@ class _Member:
         return len(self.blocks) - self.known(now)
 
     def last_begins(self) -> float:
-        """Return when it begins its last block."""
+        """Return when the rank begins its last block."""
         return self.begins_at(max(len(self.blocks) - 1, self.first))
 
     def changed(self) -> None:
@@ -143,7 +155,7 @@ class _Member:
 
 
 class Round:
-    """A round, from the root's call on."""
+    """A simulated round. It begins with the root's call."""
 
     def __init__(self, job: Sharing, called: np.ndarray, delay: Delays) -> None:
         self.job = job
@@ -155,10 +167,11 @@ class Round:
         for place in np.flatnonzero(delay.stopped).tolist():
             self.members[place].answers = self.members[place].ready
         self.free = set(range(len(job.holders)))
-        # how often each block was taken from a rank that computed it
+        # how often each block was taken from a rank that was computing it
         self.taken = [0] * len(job.holders)
         self.asks: set[int] = set()  # ranks with little left to compute
-        self.waits: set[int] = set()  # ranks that asked and have got nothing
+        # ranks that have asked for a block and have not got any
+        self.waits: set[int] = set()
         # ranks that have not answered a recall for too long
         self.silent: set[int] = set()
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -168,7 +181,8 @@ class Round:
         self.opens = max(0.0, self.members[0].answers)
 
     def play(self) -> float:
-        """Return when the root knows that all is computed; infinite if that never happens."""
+        """Return when the root knows that all blocks are computed, or infinity if they never
+        are."""
         for m, member in enumerate(self.members):
             if self.job.held[m]:
                 self.at(member.begins + member.trip, self.arrived, m)
@@ -185,14 +199,15 @@ class Round:
             event = (max(time, self.opens), next(self.numbers), action, arguments)
             heapq.heappush(self.events, event)
 
-    # What the root hears.
+    # The root receives messages.
 
     def arrived(self, now: float, m: int) -> None:
         self.members[m].here = True
         self.asks.add(m)
         own = self.free & self.job.owned[m]
         if own:
-            # the rank has begun its own blocks without asking, unless others have begun some of them
+            # The rank has begun its own blocks without asking, except blocks that other ranks have
+            # begun.
             begun = len(own) == len(self.job.owned[m])
             self.grant(m, sorted(own), now, self.members[m].begins if begun else None)
 
@@ -205,10 +220,11 @@ class Round:
                 self.asks |= self.waits & self.job.holders[last]
 
     def answered(self, now: float, v: int, block: int, reached: float) -> None:
-        """Take the answer to a recall, which reached its rank at ``reached``."""
+        """Process the answer to a recall. The recall reached the rank at the time
+        ``reached``."""
         member = self.members[v]
         if block not in member.recalled:
-            return  # the rank was given up
+            return  # the ledger has given up the rank
         m = member.recalled.pop(block)
         self.members[m].promised -= 1
         self.silent.discard(v)
@@ -230,7 +246,7 @@ class Round:
         if block in self.members[v].recalled:
             self.silent.add(v)
 
-    # What it decides.
+    # The ledger decides.
 
     def deal(self, now: float) -> None:
         for v in [v for v in self.silent if self.replaceable(v)]:
@@ -242,7 +258,8 @@ class Round:
             if not member.here or member.left(now) + member.promised > 1:
                 continue
             if block := self.free & self.job.held[m]:
-                # the block that its owner would reach last; the first of several
+                # Choose the block that its owner would reach last; of several such
+                # blocks, the first.
                 last = max(sorted(block), key=self.job.place.__getitem__)
                 self.grant(m, [last], now)
             elif not self.take_back(m, now):
@@ -251,10 +268,11 @@ class Round:
     def grant(
         self, m: int, blocks: Iterable[int], now: float, there: float | None = None
     ) -> None:
-        """Grant blocks to a rank. They arrive one message later, or at the time ``there``."""
+        """Grant blocks to a rank. The grant arrives one message later, or at the time
+        ``there``."""
         member = self.members[m]
         there = now + member.trip if there is None else there
-        if member.ends <= there:  # it has nothing to do
+        if member.ends <= there:  # the rank has nothing to do
             member.first = len(member.blocks)
             member.begins = max(there, member.ready)
         member.blocks.extend(blocks)
@@ -264,8 +282,8 @@ class Round:
         self.at(max(now, member.ends + member.trip), self.heard, m)
 
     def take_back(self, m: int, now: float) -> bool:
-        """Get a block for rank ``m`` from the rank that would end last, if rank ``m`` would end the block sooner.
-        Return whether there is such a block."""
+        """Recall a block for rank ``m`` from the rank that would end last, if rank ``m`` would end the block
+        sooner. Return whether there was such a block."""
         member, held = self.members[m], self.job.held[m]
         # after three messages: recall, return and grant
         begins = max(now + 3 * member.trip, member.ends)
@@ -277,7 +295,7 @@ class Round:
             left = len(other.blocks) - added
             if not other.here or v == m or left <= len(other.recalled):
                 continue
-            last = left == 1  # the rank computes the block already
+            last = left == 1  # the rank is already computing the block
             for block in reversed(other.blocks[added if last else added + 1 :]):
                 if block not in held or block in other.recalled:
                     continue
@@ -298,19 +316,20 @@ class Round:
         return False
 
     def worth(self, v: int, mine: float, now: float) -> bool:
-        """Return whether another rank, which would need ``mine`` seconds, should compute the last block of rank ``v``
-        again."""
+        """Return whether another rank should compute the last block of rank ``v`` again. The other rank would need
+        ``mine`` seconds."""
         other = self.members[v]
         block = other.blocks[-1]
         times = (1 + _WORTH) * 2.0 ** self.taken[block]
         gain = other.ends - now
         if gain <= times * mine or not (other.known(now) or block in other.kept):
             return gain > times * mine
-        # the blocks in the rank's vector are lost, too
+        # then the blocks in the rank's vector are lost, too
         return gain > times * self.anew(v, now) and self.replaceable(v)
 
     def anew(self, v: int, now: float) -> float:
-        """Return in how many seconds the other ranks would compute all blocks that rank ``v`` was granted."""
+        """Return how many seconds the other ranks would need to compute all blocks that were granted to rank
+        ``v``."""
         ends = {
             m: max(now, each.ends)
             for m, each in enumerate(self.members)

@@ -9,16 +9,16 @@ from jaxcoded.tools.simulator.network import Network
 
 
 class WayUp(NamedTuple):
-    """A round on the way up: float64 and bool ``(N,)``."""
+    """The way up of a round: float64 and bool arrays ``(N,)``."""
 
     first: np.ndarray  # when the first piece of each rank's sum is ready
-    last: np.ndarray  # when the last one is
+    last: np.ndarray  # when the last piece of each rank's sum is ready
     used: np.ndarray  # whether a rank's message enters the root's sum
 
 
 class Parents:
-    """Parents of one layer with equal numbers of children and of required messages. ``seconds``: how long sections
-    take once children have whole messages; None: no sections."""
+    """Parents of one layer that have equal numbers of children and of required messages. ``seconds`` is how long
+    sections take once children have whole messages; None without sections."""
 
     def __init__(
         self,
@@ -43,11 +43,12 @@ class Parents:
         inlined = length <= network.inline
         self.pieces = max(1, int(np.ceil(length / network.piece)))
         piece = length / self.pieces
-        # a processor, and for short messages the port, takes one offer at a time
+        # A processor handles one offer at a time, and so does the port if messages are
+        # short.
         handling = network.overhead + (piece / network.bandwidth if inlined else 0.0)
         self.turns = handling * np.arange(self.needs)
         self.handling = handling * self.needs
-        # requested pieces come one after the other
+        # Requested pieces arrive one after the other.
         self.asked = 0.0 if inlined else (network.trips - 1) * network.latency
         self.period = self.needs * network.overhead + max(
             0.0 if inlined else self.needs * piece / network.bandwidth,
@@ -61,10 +62,11 @@ class Parents:
     def sum_up(
         self, called: np.ndarray, first: np.ndarray, last: np.ndarray, used: np.ndarray
     ) -> None:
-        """Enter when the first and the last piece of these parents' sums are ready, and which children they use."""
+        """Record when the first and the last piece of these parents' sums are ready, and which children are
+        used."""
         there = last if self.as_a_whole else first
         heard = there[self.children].reshape(-1, self.count) + self.latency
-        if self.copies > 1:  # the first of each class
+        if self.copies > 1:  # use the first child of each class
             classes = heard.reshape(len(heard), -1, self.copies)
             chosen = classes.argmin(axis=2) + np.arange(self.needs) * self.copies
         elif self.needs < self.count:

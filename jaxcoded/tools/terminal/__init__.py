@@ -1,1 +1,1 @@
-"""The output of the tools, on a terminal or elsewhere."""
+"""The output of the tools, on a terminal, a pipe or a file."""

@@ -18,9 +18,9 @@ _HIDDEN = str.maketrans({number: " " for number in (*range(27), *range(28, 32), 
 class Source(NamedTuple):
     """A stream of a rank, or of mpirun."""
 
-    rank: int  # -1: mpirun
+    rank: int  # the rank, or -1 for mpirun
     stream: str  # "stdout" or "stderr"
-    named: bool  # whether its lines begin with the rank
+    named: bool  # whether each line of the output begins with the rank
 
     @property
     def prefix(self) -> str:
@@ -32,7 +32,7 @@ class File:
 
     _every = 30.0  # seconds between two states
     _pause = 0.0  # seconds for which output is collected before it is written
-    _foresees = False  # an argument of `Page`
+    _foresees = False  # the argument ``foresees`` of `Page`
 
     def __init__(self, to: int) -> None:
         self._to = to
@@ -48,8 +48,8 @@ class File:
         self._thread.start()
 
     def add(self, source: Source, data: bytes) -> None:
-        """Add what a source has written. Wait if the reader is behind. Raise an OSError if nobody can read the
-        data."""
+        """Add data that a source has written. Wait if the reader of the output is behind. Raise an OSError if
+        the output has no reader any more."""
         with self._changed:
             page = self._pages.setdefault(source, Page(self._foresees))
             self._latest = source
@@ -65,7 +65,8 @@ class File:
         return self._error is None and (self._fresh or self._writing)
 
     def end(self) -> None:
-        """Write the last, incomplete lines, and wait until all output is written."""
+        """Write the last lines, which may be incomplete, and wait until all output is
+        written."""
         with self._changed:
             for source, page in sorted(self._pages.items()):
                 self._lines += [source.prefix + row for row in page.end()]
@@ -104,14 +105,15 @@ class File:
 
     def _write(self, left: bytes) -> None:
         while left:
-            # other processes may have made it non-blocking
+            # another process may have made the file descriptor non-blocking
             select.select([], [self._to], [])
             with contextlib.suppress(BlockingIOError):
                 left = left[os.write(self._to, left) :]
 
 
 class Terminal(File):
-    """Redraw rows that may still change, below the lines that cannot change any more.
+    """A terminal, on which rows that may still change are redrawn, below the lines that
+    cannot change any more.
 
     The cursor stays visible behind the last row, where the user's input appears.
 
@@ -153,7 +155,8 @@ class Terminal(File):
 
 
 def size(terminal: int) -> tuple[int, int]:
-    """Return a terminal's columns and rows, or usual numbers if they are unknown."""
+    """Return a terminal's numbers of columns and rows, or usual numbers if these are
+    unknown."""
     columns, rows = os.get_terminal_size(terminal)
     return columns or 80, rows or 24
 
@@ -163,7 +166,8 @@ def _text(lines: list[str]) -> str:
 
 
 def cropped(row: str, width: int) -> str:
-    """Return the part of a row that fits, with colours, without cursor movements."""
+    """Return the part of a row that fits into the width. It keeps colours, but no
+    cursor movements."""
     out, left = "", width
     for token in TOKEN.finditer(row):
         if token["text"]:

@@ -1,4 +1,5 @@
-"""Read the output of ranks from Open MPI's mpirun, which names the rank of each piece."""
+"""Read the output of ranks from Open MPI's mpirun, which marks each piece of output with
+its rank."""
 
 import contextlib
 import os
@@ -53,8 +54,8 @@ class HandedOn:
             thread.start()
 
     def end(self, seconds: float) -> None:
-        """Wait until everything is written, even if the reader is slow. Wait only for ``seconds`` for more data, as
-        mpirun's processes on other hosts may keep a pipe open."""
+        """Wait until everything that has arrived is written, even if the reader is slow. Wait at most ``seconds``
+        for further data, since mpirun's processes on other hosts may keep a pipe open."""
         for thread, display in self._reads.items():
             thread.join(seconds)
             while thread.is_alive() and display.busy():
@@ -73,7 +74,8 @@ def _read(pipe: IO[bytes], display: File) -> None:
 
 
 def _displays(files: Iterable[int]) -> dict[int, File]:
-    """Return one display for each file: standard output and standard error may be the same."""
+    """Return a display for each file descriptor. Standard output and standard error share a
+    display if they are the same file."""
     names = {file: (os.fstat(file).st_dev, os.fstat(file).st_ino) for file in files}
     shown: dict[tuple[int, int], File] = {}
     for number, name in names.items():
@@ -86,7 +88,8 @@ def _displays(files: Iterable[int]) -> dict[int, File]:
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """Return variables with the size that a terminal leaves to each of this many ranks; none without a terminal."""
+    """Return environment variables with the part of the terminal's size that each of this many ranks gets. Without
+    a terminal there are none."""
     for number in (1, 2):
         if output.is_terminal(number) and not {"COLUMNS", "LINES"} & {*os.environ}:
             width, height = size(number)

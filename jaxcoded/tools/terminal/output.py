@@ -16,9 +16,10 @@ from rich.text import Text
 
 from jaxcoded.tools.terminal import plain
 
-_WIDTH = 120  # without a terminal
-_GAP = 2  # between columns
-# Open MPI sets this variable for its ranks, to which their output looks like a terminal.
+_WIDTH = 120  # columns of text if standard output is not a terminal
+_GAP = 2  # spaces between columns
+# Open MPI sets this variable for its ranks. To a rank its output looks like a terminal,
+# but it is not.
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK"
 
 
@@ -26,19 +27,19 @@ json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
 
 
 def say(words: str = "") -> None:
-    """Print a statement: wrapped on a terminal, otherwise on one line."""
+    """Print a statement. On a terminal it is wrapped, elsewhere it is one line."""
     console = _console()
     console.print(Text(plain.words(words)), soft_wrap=not console.is_terminal)
 
 
 def code(line: str) -> None:
-    """Print a line to copy, which is never wrapped."""
+    """Print a line that the user may copy. It is never wrapped."""
     _console().print(Text(line, "bold"), soft_wrap=True)
 
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Show on a terminal what the command waits for."""
+    """On a terminal, show what the command waits for."""
     console = Console(stderr=True)
     with (
         console.status(what, spinner="line")
@@ -63,17 +64,18 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     wraps: Collection[str] = (),  # columns whose texts may take several lines
-    extra: Sequence[str] = (),  # columns that a narrow terminal omits, in this order
+    # the columns that a narrow terminal omits, the first one first
+    extra: Sequence[str] = (),
     best: int | None = None,  # the row to highlight
 ) -> None:
-    """Print rows below a header."""
+    """Print a table of rows below a header."""
     header, wraps, extra = (
         list(map(plain.words, names)) for names in (header, wraps, extra)
     )
     rows = [[plain.words(str(text)) for text in row] for row in rows]
     widths = []
     for name, *texts in zip(header, *rows):
-        if name in wraps:  # lines are never broken within a word
+        if name in wraps:  # texts are never broken within a word
             texts = [word for text in texts for word in text.split()]
         widths.append(max(map(len, [name, *texts])))
     kept = list(range(len(header)))

@@ -10,7 +10,7 @@ TOKEN = re.compile(
 )
 # a token that has not arrived completely
 _CUT = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?|[ -/]*)\Z")
-_LONGEST = 4096  # the most characters of a token that has not arrived completely
+_LONGEST = 4096  # the most characters of an incomplete control sequence
 _MOST_ROWS = 100
 _HIDE_CURSOR = "\x1b[?25l"
 _REDRAWN = 10  # rows that a program is likely to redraw if it hides the cursor
@@ -18,10 +18,11 @@ RESET = "\x1b[0m"
 
 
 class Page:
-    """Rows of text in which a cursor moves: a carriage return rewrites a row, and rows above can be rewritten, too.
+    """Rows of text in which a cursor moves. After a carriage return a program rewrites its row, and it can also
+    move up and rewrite rows above.
 
-    Text after a carriage return replaces the whole row, as progress bars write the whole row. ``foresees``: expect that
-    more bars follow below a bar, and treat the rows above as changeable for longer."""
+    Text after a carriage return replaces the whole row, since progress bars write the whole row. With ``foresees``,
+    expect more bars below a bar, and keep the rows above changeable for longer."""
 
     def __init__(self, foresees: bool = False) -> None:
         self._foresees = foresees
@@ -30,14 +31,15 @@ class Page:
         self._rewritten = False
         self._at = 0  # the cursor's row
         self._over = False  # whether text replaces the cursor's row
-        self._returned = False  # whether a carriage return is the reason
+        self._returned = False  # whether a carriage return is the reason for `_over`
         self._reach = 0  # how far above the last row the cursor may go
         self._style = ""  # how the text looks
         self._cut = ""
         self._decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
 
     def write(self, data: bytes) -> list[str]:
-        """Process the written data, and return the rows that cannot change any more."""
+        """Process data that a program has written, and return the rows that cannot
+        change any more."""
         text = self._cut + self._decoder.decode(data)
         cut = _CUT.search(text)
         self._cut = cut[0] if cut and len(cut[0]) < _LONGEST else ""
@@ -54,7 +56,7 @@ class Page:
         return out
 
     def state(self) -> list[str]:
-        """Return the rows from the cursor on, if some row was rewritten."""
+        """Return the rows from the cursor's row on, if some row was rewritten."""
         return self.rows[self._at :] if self._rewritten else []
 
     def end(self) -> list[str]:
@@ -79,7 +81,7 @@ class Page:
         if which == "\r":
             self._over = self._returned = True
         elif which == "\n":
-            # otherwise the rows of other ranks would have this style, too
+            # otherwise rows of other ranks, which follow, would have this style, too
             self.rows[self._at] += RESET * bool(self._style and row)
             self._go(1)
         elif not self._over and "\x1b" not in row:
@@ -108,7 +110,8 @@ class Page:
             self._control("\r")
 
     def _go(self, rows: int) -> None:
-        """Move down, or up, to the beginning of a row."""
+        """Move the cursor this many rows down (negative: up), to the beginning of the
+        row."""
         self._at += rows
         self._over, self._returned = True, False
         self.rows += [""] * (self._at + 1 - len(self.rows))

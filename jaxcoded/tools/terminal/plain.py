@@ -1,7 +1,7 @@
-"""Plain words for a terminal, a pipe or a file whose encoding lacks some characters.
+"""Replace characters that the encoding of a terminal, a pipe or a file lacks.
 
-The library's own texts are ASCII, because a user's program may print them anywhere. The command line shows other
-characters if standard output can encode them.
+The library's own texts are ASCII, because a user's program may print them anywhere. The command line also uses
+other characters, if standard output can encode them.
 """
 
 import codecs
@@ -27,13 +27,14 @@ _PLAIN = {
     "ε": "epsilon",
     "κ": "kappa",
     "λ": "lambda",
-    "\N{REPLACEMENT CHARACTER}": "?",  # in the output of another program
+    # a character in the output of another program that cannot be decoded
+    "\N{REPLACEMENT CHARACTER}": "?",
 }
 _ERRORS = "jaxcoded-plain"
 
 
 def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Replace one character, as an error handler of codecs."""
+    """Replace one character. This is an error handler of `codecs`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     character = error.object[error.start]

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[float], None]]:
-    """Show a bar on standard error if it is a terminal. Yield a function that takes the finished part of the work,
-    from 0 to 1."""
+    """Show a progress bar on standard error if it is a terminal. Yield a function that updates the bar; it takes
+    the finished part of the work, from 0 to 1."""
     if quiet or not sys.stderr.isatty():
         yield lambda part: None
         return
