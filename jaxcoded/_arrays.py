@@ -4,8 +4,8 @@ import numpy as np
 
 
 def viewed(value: Any) -> Any:
-    """Return a NumPy array in the same memory if ``value`` has the buffer protocol or
-    DLPack, as PyTorch tensors have; otherwise ``value`` itself.
+    """If ``value`` has the buffer protocol or DLPack, as PyTorch tensors have, return a
+    NumPy array in the same memory. Otherwise return ``value`` itself.
 
     Example:
         >>> import array

@@ -25,9 +25,10 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a file to write to. It replaces the file at ``path`` once its data is on
     the disk. If writing fails, as on a full disk, the old file stays.
     """
-    target = os.path.realpath(path)  # the target of a link
+    target = os.path.realpath(path)  # follow links, so that the link stays
     if os.path.exists(target) and not os.path.isfile(target):
-        with open(target, "wb") as device:  # a device or pipe cannot be replaced
+        # a device or pipe is written directly, since it cannot be replaced
+        with open(target, "wb") as device:
             yield device
         return
     aside = f"{target}.{os.getpid()}.part"
@@ -46,7 +47,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def contents(path: str | os.PathLike[str]) -> bytes:
     """Return a file's contents. Raise a ValueError for more than `LONGEST` bytes."""
     data = bytearray()
-    with open(path, "rb") as file:  # memory grows only with the data read
+    # read in pieces, so that memory grows only with the data
+    with open(path, "rb") as file:
         while piece := file.read(_PIECE):
             data += piece
             if len(data) > LONGEST:
@@ -67,7 +69,7 @@ def array(data: bytes) -> np.ndarray:
     if version not in _HEADERS:
         raise ValueError(f"its NumPy format version is {version}, not (1, 0) or (2, 0)")
     try:
-        with warnings.catch_warnings():  # headers from Python 2 raise warnings
+        with warnings.catch_warnings():  # headers from Python 2 cause warnings
             warnings.simplefilter("ignore")
             shape, by_columns, dtype = _HEADERS[version](file)
     except Exception as error:  # noqa: BLE001  # damaged files raise any error
@@ -93,9 +95,10 @@ def table(path: str | os.PathLike[str]) -> np.ndarray:
     try:
         if os.fspath(path).endswith(".npy"):
             return array(data)
-        with warnings.catch_warnings():  # an empty table is the caller's error
+        # NumPy warns about an empty table, for which the caller raises an error
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            # some programs write a byte order mark at the beginning of a table
+            # Some programs write a byte order mark at the beginning of a table.
             lines = io.StringIO(data.decode("utf-8-sig"))
             return np.loadtxt(lines, delimiter=",", ndmin=2)
     except ValueError as error:

@@ -54,7 +54,8 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def fraction(value: Fraction) -> str:
-    """Return a fraction as text if that is short, otherwise with four decimals."""
+    """Return a fraction as text if this text is short, otherwise a decimal number with
+    four decimals."""
     text = str(value)
     return text if len(text) <= 7 else f"{float(value):.4f}"
 

@@ -63,8 +63,8 @@ _trace_ctx = _found("jax._src.core", "trace_ctx")
 _runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
 _Effect = _found("jax._src.effects", "Effect")
 _NamedAxisEffect = _found("jax._src.core", "NamedAxisEffect")
-# JAX's sets of the effects that it accepts: when it lowers programs, in ordered
-# programs, in loops and branches, and in functions with custom derivatives.
+# JAX's sets of effects that it accepts when it lowers programs, in ordered programs, in
+# loops and branches, and in functions with custom derivatives.
 _taken_effects = [
     _found("jax._src.effects", name)
     for name in (
@@ -135,8 +135,8 @@ def keep_results_of(effect: type) -> None:
 
 
 def runs_again() -> bool:
-    """Return whether JAX repeats a compiled function without ``jit``. It does so when
-    ``jax_debug_nans`` or ``jax_debug_infs`` has found a NaN or an infinity.
+    """Return whether JAX is now repeating a compiled function without ``jit``. It does
+    so when ``jax_debug_nans`` or ``jax_debug_infs`` has found a NaN or an infinity.
     """
     frame = sys._getframe()
     while frame.f_back is not None:
@@ -162,9 +162,9 @@ def check_not_again(call: Any) -> None:
 
 
 def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
-    """Compile an operation that is called outside of programs as a separate program. If
-    JAX `runs_again`, raise an error. ``call`` converts the operation's parameters to
-    the argument of `check_not_again`.
+    """Make JAX compile an operation that is called outside of programs as a separate
+    program. The operation raises an error if JAX repeats it (`runs_again`). ``call``
+    converts the operation's parameters to the argument of `check_not_again`.
     """
 
     def run(*operands: Any, **params: Any) -> Any:
@@ -240,7 +240,8 @@ def effects_barrier(told: Collection[str] = ()) -> None:
             failed.append(str(error))
     _runtime_tokens.clear()
     for text in dict.fromkeys(failed):
-        # compare without the status, such as INTERNAL: a later computation may have reported the error with another one
+        # Compare texts without their status, such as INTERNAL: a later computation may have reported the same error
+        # with a different status.
         said = text.partition(": ")[2] or text
         if not any(said in it for it in told):
             logger.warning("a round had failed: %s", text)
@@ -309,7 +310,8 @@ def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def devices(context: Any) -> int:
     """Return a program's number of devices."""
     axes = context.module_context.axis_context
-    # jit knows their number; shard_map and pmap have a mesh
+    # The context of `jit` has the number of devices; the contexts of `shard_map` and
+    # `pmap` have a mesh.
     return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
 
 

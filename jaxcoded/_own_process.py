@@ -1,9 +1,10 @@
 """How this process began, and how it ends if it never had a group with other ranks.
 
-Ranks that have a group survive each other's failures. They cannot survive if a rank
-fails before it has a group with them. They would wait for that rank to make the group,
-and the failed rank would wait for them in `MPI_Finalize`. So the failed rank ends
-without `MPI_Finalize`, and its parent, `jaxcoded.tools.launch.rank`, ends the job.
+Ranks that have a group survive each other's failures. They do not survive the failure
+of a rank with which they have no group yet: they would wait for the failed rank to make
+the group, and the failed rank would wait for them in `MPI_Finalize`. So a rank that
+fails before it has a group ends without `MPI_Finalize`, and its parent process,
+`jaxcoded.tools.launch.rank`, ends the job.
 """
 
 import atexit
@@ -15,8 +16,8 @@ try:
     began_in: str | None = os.getcwd()
 except OSError:  # the directory was removed
     began_in = None
-# The command that starts another process of the job. A process that was started to join
-# a group has the command of the group's ranks here.
+# The command that starts another process of the job. On a process that was started to
+# join a group, this is the command of the group's ranks.
 command = [sys.executable, *sys.orig_argv[1:]]
 _in_group = False
 

@@ -24,14 +24,14 @@ def parsed(
     """Return the name in a text, one of ``names``, and its keyword arguments, which are
     Python literals. Raise a ValueError if the text has another name or form.
 
-    The message of the error uses ``what``, which says what the text describes, and
-    ``besides``, the other names that the caller accepts.
+    The error's message contains ``what``, which says what the text describes, and
+    ``besides``, further names that the caller accepts.
     """
     check_text(what, text)
     others = ", ".join(map(repr, besides)) + " or " if besides else ""
     wanted = f"{what} must be {others}one of {', '.join(names)}"
     try:
-        with warnings.catch_warnings():  # warnings about unusual Python
+        with warnings.catch_warnings():  # Python may warn about unusual syntax
             warnings.simplefilter("ignore")
             node = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, AttributeError, MemoryError, RecursionError):
@@ -84,8 +84,8 @@ def check_arguments(
 
 
 def _meant(name: str, names: Collection[str]) -> str:
-    """Return a question that suggests similar names, or an empty text if there are
-    none."""
+    """Return a question that suggests similar names, or an empty text if no names are
+    similar."""
     begun = [each for each in names if len(name) > 2 and each.startswith(name)]
     close = begun or difflib.get_close_matches(name, names, n=2, cutoff=0.7)
     return f": did you mean {' or '.join(map(repr, close))}?" if close else ""
@@ -127,7 +127,8 @@ def _no_number(text: str) -> Any:
 
 
 def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
-    """Return ``value``, a JSON value. Raise a ValueError if it has another type."""
+    """Return ``value``, a JSON value. Raise a ValueError if it does not have the type
+    ``kind``."""
     if not isinstance(value, kind):
         wanted = kind.__name__ if isinstance(kind, type) else kind
         raise ValueError(f"{what} must be of type {wanted}, got {shown(value)}")  # noqa: TRY004
@@ -137,8 +138,8 @@ def of_kind(what: str, value: Any, kind: type[T] | UnionType) -> T:
 def fields(
     what: str, value: Any, kinds: Mapping[str, type | UnionType]
 ) -> dict[str, Any]:
-    """Return ``value``, a JSON object. Raise a ValueError unless it has exactly these
-    fields and types.
+    """Return ``value``, a JSON object. Raise a ValueError unless it has exactly the
+    fields in ``kinds``, with these types.
 
     Example:
         >>> from jaxcoded import _parse
@@ -158,8 +159,8 @@ def fields(
 
 
 def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
-    """Return a JSON list. Raise a ValueError unless it has as many items as ``kinds``,
-    of these types."""
+    """Return ``value``, a JSON list. Raise a ValueError unless its items have the types
+    in ``kinds``."""
     if not isinstance(value, list) or len(value) != len(kinds):
         raise ValueError(
             f"{what} must be a list of {', '.join(kinds)}, got {shown(value)}"
@@ -202,7 +203,7 @@ def number_of_seconds(what: str, text: str) -> float:
 def _quantity(
     what: str, text: Any, wanted: str, units: Mapping[str, float], least: float = 0.0
 ) -> float:
-    """Return the product of the number in a text, which must be > 0, and its unit."""
+    """Return the product of a text's number, which must be > 0, and the text's unit."""
     number = math.nan
     if isinstance(text, str) and len(text) <= LONGEST:
         digits, unit = re.fullmatch(

@@ -34,7 +34,7 @@ def kind(value: Any) -> str:
         ('an int', 'a numpy array of shape (2, 3) and dtype float64')
     """
     for library, name in (("numpy", "ndarray"), ("jax", "Array")):
-        # an array of a library exists only if the library has been imported
+        # A library's array can exist only if the library has been imported.
         array: Any = getattr(sys.modules.get(library), name, ())
         if isinstance(value, array):
             return f"a {library} array of shape {value.shape} and dtype {value.dtype}"
@@ -49,7 +49,8 @@ def function(name: str, value: Any) -> None:
 
 
 def named(function: Any) -> str:
-    """Return the name of a function. For a lambda, add its line in the source.
+    """Return the name of a function. The name of a lambda also has its line in the
+    source.
 
     Example:
         >>> import functools
@@ -69,7 +70,8 @@ def named(function: Any) -> str:
 def identity(function: Any) -> Any:
     """Return a value that identifies a function among all existing functions, even
     among equal functions."""
-    if isinstance(function, types.MethodType):  # each access makes a new object
+    # each access to a method makes a new object
+    if isinstance(function, types.MethodType):
         return id(function.__self__), id(function.__func__)
     return id(function)
 

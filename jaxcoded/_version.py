@@ -2,5 +2,5 @@ import importlib.metadata
 
 try:
     __version__ = importlib.metadata.version("jaxcoded")
-except importlib.metadata.PackageNotFoundError:  # in a checkout
+except importlib.metadata.PackageNotFoundError:  # the package runs from a checkout
     __version__ = "0+unknown"

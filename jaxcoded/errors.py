@@ -1,6 +1,6 @@
 """Errors of communication between ranks.
 
-A wrong argument of one rank raises ``ValueError`` or ``TypeError`` instead.
+A wrong argument on one rank raises ``ValueError`` or ``TypeError`` instead.
 """
 
 import contextlib
@@ -12,9 +12,9 @@ class CodedError(RuntimeError):
     """The base class of the errors of a group.
 
     Errors that occur when a group is made, or before a collective's round begins, are
-    raised directly. An error during a round, inside or outside ``jit``, arrives as a
-    ``jax.errors.JaxRuntimeError``. Its text contains the name of a class in this module
-    and the message; `translated` converts it to that class.
+    raised directly as these classes. An error during a round, inside or outside
+    ``jit``, is raised as a ``jax.errors.JaxRuntimeError``. Its text contains the name
+    of a class in this module and the message; `translated` converts it to that class.
     """
 
 
@@ -36,20 +36,21 @@ class DeadlineExceeded(CodedError):
 
 
 class InconsistentMessages(CodedError):
-    """In a group with a ``check``: the messages of a parent's children are not coded
-    sums of the same gradients, or have NaN or infinities. In any group with the engine:
-    the examples that `coded_value_and_grad` counted are not the examples of the batch.
+    """Messages do not fit together. In a group with a ``check``, the messages of a
+    parent's children are not coded sums of the same gradients, or have NaN or
+    infinities. In any group with the engine, the examples that `coded_value_and_grad`
+    counted are not the examples of the batch.
     """
 
 
 class Desynchronized(CodedError):
     """This rank lacks results that it cannot get.
 
-    Either it is so late that no rank keeps them any more. Or a round failed on this
-    rank because the root did not answer or because it ran out of memory, and other
-    ranks may have the result of that round.
+    Either the rank is so late that no other rank keeps these results any more. Or a
+    round failed on this rank, because the root did not answer or because the rank ran
+    out of memory, and other ranks may have the result of this round.
 
-    Its calls fail until it continues from a snapshot, see `CodedGroup.resync`.
+    The rank's calls fail until it continues from a snapshot; see `CodedGroup.resync`.
     """
 
 
@@ -60,17 +61,17 @@ class TooManyErasures(CodedError):
 
 @contextlib.contextmanager
 def translated() -> Iterator[None]:
-    """Convert errors of rounds in this ``with`` block to classes of this module.
+    """Convert errors of rounds in this ``with`` block to the classes of this module.
 
     JAX runs a compiled step while Python continues, and raises the step's errors when
     its results are used. So wait for the results inside the block.
 
     Raises:
-        CodedError: or a subclass, for a ``JaxRuntimeError`` that names the class. If a
-            compiled call with a token fails before it returns, JAX raises a
-            ``ValueError`` instead, which is converted, too (`jax#34083
-            <https://github.com/jax-ml/jax/issues/34083>`_). Any other error passes
-            unchanged.
+        CodedError: raised (or a subclass) in place of a ``JaxRuntimeError`` that names
+            the class. If a compiled call with a token fails before it returns, JAX
+            raises a ``ValueError`` instead of a ``JaxRuntimeError``; it is converted,
+            too (`jax#34083 <https://github.com/jax-ml/jax/issues/34083>`_). Any other
+            error passes unchanged.
 
     Example:
         >>> import jax, jax.numpy as jnp, jaxcoded

@@ -4,12 +4,13 @@
 
     jaxcoded plan --measured cluster.json --payload 4MB --compute 1.2
 
-Without -n it measures the ranks of the job in which it runs:
+Without -n the command measures the ranks of the job in which it runs:
 
     jaxcoded run -n 4 --hosts a:2,b:2 -m jaxcoded bench --save cluster.json
 
-Pairs of ranks half the job apart exchange messages by MPI, all pairs at once. Then all ranks multiply matrices for
-about a second. Start as many ranks on each host as the job will have, since ranks slow each other down.
+Each rank exchanges messages by MPI with the rank half the job away, all pairs at the same time. Then all ranks
+multiply matrices for about a second. Start as many ranks on each host as the job will have, since ranks on one
+host slow each other down.
 """
 
 import pathlib
@@ -28,7 +29,7 @@ from jaxcoded.tools.terminal.progress import progress
 
 _TURN = 5e-3  # seconds of one computation, which is repeated
 _PROGRAM = ["-m", "mpi4py", "-m", "jaxcoded.tools.cli.bench"]
-_MANY = 32  # most rows of a table
+_MANY = 32  # the most rows of a table
 
 
 @click.command("bench")
@@ -87,7 +88,8 @@ def command(
 
 
 def _measured() -> Measurement | None:
-    """Measure; return the results on rank 0. Collective."""
+    """Measure links and ranks. Return the results on rank 0, and None on other ranks.
+    Collective."""
     from mpi4py import MPI
 
     from jaxcoded.tools.planner.measuring import measured

@@ -16,7 +16,7 @@ from jaxcoded.tools.launch import places
 from jaxcoded.tools.planner.measurement import Measurement
 from jaxcoded.tools.simulator import Costs, Network, stragglers
 
-# Not from NumPy, which does not know bfloat16.
+# This table is not from NumPy, which does not know bfloat16.
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _FILE = click.Path(exists=True, dir_okay=False)
 _GIGABITS = 10.0
@@ -34,11 +34,12 @@ class Cluster:
     stragglers: stragglers.Stragglers
     model: str  # the user's name of the stragglers
     seed: int  # of the draws, and of random codes
-    costs: Costs | None = None  # of the examples, unless all cost the same
+    costs: Costs | None = None  # the costs of the examples, unless all cost the same
 
     @property
     def words(self) -> str:
-        """Return the job in one line, so that a user notices wrong options."""
+        """Return a line that describes the job, so that a user notices wrong
+        options."""
         network = self.network
         links = f"{8e-9 * network.bandwidth:.3g} Gb/s"
         if network.sending != network.bandwidth:
@@ -62,7 +63,7 @@ class Cluster:
 
 
 class Command(click.Command):
-    """A command with a `Cluster`'s options; models and codes are in its help."""
+    """A command with a `Cluster`'s options. Its help lists models and codes."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -89,7 +90,8 @@ def models() -> Iterator[tuple[str, str]]:
 
 
 def named_codes() -> Iterator[tuple[str, str]]:
-    """Return each code, without the arguments that a plan gives to all codes, and its description."""
+    """Return the text of each code, without the arguments that a plan gives to all codes, and its
+    description."""
     for name in codes.NAMES:
         code = getattr(codes, name)
         yield _call(name, code, _COMMON), _sentence(code)

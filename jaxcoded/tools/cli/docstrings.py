@@ -1,4 +1,5 @@
-"""Read docstrings from the sources, as ``python -OO`` keeps none in memory."""
+"""Read docstrings from the sources, since ``python -OO`` does not keep docstrings in
+memory."""
 
 import ast
 import inspect

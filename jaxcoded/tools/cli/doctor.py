@@ -2,8 +2,8 @@
 
     jaxcoded doctor -n 4
 
-Examines the installation and the machine, then starts this many ranks, which compute sums together. The status is 1 if
-something is bad.
+The command examines the installation and the machine. Then it starts the given number of ranks, which compute sums
+together. The status is 1 if a finding is bad.
 """
 
 import ast
@@ -72,7 +72,8 @@ def _tried(
 
 
 def _is_of_rank(found: Any) -> bool:
-    """Return whether these are findings of a rank, see `doctor.trial`."""
+    """Return whether this value has the form of a rank's findings; see
+    `doctor.trial`."""
     return (
         isinstance(found, dict)
         and all(isinstance(found.get(key), kind) for key, kind in _KINDS.items())
@@ -83,7 +84,8 @@ def _is_of_rank(found: Any) -> bool:
 
 
 def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yield the findings of all ranks, once if they are equal on all."""
+    """Yield the findings of all ranks. Findings that are equal on all ranks appear
+    once."""
 
     def said(key: str) -> Iterator[tuple[str, str]]:
         """Return each nonempty text, and the ranks that report it."""

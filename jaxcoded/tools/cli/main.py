@@ -13,13 +13,15 @@ import jaxcoded
 from jaxcoded.tools.cli import docstrings
 from jaxcoded.tools.terminal import plain
 
-# Each is a module of jaxcoded.tools.cli with a `command`; its docstring is the help.
+# Each command is a module of jaxcoded.tools.cli with a function `command`. The module's
+# docstring is the help.
 COMMANDS = ("doctor", "run", "bench", "plan", "simulate", "report")
 _USAGE, _FAILURE, _INTERRUPTED = 2, 1, 130
 
 
 class _Formatter(click.HelpFormatter):
-    """Write help in characters that standard output can encode: click would print all characters to an ASCII terminal."""
+    """Write help in characters that standard output can encode. Click would print other characters even to an ASCII
+    terminal."""
 
     def getvalue(self) -> str:
         return plain.words(super().getvalue())

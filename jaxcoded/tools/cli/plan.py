@@ -1,7 +1,7 @@
 """Find the fastest strategy for a job: share its work, use a code (and which one), or do neither.
 
-It simulates the job with shared work, with many trees and codes, and without a code (ring and trees).
-docs/planning.md describes the simulation and what it leaves out.
+The command simulates the job with shared work, with many trees and codes, and without a code (ring
+and trees). docs/planning.md describes the simulation and what it leaves out.
 
     jaxcoded plan -n 13 --payload 4MB --compute 1.2 --model pareto
 
@@ -89,7 +89,8 @@ def command(
 
 
 def _chosen(ranking: Ranking, top: int) -> list[Estimate]:
-    """Return the best coded candidates, and the best of each uncoded and shared kind."""
+    """Return the best coded candidates, and the best candidate of each uncoded and
+    shared kind."""
     coded = [e for e in ranking.estimates if e.candidate.coded][:top]
     uncoded: dict[int, Estimate] = {}
     for estimate in ranking.estimates:
@@ -174,7 +175,8 @@ def _as_json(ranking: Ranking, top: int) -> None:
 
 
 def _fields(estimate: Estimate) -> dict[str, Any]:
-    """Return the fields of the JSON output: seconds and bytes, infinite ones null."""
+    """Return the fields of the JSON output, in seconds and bytes. Infinite numbers are
+    null."""
     candidate = estimate.candidate
     low, high = estimate.usual
     times = {"step": estimate.step, "error": estimate.error, "p5": low, "p95": high}

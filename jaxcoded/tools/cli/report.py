@@ -1,7 +1,7 @@
 """Show which ranks straggled in a job, what coding saved, and how long other plans would have taken.
 
-Reads files that group.telemetry().save(FILE) wrote on the root and, if any, on other ranks of the job. Prints a summary
-and draws pictures.
+FILES are files that group.telemetry().save(FILE) wrote on the root and, if you have them, on other ranks of the job.
+The command prints a summary and draws pictures.
 
     jaxcoded report rank-*.npz --out pictures
 """
@@ -26,9 +26,9 @@ from jaxcoded.tools.terminal import output
 _BLUE, _RED, _GREEN = COLOURS[:3]
 _GREY = "0.75"
 _SMALL: dict[str, Any] = {"va": "center", "fontsize": "x-small", "color": "0.5"}
-_ROWS = 30  # most rows of ranks in a picture; other ranks share one
-_POINTS = 3000  # most points of a row
-_COLUMNS = 200  # most columns of rounds in a picture
+_ROWS = 30  # the most rows in a picture; the remaining ranks share one row
+_POINTS = 3000  # the most points in a row
+_COLUMNS = 200  # the most columns of rounds in a picture
 
 
 @click.command("report")
@@ -49,7 +49,7 @@ _COLUMNS = 200  # most columns of rounds in a picture
 )
 @output.json_option
 def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> None:
-    """Print a summary of the files, and draw it."""
+    """Print a summary of the files, and draw pictures."""
     found = _found(_loaded(files))
     pictures = _draw(found, out)
     if json:
@@ -62,15 +62,15 @@ def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The findings about a plan."""
+    """The findings about a job."""
 
     files: list[Telemetry]  # the root's first
     plan: Plan
     shared: bool  # whether ranks compute blocks of each other
-    savings: dict[int, analysis.Savings]  # of each parent
+    savings: dict[int, analysis.Savings]  # the savings of each parent
     late: np.ndarray  # see `analysis.too_late`
-    measured: float  # seconds of a round; NaN if not known
-    plans: list[analysis.Predicted]  # the job's own first; none without a replay
+    measured: float  # mean seconds of a round; NaN if unknown
+    plans: list[analysis.Predicted]  # the job's own plan first; empty without a replay
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -79,7 +79,8 @@ class _Found:
 
     @property
     def off(self) -> float:
-        """Return how far the replay of the job's plan is from the job."""
+        """Return the factor by which the replay of the job's plan differs from the
+        job."""
         return analysis.disagreement(self.measured, self.plans[0].seconds)
 
     @property
@@ -135,9 +136,10 @@ def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
-    """Return the files' telemetry, the root's first, then in the order of the ranks."""
+    """Return the files' telemetry: first the root's, then the other ranks' in order."""
     files = [Telemetry.load(path) for path in paths]
-    Plan.from_json(files[0].plan)  # raises an error before anything is written
+    # if the plan is invalid, raise the error before anything is written
+    Plan.from_json(files[0].plan)
     ranks: set[int] = set()
     for path, seen in zip(paths, files):
         if seen.plan != files[0].plan:
@@ -158,7 +160,7 @@ def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
 def _say(found: _Found) -> None:
     for seen in found.parents or found.files[:1]:
         for line in seen.summary().splitlines():
-            # links are not shown, as they may be many
+            # links are not shown, since there may be many
             if not line.startswith("from rank "):
                 output.say(line)
         if seen.rank in found.savings:
@@ -294,7 +296,8 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
     came = np.where(np.isfinite(late), late, np.nan)
     share = (late > 0).mean(axis=0)
     usual = np.ma.median(np.ma.masked_invalid(came), axis=0)
-    order = np.lexsort((np.ma.filled(usual, np.inf), share))  # the latest at the top
+    # the latest child at the top
+    order = np.lexsort((np.ma.filled(usual, np.inf), share))
     rows = [order[-_ROWS:][i : i + 1] for i in range(min(_ROWS, len(order)))]
     names = [f"rank {seen.children[row[0]]}" for row in rows]
     if len(order) > _ROWS:
@@ -341,7 +344,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
 
 
 def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) -> None:
-    """Draw the accumulated waits, with and without coding."""
+    """Draw the accumulated waiting times, with and without coding."""
     ended = np.isfinite(saved.uncoded)
     coded = np.cumsum(saved.coded)
     uncoded = np.cumsum(np.where(ended, saved.uncoded, 0.0))
@@ -424,7 +427,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
         bars.axvline(placement.blocks, color="black", linewidth=1, linestyle=":")
         bars.set_xlabel("blocks a round")
         _name_rows(bars, [f"rank {rank}" for rank in order])
-        # rounds next to each other, each pixel showing a mean
+        # Consecutive rounds share a pixel, which shows their mean.
         step = -(-len(rounds) // _COLUMNS)
         starts = np.arange(0, len(rounds), step)
         counts = computed[:, order, :2].sum(axis=2)

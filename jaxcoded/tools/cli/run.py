@@ -2,7 +2,7 @@
 
     jaxcoded run -n 4 train.py --steps 100
 
-If there are more ranks than cores, they take turns. Each rank computes with as many threads as it has cores. The GPUs
+If there are more ranks than cores, ranks take turns. Each rank computes with as many threads as it has cores. The GPUs
 of a host are divided among its ranks. Every line of output begins with its rank, and a terminal shows progress bars of
 ranks below each other. The job leaves no process and no shared memory on this host, even if this command is killed.
 docs/faults.md says what a job with --ft survives.
@@ -122,7 +122,7 @@ def command(
             wrapper=ends.WRAPPER,
             variables=heard.variables | given,
         )
-        environment.pop(rank.JOINS, None)  # set by a rank that has started this job
+        environment.pop(rank.JOINS, None)  # this is set if a rank has started this job
         environment.pop(rank.STARTER, None)
         end = job.play(
             words,
@@ -132,7 +132,8 @@ def command(
             own_files=not where.away,
             marked=marked,
         )
-    # MPICH does not always report a failed rank, and neither does Open MPI after losing its daemons
+    # MPICH does not always report a failed rank. Neither does Open MPI after it has lost its
+    # daemons.
     status = end.status or heard.failure
     limit = timeout if end.too_long else None
     first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)
@@ -172,7 +173,8 @@ def _words(
     begun: bool,
     hosts: Sequence[str],
 ) -> str:
-    """Return what a status means; empty after success. ``seconds``: its time limit."""
+    """Return a text that says what a status means; it is empty after success.
+    ``seconds`` is the job's time limit."""
     if status == 0:
         return ""
     if status == mpirun.killed and not fault_tolerant and begun:

@@ -2,10 +2,10 @@
 
     jaxcoded simulate -n 13 --payload 4MB --compute 1.2 --model pareto --strategy "Coded(stragglers=1, fanout=3)"
 
-Uncoded: the same tree, waiting for all ranks, and a ring all-reduce. Balanced: the uncoded tree, with loads in
-proportion to the speeds of the step before, whatever examples cost. Ideal: all ranks compute until all is done, and
-messages take no time. All use the same draws of the stragglers. jaxcoded plan finds the best plan; docs/simulation.md
-describes the simulation.
+Uncoded steps use the same tree, which waits for all ranks, or a ring all-reduce. Balanced steps use the uncoded tree,
+with loads in proportion to the speeds of the step before, whatever examples cost. In ideal steps all ranks compute
+until all work is done, and messages take no time. All strategies use the same draws of the stragglers. jaxcoded plan
+finds the best plan; docs/simulation.md describes the simulation.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class _Told(Stragglers):
-    """A model that reports which part of the rounds has been drawn."""
+    """A model that reports which fraction of the rounds has been drawn."""
 
     model: Stragglers
     count: int
@@ -164,7 +164,8 @@ def _fields(
 
 
 def _draw(path: str, seconds: dict[str, np.ndarray]) -> None:
-    """Draw for each strategy the fraction of steps that take longer than each time."""
+    """Draw, for each strategy, which fraction of the steps takes longer than a given
+    time."""
     usual = np.concatenate([took[np.isfinite(took)] for took in seconds.values()])
     if not len(usual):
         raise ValueError(f"--picture {path}: no step ends, so there is nothing to draw")

@@ -73,8 +73,8 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
     except launcher.Unfit as error:
         yield Finding("mpirun", BAD, f"{name}: {error.found}", error.remedy)
         return
-    # mpi4py raises these if it finds no MPI
     except (ImportError, RuntimeError) as error:
+        # mpi4py raises these if it finds no MPI
         yield Finding(
             "mpirun",
             BAD,

@@ -1,4 +1,4 @@
-"""Start ranks for an examination, and read rank 0's answer."""
+"""Start ranks that examine something, and read rank 0's answer."""
 
 import json
 import tempfile
@@ -12,11 +12,12 @@ from jaxcoded.tools.launch import job, launcher, misfits, places, reaching
 from jaxcoded.tools.terminal import output
 
 _SECONDS = 120.0
-_MARK = "jaxcoded answers "  # the line may stand among other output
+_MARK = "jaxcoded answers "  # marks the line with the answer among other output
 
 
 class NoAnswer(click.ClickException):
-    """The ranks have failed: ``found`` says what happened, and ``remedy`` what to do."""
+    """The error if the ranks have failed. ``found`` says what happened, and ``remedy``
+    what to do."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}\n→ {remedy}")
@@ -34,7 +35,7 @@ def answered(
     """Start ``python *program`` on this many ranks, and return what rank 0 passes to `answer`. Raise `NoAnswer` if the
     job failed or took too long, or its answer cannot be read."""
     where = places.chosen(ranks, hosts, hostfile)
-    # a user's file in this folder, such as random.py, must not replace a module
+    # A user's file in this folder, such as random.py, must not replace a Python module.
     command, environment = launcher.command(
         mpirun,
         ranks,
@@ -80,7 +81,7 @@ def answered(
 
 
 def unreadable(ranks: int, said: Any) -> NoAnswer:
-    """Return the error for an unexpected answer of rank 0."""
+    """Return the error for an answer of rank 0 that cannot be read."""
     return NoAnswer(
         f"the answer of {ranks} ranks cannot be read: {_require.shown(said)}",
         "install the same jaxcoded on all hosts",
@@ -88,5 +89,5 @@ def unreadable(ranks: int, said: Any) -> NoAnswer:
 
 
 def answer(value: Any) -> None:
-    """Print an answer, on rank 0."""
+    """Print rank 0's answer. Called on rank 0 only."""
     print(_MARK + json.dumps(value), flush=True)

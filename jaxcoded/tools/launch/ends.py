@@ -13,27 +13,27 @@ from collections.abc import Iterator, Sequence
 from jaxcoded import _format
 from jaxcoded.tools.launch import rank
 
-# with options that skip imports, which take time
+# The options skip imports, which take time.
 WRAPPER = [
     *(sys.executable, "-I", "-S"),
     str(pathlib.Path(__file__).with_name("rank.py")),
 ]
-_LONGEST = 200  # most bytes of a message
-_PATIENCE = 3.0  # seconds for a message
+_LONGEST = 200  # the most bytes of a report
+_PATIENCE = 3.0  # seconds in which a report must arrive
 _UNHEARD = "no rank is known to have begun: none was started, or no host answers"
 
 
 class Ends:
-    """The reports of ranks. Joined ranks are numbered after the others, in the order of
-    their reports.
+    """The reports of ranks. Ranks that have joined are numbered after the job's first
+    ranks, in the order of their reports.
 
     Attributes:
-        variables: the environment variables that ranks need to report.
-        told: each rank's status, or minus the number of the signal that killed it, and its seconds from the start of
-            the job to its end; in the order of these ends.
+        variables: the environment variables that ranks need in order to report.
+        told: for each rank that has ended, its status (or minus the number of the signal that killed it), and the
+            seconds from the start of the job to its end. The ranks are in the order of their ends.
         begun: the ranks that have reported their beginning.
-        sure: whether every rank that begins can report.
-        of_job: set once a rank has ended the whole job.
+        sure: whether every rank that begins is certain to report.
+        of_job: an event that is set once a rank has ended the whole job.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Ends:
         self.of_job = threading.Event()
 
     def hear(self) -> None:
-        """Receive reports until the line is closed."""
+        """Receive reports until the socket is closed."""
         while True:
             try:
                 caller, _ = self._line.accept()
             except OSError:
                 return
-            # other callers may send anything
+            # other programs may connect and send anything
             with caller, contextlib.suppress(OSError, ValueError, TypeError):
                 caller.settimeout(_PATIENCE)
                 said = caller.makefile("rb").readline(_LONGEST).decode()
@@ -76,8 +76,8 @@ class Ends:
                 caller.sendall(b".")
 
     def _number(self, name: str) -> int:
-        """Return the number of a rank. START.RANK names a rank that was started to join, together with other ranks of
-        the same START."""
+        """Return the number of a rank, given its name. A rank that was started to join has the name START.RANK. Ranks
+        that were started together have the same START."""
         start, _, rank = name.rpartition(".")
         number = int(rank)
         if not start:
@@ -86,8 +86,8 @@ class Ends:
 
     @property
     def failure(self) -> int:
-        """Return the first status above 0 with which a rank ended. If there is none, return 1 if ranks have begun, or
-        would have reported, but none has ended with status 0; otherwise 0.
+        """Return the first status above 0 with which a rank ended. If no rank ended so, return 0, or 1 if no rank
+        ended with status 0 although ranks have begun or would have reported.
         """
         codes = [code for code, _ in self.told.values()]
         none_ended = (self.sure or bool(self.begun)) and 0 not in codes
@@ -99,7 +99,8 @@ class Ends:
         return bool(self.begun or self.told)
 
     def fields(self) -> list[dict[str, int | float | str | None]]:
-        """Return the fields of the JSON output for each rank; null if unknown."""
+        """Return the fields of the JSON output for each rank. Unknown values are
+        null."""
         out: list[dict[str, int | float | str | None]] = []
         for number in sorted({*range(self.ranks), *self.begun, *self.told}):
             code, after = self.told.get(number, (None, None))
@@ -116,7 +117,8 @@ class Ends:
         return out
 
     def words(self) -> list[str]:
-        """Return a line for each way in which ranks ended; none if all succeeded."""
+        """Return a line for each way in which ranks ended, or no lines if all ranks
+        succeeded."""
         if not self.heard_any:
             return ["no rank has begun" if self.sure else _UNHEARD]
         alike: dict[int, list[int]] = {}
@@ -152,11 +154,11 @@ class Ends:
 def listening(
     ranks: int, hosts: Sequence[str] | None = (), *, sure: bool = False
 ) -> Iterator[Ends]:
-    """Collect the ends of ``ranks`` ranks in this block.
+    """In this ``with`` block, collect how ``ranks`` ranks end.
 
     Args:
-        hosts: the ranks' hosts, if not this one; ``None``: unknown. For ``()``, the socket accepts connections from
-            this host only.
+        hosts: the ranks' hosts, except this host; ``None`` if they are unknown. For ``()``, the socket accepts
+            connections from this host only.
         sure: whether all ranks are known to be started on this host.
     """
     here = "127.0.0.1" if hosts == () else _address(hosts or ())
@@ -177,9 +179,9 @@ def _address(hosts: Sequence[str]) -> str:
     for host in hosts:
         with (
             socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line,
-            contextlib.suppress(OSError, UnicodeError),  # an impossible name
+            contextlib.suppress(OSError, UnicodeError),  # the host's name is impossible
         ):
-            line.connect((host, 9))  # sends nothing
+            line.connect((host, 9))  # this only selects an address, and sends nothing
             address: str = line.getsockname()[0]
             if not address.startswith("127."):
                 return address

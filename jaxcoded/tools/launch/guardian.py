@@ -1,9 +1,9 @@
 """After the process that launched a job has ended, kill the job's processes on this host and remove its folders.
 
-It runs without the package: `python -I -S guardian.py NAME FOLDER...`. The launching process holds the other end of the
-guardian's standard input. So this input ends when the launching process ends, even by SIGKILL or a crash. The guardian
-has a separate session and ignores all signals that can be ignored: a terminal's signals to the launching process do not
-end the guardian.
+The guardian runs without the package: `python -I -S guardian.py NAME FOLDER...`. The launching process holds the other
+end of the guardian's standard input. So this input ends when the launching process ends, even by SIGKILL or a crash.
+The guardian has a separate session and ignores all signals that can be ignored, so a terminal's signals to the
+launching process do not end the guardian.
 """
 
 import contextlib
@@ -29,7 +29,8 @@ class Guardian:
     def __init__(self, name: str, folders: Sequence[str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, name, *folders],
-            # if a rank has started this job: without the mark of the rank's job, whose end must not end the guardian
+            # If a rank has started this job, remove the mark of the rank's job: the end of the rank's job must not
+            # end the guardian.
             env={key: value for key, value in os.environ.items() if key != MARK},
             cwd="/",
             bufsize=0,
@@ -48,7 +49,7 @@ class Guardian:
             self._line.write(b"%d" % mpirun)
 
     def dismiss(self) -> None:
-        """End the guardian, once nothing of the job is left."""
+        """End the guardian. Call this once nothing of the job is left."""
         self._process.kill()
         self._process.wait()
         self._line.close()
@@ -60,7 +61,7 @@ def main() -> None:
         signal.signal(each, signal.SIG_IGN)
     name, *folders = sys.argv[1:]
     mpirun = sys.stdin.buffer.read()
-    # after this pause a process that was just starting has its mark
+    # After this pause even a process that was just starting has its mark.
     time.sleep(_PAUSE)
     if mpirun:
         _end_in_order(name, int(mpirun))
@@ -85,7 +86,8 @@ def clean_up(name: str, folders: Iterable[str]) -> None:
 
 
 def kill_all(name: str) -> None:
-    """Kill a job's processes until none is left, as they may start others meanwhile."""
+    """Kill a job's processes until none is left, since they may start other processes
+    in the meantime."""
     end = time.monotonic() + GRACE
     while (found := processes(name)) and time.monotonic() < end:
         for place in found:
@@ -95,7 +97,7 @@ def kill_all(name: str) -> None:
 
 
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
-    """Return the environments of a job's processes, by their folders in /proc."""
+    """Return the environment of each of a job's processes, by its folder in /proc."""
     found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
     return {it: its for it, its in found.items() if _named(its, name)}
 
@@ -109,7 +111,8 @@ def _named(environment: dict[str, str], name: str) -> bool:
 
 
 def _environment(place: pathlib.Path) -> dict[str, str]:
-    """Return a process's environment; empty if it is gone or belongs to another user."""
+    """Return a process's environment, or an empty dictionary if the process has ended or
+    belongs to another user."""
     try:
         words = (place / "environ").read_bytes().decode(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""Run a job of many processes, and leave nothing of it at its end."""
+"""Run a job of many processes, and leave no process or file of the job behind."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _HANDED_ON = (*_ENDING, signal.SIGUSR1)
 _SHARED_MEMORY = "/dev/shm"
 _FOLDER = re.compile(r"jaxcoded\.([0-9]+\.[0-9a-f]{8})")
-_BEGUN = 60.0  # seconds within which the process that makes a folder has locked it
+_BEGUN = 60.0  # seconds within which a process locks a folder that it has made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,16 +51,16 @@ def play(
 ) -> End:
     """Start a launcher (mpirun), pass signals on to it, and wait for its end.
 
-    A killed launcher leaves ranks running, and stopped ranks ignore signals. So this function kills the job's remaining
-    processes on this host, and a launcher that after a signal still waits for stopped ranks. A killed launcher also
-    leaves shared-memory files. They are in the job's directory, which this function removes, if
+    A killed launcher leaves ranks running, and stopped ranks do not react to signals. So this function kills the job's
+    remaining processes on this host, including a launcher that after a signal still waits for stopped ranks. A killed
+    launcher also leaves shared-memory files. They are in the job's directory, which this function removes, if
     `jaxcoded.tools.launch.rank` starts the ranks. If this process itself is killed, `jaxcoded.tools.launch.guardian`
     does all this.
 
     Args:
         seconds: the time limit of the job.
         ended: an event that is set once a rank has ended the job. A launcher that still
-            runs some seconds later, as a fault-tolerant one may, is ended.
+            runs some seconds later, as a fault-tolerant launcher may, is ended.
         own_files: whether the launcher gets a separate directory for its temporary files. Files that it leaves
             elsewhere would disturb a later launcher. Other hosts have no such directory.
         output: the file for the launcher's output and errors. Default: the output and errors of this process.
@@ -82,12 +82,13 @@ def play(
         if own_files:
             held.append(stack.enter_context(_folder(temporary)))
             settings["TMPDIR"] = temporary
-        # a job that a rank has started uses the directory of the rank's job
+        # A job that a rank has started uses the directory of the rank's job.
         if not any(name in environment for name in rank.BACKING):
-            with contextlib.suppress(OSError):  # a system without it
+            with contextlib.suppress(OSError):  # a system without /dev/shm
                 held.append(stack.enter_context(_folder(shared)))
                 settings[rank.SHARED_MEMORY] = shared
-        # in a separate session: otherwise a terminal would also signal the ranks
+        # The launcher gets a separate session: otherwise a terminal would also signal
+        # the ranks.
         to = subprocess.PIPE if marked else output
         process = subprocess.Popen(
             command,
@@ -99,7 +100,8 @@ def play(
         )
         watcher.watch(process.pid)
         if process.stdout and process.stderr:
-            # imported here, as scripts/mpirun must run without packages such as rich
+            # Imported here, since scripts/mpirun must run without packages such as
+            # rich.
             from jaxcoded.tools.terminal import lines
 
             handed_on = lines.HandedOn({1: process.stdout, 2: process.stderr})
@@ -127,13 +129,13 @@ def play(
 
 @contextlib.contextmanager
 def _folder(path: str) -> Iterator[int]:
-    """Make a folder, and return its descriptor: while a process has the descriptor open, the folder is locked against
-    `_sweep`.
+    """Make a folder, and yield its descriptor. While a process has the descriptor open, the folder is locked, so that
+    `_sweep` does not remove it.
     """
     os.mkdir(path, 0o700)
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system has no locks
             _lock(descriptor)
         yield descriptor
     finally:
@@ -145,7 +147,8 @@ def _sweep(place: str) -> None:
     with contextlib.suppress(OSError), os.scandir(place) as found:
         for each in found:
             if match := _FOLDER.fullmatch(each.name):
-                with contextlib.suppress(OSError):  # locked, gone, or another user's
+                # the folder is locked, gone, or another user's
+                with contextlib.suppress(OSError):
                     _remove(each.path, match[1])
 
 
@@ -197,7 +200,7 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
                 told.append(number)
                 _kill_later(process)
 
-    # ignored signals stay ignored, as with nohup
+    # Signals that are already ignored stay ignored, as with nohup.
     heard = [it for it in _HANDED_ON if signal.getsignal(it) != signal.SIG_IGN]
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
@@ -208,7 +211,7 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
 
 
 def _stopped(name: str) -> frozenset[int]:
-    """Return the ranks of a job with a stopped process, except joined ones."""
+    """Return the ranks of a job that have a stopped process, except joined ranks."""
     out = set()
     for place, variables in guardian.processes(name).items():
         with contextlib.suppress(OSError):

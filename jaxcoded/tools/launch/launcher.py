@@ -12,18 +12,21 @@ from typing import Any
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
-# Settings of Open MPI's mpirun for jobs that may lose a host
+# Settings of Open MPI's mpirun for jobs that must survive the loss of a host
 _GOES_ON = {
-    # 0 turns off the check by which mpirun ends the job if a daemon is gone
+    # 0 turns off a check that ends the job when a daemon has ended
     "PRTE_MCA_oob_tcp_keepalive_time": "0",
-    # mpirun's daemons form a Slurm step, which otherwise ends all of them if one ends; srun refuses "1"
+    # Mpirun's daemons form a Slurm step. By default Slurm ends the whole step when one daemon ends.
+    # Srun refuses the value "1".
     "SLURM_NO_KILL": "set",
 }
-# Settings of Open MPI 5 for jobs whose ranks start others
+# Settings of Open MPI 5 for jobs whose ranks start other ranks
 TAKES_IN = {
-    # mpirun survives the death of ranks that other ranks started, as of ranks that it started itself
+    # mpirun then survives the death of ranks that other ranks started, like the death of ranks that
+    # it started itself
     "PRTE_MCA_state_base_recoverable": "1",
-    # Open MPI's `han` collectives, used on several hosts, crash or give wrong values if such ranks take part
+    # On several hosts Open MPI uses its `han` collectives, which crash or give wrong values if joined ranks
+    # take part
     "OMPI_MCA_coll_han_priority": "-1",
 }
 
@@ -31,24 +34,26 @@ TAKES_IN = {
 # this by itself, unless the user sets the number of ranks on a host.
 _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 
-# Open MPI looks up how to reach a rank at the first message to or from it. If two threads do so at the same time,
-# it may drop the connection for good (ompi#3035). So it must look up all ranks as it begins.
+# Open MPI looks up how to reach a rank at the first message to or from it. If two threads look up a rank at the
+# same time, Open MPI may drop the connection for good (ompi#3035). So Open MPI must look up all ranks when it
+# starts.
 _KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
 
-# Whether XLA divides an operation among threads. PJRT_NPROC is the number of threads: at least two, as one of them may
-# wait for a round. With a single thread, two groups that two Python threads call could wait for ever.
+# Whether XLA divides an operation among threads. PJRT_NPROC is the number of threads. There must be at least two
+# threads, since one thread may wait for a round. With a single thread, two groups that two Python threads call could
+# wait forever.
 _ONE_THREAD = "xla_cpu_multi_thread_eigen"
 
-# With these arguments Open MPI 5 passes on the ranks' output in pieces as they come, for
-# `jaxcoded.tools.terminal.lines`. Without "xml" it does not mark the ends of pieces; without "raw" it keeps a piece
-# until its line ends. It gives no "jobid" to the output of ranks that other ranks have started.
+# With these arguments Open MPI 5 passes on pieces of the ranks' output as they arrive, for
+# `jaxcoded.tools.terminal.lines`. Without "xml" Open MPI does not mark the ends of pieces; without "raw" it keeps a
+# piece until its line ends. Output of ranks that other ranks have started has no "jobid".
 _PIECES = ["--output", "tag,xml:raw"]
 
-# Prefixes of the user's variables that ranks on other hosts also get.
+# Ranks on other hosts also get the user's variables with these prefixes.
 _HANDED_ON = ("JAX", "XLA_")
 
-# These put arrays into huge pages, if the kernel lets programs request them. Other ranks read such arrays up to 1.7
-# times as fast, and a new array costs fewer page faults.
+# These settings put arrays into huge pages, if the kernel lets programs request huge pages. Other ranks read such
+# arrays up to 1.7 times as fast, and a new array costs fewer page faults.
 _TUNABLES, _HUGE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
@@ -62,11 +67,13 @@ class Launcher:
 
     @property
     def reports_deaths(self) -> bool:
-        """Return whether ranks can get reports of other ranks' deaths, and survive these."""
+        """Return whether ranks can get reports of other ranks' deaths, and survive these
+        deaths."""
         return self.mpi == OPEN_MPI and self.major >= 5
 
     def built_for_deaths(self) -> bool | None:
-        """Return whether its ompi_info says that it was built to report deaths; ``None`` if unknown."""
+        """Return whether this MPI's ompi_info says that the MPI was built to report deaths, or ``None``
+        if this is unknown."""
         beside = pathlib.Path(self.path).with_name("ompi_info")
         try:
             said = asked(beside, "--parsable", "--config").stdout
@@ -77,11 +84,11 @@ class Launcher:
 
     @property
     def killed(self) -> int:
-        """Return mpirun's status when a rank was killed."""
+        """Return the status with which mpirun ends if a rank was killed."""
         return 9 if self.mpi == MPICH else 137
 
     def crowded(self) -> list[str]:
-        """Return the launcher's arguments for jobs with more ranks than cores."""
+        """Return the mpirun arguments for jobs with more ranks than cores."""
         # otherwise Open MPI refuses such jobs, and keeps all threads of a rank on one core
         return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
 
@@ -99,10 +106,11 @@ class Launcher:
         this MPI does not support them.
 
         Args:
-            fault_tolerant: whether ranks get reports of other ranks' deaths, and survive these.
+            fault_tolerant: whether ranks get reports of other ranks' deaths, and survive these
+                deaths.
             named: whether each line of output begins with its rank.
             hosts: hosts with their numbers of ranks, such as ``"a:2,b:2"``.
-            hostfile: a file of hosts, in the form that this MPI reads.
+            hostfile: a file that lists hosts, in the format that this MPI reads.
             environment: variables that ranks on other hosts also get.
         """
         if hosts and hostfile:
@@ -133,9 +141,9 @@ class Launcher:
 
 
 def found(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
-    """Return the mpirun that the argument or ``JAXCODED_MPIRUN`` requests; otherwise the one at ``beside``, by default
-    in the folder of this Python; otherwise the one on the PATH. Raise a ValueError if there is none, or it does not
-    run.
+    """Return the mpirun that the argument or ``JAXCODED_MPIRUN`` names. If neither names an mpirun, return the mpirun
+    at ``beside``, by default in the folder of this Python, or else the mpirun on the PATH. Raise a ValueError if there
+    is no mpirun, or it does not run.
     """
     beside = beside or pathlib.Path(sys.executable).with_name("mpirun")
     named = named or os.environ.get("JAXCODED_MPIRUN")
@@ -200,7 +208,7 @@ def command(
         variables: further environment variables.
     """
     here = _on_one_host(ranks, listed(hosts, hostfile))
-    # one thread for each core of a rank, assuming that all hosts equal this one
+    # One thread for each core of a rank, assuming that all hosts are like this host.
     cores = len(os.sched_getaffinity(0))
     added = environment(max(1, cores // here)) | {**variables}
     if mpirun.mpi == OPEN_MPI and here > cores:
@@ -219,7 +227,8 @@ def command(
 
 
 def listed(hosts: str | None, hostfile: str | None) -> list[str]:
-    """Return the given hosts with their numbers of ranks, also from a file."""
+    """Return the given hosts with their numbers of ranks, from the argument or from the
+    file."""
     if hosts or not hostfile:
         return hosts.split(",") if hosts else []
     try:
@@ -239,15 +248,16 @@ def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the variables that ranks with this number of threads need. Existing values
-    stay; XLA_FLAGS and GLIBC_TUNABLES are extended.
+    """Return the variables that ranks with this number of threads need. Variables that
+    are already set keep their values, except that XLA_FLAGS and GLIBC_TUNABLES are
+    extended.
     """
     wanted = {
         "OMP_NUM_THREADS": str(threads),
         "PJRT_NPROC": str(max(2, threads)),
         **_KNOWS_ALL,
     }
-    if "NPROC" in os.environ:  # XLA reads it without PJRT_NPROC
+    if "NPROC" in os.environ:  # XLA reads NPROC if PJRT_NPROC is not set
         del wanted["PJRT_NPROC"]
     out = {name: os.environ.get(name, value) for name, value in wanted.items()}
     flags = os.environ.get("XLA_FLAGS", "")
@@ -256,13 +266,14 @@ def environment(threads: int) -> dict[str, str]:
     tunables = os.environ.get(_TUNABLES, "")
     huge = "" if _HUGE in tunables else f"{_HUGE}=1"
     out[_TUNABLES] = ":".join(filter(None, (tunables, huge)))
-    if os.geteuid() == 0:  # Open MPI refuses root otherwise
+    if os.geteuid() == 0:  # otherwise Open MPI does not run for the root user
         out |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return out
 
 
 class Unfit(ValueError):
-    """The ranks' MPI is not the launcher's: ``found`` names both, and ``remedy`` says what to do."""
+    """The error if the ranks' MPI is not the launcher's MPI. ``found`` names both MPIs, and
+    ``remedy`` says what to do."""
 
     def __init__(self, found: str, remedy: str) -> None:
         super().__init__(f"{found}: {remedy}")

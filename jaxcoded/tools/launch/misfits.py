@@ -1,7 +1,7 @@
 """Find environment variables that keep MPI from starting.
 
-Environment modules, schedulers and other MPIs set such variables. Which of them fit depends on the MPI, its build and
-the machine. So this module starts MPI with and without them.
+Environment modules, schedulers and other MPIs set variables for MPI. Which variables fit depends on the MPI, its
+build and the machine. So this module starts MPI with and without the variables.
 """
 
 import os
@@ -11,23 +11,24 @@ from collections.abc import Collection, Iterator
 
 from jaxcoded.tools.launch import job, launcher
 
-_SECONDS = 30.0  # for a start of MPI, which some variables make hang
+_SECONDS = 30.0  # seconds for a start of MPI: some variables make it hang
 _PROGRAM = ["-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"]
 _RANKS = 2
 _TRIES = 2  # on a machine under load, mpirun may fail once with variables that fit
-# Settings of an MPI. Each of them may be wrong by itself.
+# Variables with settings of an MPI. Each of them may be wrong by itself.
 _SETTING = re.compile(
     "(OMPI|PRTE|PMIX)_MCA_.+|(OPAL|PRTE|PMIX|PMIX_INSTALL)_PREFIX"
     "|(UCX|FI|HYDRA|MPICH|MPIR_CVAR|I_MPI)_.+"
 )
-# Variables that describe a scheduler's job to mpirun. It reads all variables of one kind; ranks read none of them.
+# Variables that describe a scheduler's job to mpirun. Mpirun reads all variables of one kind together; ranks read
+# none of them.
 _JOB = re.compile("(SLURM|PBS|LSB|FLUX|PMIX|PMI)_.+")
-_SHOWN = 4  # most shown variables of one kind
+_SHOWN = 4  # the most variables of one kind to show
 
 
 def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
-    """Return the variables that are set, in kinds that are right or wrong as a whole. With ``of_ranks``, leave out
-    variables that only mpirun reads.
+    """Return those variables that are set, by kind. The variables of one kind are all right or all wrong. With
+    ``of_ranks``, leave out variables that only mpirun reads.
     """
     kinds: dict[str, list[str]] = {}
     for name in sorted(os.environ):
@@ -39,7 +40,7 @@ def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
 
 
 def listed(kinds: Collection[list[str]]) -> str:
-    """Return variables with their values."""
+    """Return a text that lists variables with their values."""
     return ", ".join(text for names in kinds for text in _shown(names))
 
 
@@ -51,19 +52,19 @@ def _shown(names: list[str]) -> Iterator[str]:
 
 
 def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] | None:
-    """Return which variables keep MPI from starting, and what to do. Return ``None`` if MPI starts with all of them, or
-    does not start even without any of them. ``begun``: whether mpirun has started ranks of the job that has failed."""
+    """Return which variables keep MPI from starting, and what to do. Return ``None`` if MPI starts with all variables,
+    or does not start even without any. ``begun`` tells whether mpirun has started ranks of the job that has failed."""
     kinds = suspects(of_ranks=begun)
     every = {name for names in kinds.values() for name in names}
     if not kinds or _starts(mpirun, set()) or not _starts(mpirun, every):
         return None
-    # if two variables are wrong only together, all variables are named
+    # If two variables are wrong only together, all variables are named.
     wrong = [
         kind for kind, names in kinds.items() if not _starts(mpirun, every - {*names})
     ] or list(kinds)
     found = listed([kinds[kind] for kind in wrong])
     remedy = f"unset {' '.join(wrong)}"
-    if not {*wrong} <= every:  # set by a scheduler
+    if not {*wrong} <= every:  # a scheduler has set some of these variables
         remedy += ", if this is not part of the scheduler's job"
     return (
         f"MPI does not start with {found} in the environment, but starts without",

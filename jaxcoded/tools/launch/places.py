@@ -1,4 +1,4 @@
-"""The options for mpirun and hosts of commands that start ranks."""
+"""The command-line options for mpirun and hosts, for commands that start ranks."""
 
 import dataclasses
 import os
@@ -11,19 +11,21 @@ import click
 
 from jaxcoded.tools.launch import launcher
 
-# Variables from which mpirun learns hosts by itself: set by Slurm, PBS, LSF and Grid Engine, or naming a user's file.
+# Variables from which mpirun itself learns hosts. Slurm, PBS, LSF and Grid Engine set them, or the user sets them to
+# name a file.
 OTHERS = (
     *("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "LSB_DJOB_HOSTFILE", "PE_HOSTFILE"),
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     "OMPI_MCA_orte_default_hostfile",
 )
-# A name that mpirun and ssh do not take for an option, and a number; Open MPI's a:auto
-# means the number of cores.
+# A name that mpirun and ssh cannot mistake for an option, and a number. In Open MPI,
+# a:auto means as many ranks as a has cores.
 _PLACES = re.compile(r"[^\s:-][^\s:]*(:(\d{1,9}|\*|auto))?", re.ASCII)
 
-# The option for the number of ranks, with the names that it has in mpiruns.
+# The option for the number of ranks, with all names that it has in different mpiruns.
 RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
-# The most ranks of a job: an mpirun takes 2**32 + 1 for 1, and the simulator needs 2 GB for this many.
+# The most ranks of a job. Some mpirun reads 2**32 + 1 as 1, and the simulator needs 2 GB for this many
+# ranks.
 MOST_RANKS = 2_000_000
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
 
@@ -74,7 +76,8 @@ class Places:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the hosts with ranks: empty if only this host has ranks, ``None`` if they are unknown."""
+        """Return the names of the hosts with ranks. They are empty if only this host has ranks, and ``None`` if they
+        are unknown."""
         if not self.away:
             return ()
         if self.hosts is None:
@@ -83,8 +86,8 @@ class Places:
 
 
 def chosen(ranks: int, hosts: str | None, hostfile: str | None) -> Places:
-    """Return where to start this many ranks: on the given hosts, otherwise on the Slurm job's. Raise a ValueError if a
-    host's name is invalid, the hosts have fewer places, or the file cannot be read."""
+    """Return where to start this many ranks: on the given hosts or, if none are given, on the Slurm job's hosts. Raise
+    a ValueError if a host's name is invalid, if the hosts have too few places, or if the file cannot be read."""
     asked = launcher.listed(hosts, hostfile)
     if hosts is not None:
         _check(ranks, hosts)
@@ -101,7 +104,8 @@ def _check(ranks: int, hosts: str) -> None:
             )
     counts = [re.fullmatch(r"[^:]+:(\d+)", each) for each in hosts.split(",")]
     room = sum(int(count[1]) for count in counts if count)
-    if all(counts) and room < ranks:  # a host without a number takes any number
+    # a host without a number accepts any number of ranks
+    if all(counts) and room < ranks:
         fewer = f", or say -n {room}" if room else ""
         raise ValueError(
             f"--hosts {hosts} has room for {room} of {ranks} ranks: give more hosts, or more places on them{fewer}"
@@ -109,20 +113,22 @@ def _check(ranks: int, hosts: str) -> None:
 
 
 def mpirun_finds_hosts() -> bool:
-    """Return whether mpirun may find hosts other than this one if none are given."""
+    """Return whether mpirun may find other hosts by itself if none are given."""
     return any(name in os.environ for name in OTHERS)
 
 
 def of_slurm() -> str | None:
     """Return the hosts of this process's Slurm job with their numbers of tasks:
-    ``"a:2,b:2"``; ``None`` without a job, or if it has only this host.
+    ``"a:2,b:2"``. Return ``None`` if there is no Slurm job, or if it has only this
+    host.
     """
     listed = os.environ.get("SLURM_JOB_NODELIST")
     if not listed:
         return None
     try:
         said = launcher.asked("scontrol", "show", "hostnames", listed)
-    except (OSError, subprocess.SubprocessError):  # as in a container
+    except (OSError, subprocess.SubprocessError):
+        # scontrol is missing or fails, for example in a container
         return None
     names = said.stdout.split()
     if said.returncode or names in ([], [os.environ.get("SLURMD_NODENAME")]):
@@ -130,7 +136,7 @@ def of_slurm() -> str | None:
     tasks: list[str] = []
     for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
         if found := _TASKS.fullmatch(each):
-            # one entry more than there are hosts is enough to show a mismatch
+            # One entry more than there are hosts suffices to show a mismatch.
             tasks += [found[1]] * min(int(found[2] or 1), len(names) + 1)
     if len(tasks) != len(names):
         return ",".join(names)

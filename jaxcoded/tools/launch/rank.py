@@ -1,10 +1,11 @@
-"""Start a rank's program as a child process, with the rank's GPUs and the job's shared memory. Report its beginning and
-end to `jaxcoded run`, and end in the same way.
+"""Start a rank's program as a child process, with the rank's GPUs and the job's shared memory. Report the program's
+beginning and end to `jaxcoded run`, and end in the same way as the program.
 
-It runs without the package: `python -I -S rank.py COMMAND...`.
+This file runs without the package: `python -I -S rank.py COMMAND...`.
 
 Launchers signal a rank's process group, to which this process and the program belong. So the program gets the same
-signals as without this process, and this process ignores them. If this process is killed, the program is killed, too.
+signals as it would without this process. This process ignores the signals. If this process is killed, the program is
+killed, too.
 """
 
 import ctypes
@@ -18,40 +19,43 @@ VARIABLE = "JAXCODED_ENDS"  # HOST:PORT:TOKEN of the listener
 ALL_GPUS = "JAXCODED_ALL_GPUS"  # 1 if each rank sees all GPUs of its host
 # the job's directory for shared memory, on the host that started the job
 SHARED_MEMORY = "JAXCODED_SHARED_MEMORY"
-# 1 if mpirun survives the death of a rank that others have started (`jaxcoded.group.membership.joining`)
+# 1 if mpirun survives the death of a rank that other ranks have started
+# (`jaxcoded.group.membership.joining`)
 TAKES_IN = "JAXCODED_TAKES_IN"
-# The words of this process's command before the program's, one per line: for ranks that
-# start others
+# The words of this process's command that precede the program's command, one per line.
+# Ranks that start other ranks need them.
 STARTER = "JAXCODED_STARTER"
-# START:… for ranks that other ranks have started; equal for all ranks that were started together
+# START:… on ranks that other ranks have started; START is equal on all ranks that were started
+# together
 JOINS = "JAXCODED_JOINS"
-GOES_ON = "JAXCODED_GOES_ON"  # 1 if the others continue without a rank that ends
-# PID:DESCRIPTOR, this process and a pipe. The child writes to the pipe when it enters its first group, when an error
-# has ended its program, when it leaves MPI, and when it ends the job
+GOES_ON = "JAXCODED_GOES_ON"  # 1 if the other ranks continue without a rank that ends
+# PID:DESCRIPTOR: this process, and a pipe to it. The child writes to the pipe when it enters its first group, when
+# an error has ended its program, when it leaves MPI, and when it ends the job.
 _PIPE = "JAXCODED_ENDS_JOB"
 _IN_GROUP, _FAILED, _LEFT_MPI, _ENDS_JOB = b"+", b"-", b".", b"!"
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-# a rank's number among the ranks of its host, and how many these are: for Open MPI, and for MPICH
+# A rank's number among the ranks of its host, and the number of ranks of its host: for Open MPI,
+# and for MPICH.
 _LOCAL = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# where Open MPI 5 and 4 put shared memory
+# the settings for the place of shared memory, in Open MPI 5 and 4
 BACKING = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_PATIENCE = 3.0  # seconds for a report
-# seconds for which a joining rank stays, so that its starter sees it
-# (`jaxcoded.group.membership.joining`)
+_PATIENCE = 3.0  # seconds within which a report must be received
+# For how many seconds a rank that joins stays after its program, so that the rank that
+# started it sees it (`jaxcoded.group.membership.joining`).
 _SEEN = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}
 
 
 def main() -> None:
-    """Run the rank; never return."""
+    """Run the rank. This function never returns."""
     ignored = [each for each in signal.Signals if each.name not in _OWN]
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ignored}
-    # Python ignores these itself
+    # Python itself ignores these signals
     before |= dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ), signal.SIG_DFL)
     here = os.getpid()
     heard, pipe = os.pipe()
@@ -73,7 +77,8 @@ def main() -> None:
         os._exit(1)
     _tell("begun")
     _, status = os.waitpid(child, 0)
-    code = os.waitstatus_to_exitcode(status)  # or minus a signal
+    # the status, or minus the number of a signal
+    code = os.waitstatus_to_exitcode(status)
     os.set_blocking(heard, False)
     try:
         said = os.read(heard, 100)
@@ -82,16 +87,19 @@ def main() -> None:
     joins = JOINS in os.environ
     if joins and _IN_GROUP not in said:
         time.sleep(_SEEN)
-    # after an error the program may kill itself, so that the other ranks continue without it: report 1
+    # After an error the program may kill itself, so that the other ranks continue without it. Then
+    # report status 1.
     told = 1 if _FAILED in said and code == -signal.SIGKILL else code
     goes_on = os.environ.get(GOES_ON) == "1"
     can_go_on = _IN_GROUP in said or joins
-    # the other ranks wait for this one to make a group, and Open MPI would let them wait
+    # The other ranks wait for this rank to make a group, and Open MPI would let them
+    # wait forever.
     ends = _ENDS_JOB in said or (code > 0 and goes_on and not can_go_on)
     _tell(f"{told} ends" if ends else told)
     alone = goes_on and can_go_on and _LEFT_MPI not in said
     if code > 0 and alone:
-        code = -signal.SIGKILL  # Open MPI reports no death of a process with a status
+        # Open MPI does not report the death of a process that ends with a status
+        code = -signal.SIGKILL
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file is enough
         if -code != signal.SIGKILL:
@@ -101,34 +109,37 @@ def main() -> None:
 
 
 def _share_in(directory: str) -> None:
-    """Set the directory for shared memory, unless the user has set one. Other hosts do not have the directory."""
+    """Set the directory for shared memory, unless the user has set a directory. Other hosts do not have
+    ``directory``."""
     if os.path.isdir(directory) and not any(name in os.environ for name in BACKING):
         os.environ.update(dict.fromkeys(BACKING, directory))
 
 
 def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
-    """Return which of its host's GPUs a rank gets: as many as every other rank, or one that ranks share."""
+    """Return which of its host's GPUs a rank gets: as many as every other rank or, if there are too few
+    GPUs, one GPU that it shares with other ranks."""
     if each := len(gpus) // ranks:
         return gpus[rank * each : (rank + 1) * each]
     return [gpus[rank * len(gpus) // ranks]]
 
 
 def _divide_gpus() -> None:
-    """Divide the host's GPUs among its ranks: JAX would use the first GPU in all of them."""
+    """Divide the host's GPUs among its ranks. Otherwise JAX would use the first GPU in all
+    ranks."""
     found = [
         [int(os.environ[name]) for name in names]
         for names in _LOCAL
         if all(_is_number(os.environ.get(name, "")) for name in names)
     ]
     gpus = _visible_gpus()
-    # variables of another job may be inconsistent
+    # these variables may come from another job, and be inconsistent
     if not found or not gpus or found[0][0] >= found[0][1]:
         return
     rank, ranks = found[0]
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
     if len(gpus) >= ranks:
         return
-    # otherwise each rank would take most of the GPU's memory when JAX starts
+    # Otherwise each rank would take most of the GPU's memory when JAX starts.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if rank == 0:
         number = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
@@ -146,7 +157,7 @@ def _visible_gpus() -> list[str]:
         gpus = []
         for each in map(str.strip, os.environ[_VISIBLE].split(",")):
             if not each or each.startswith("-"):
-                break  # CUDA ignores the rest
+                break  # CUDA ignores the rest of the list
             gpus.append(each)
         return list(dict.fromkeys(gpus))
     count = ctypes.c_int(0)
@@ -159,7 +170,7 @@ def _visible_gpus() -> list[str]:
 
 
 def number(variables: "os._Environ[str] | dict[str, str]") -> str:
-    """Return the number of a rank from its launcher; -1 if unknown."""
+    """Return the rank's number, as its launcher has set it, or -1 if it is unknown."""
     return next((variables[name] for name in _RANK if name in variables), "-1")
 
 
@@ -174,7 +185,8 @@ def _tell(code: int | str) -> None:
         host, port, token = os.environ.get(VARIABLE, "").rsplit(":", 2)
         with socket.create_connection((host, int(port)), _PATIENCE) as line:
             line.sendall(f"{token} {rank} {code}\n".encode())
-            # wait until the report is received, before the launcher ends other ranks
+            # wait until the report is received: only then may the launcher end other
+            # ranks
             line.recv(1)
     except (OSError, ValueError, OverflowError):  # or an invalid address
         pass

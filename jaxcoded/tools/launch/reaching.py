@@ -1,4 +1,4 @@
-"""Find hosts that `ssh` cannot reach, as mpirun starts its daemons by ssh."""
+"""Find hosts that `ssh` cannot reach, since mpirun starts its daemons by ssh."""
 
 import concurrent.futures
 import contextlib
@@ -12,12 +12,13 @@ from jaxcoded.tools.launch import launcher, places
 
 _SECONDS = 10  # seconds to connect
 _AT_A_TIME = 32
-# Variables of Open MPI and MPICH for a command other than ssh
+# Variables that name a command other than ssh, for Open MPI and MPICH
 _OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
 
 
 def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """Return which hosts `ssh` cannot reach, and the remedy; None if it reaches all."""
+    """Return which hosts `ssh` cannot reach, and the remedy. Return None if it reaches
+    all hosts."""
     away = failures(hosts)
     if not away:
         return None
@@ -30,7 +31,8 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
 
 
 def failures(hosts: Sequence[str]) -> dict[str, str]:
-    """Return ssh's error for each host that it cannot reach; nothing if mpirun does not use ssh."""
+    """Return ssh's error for each host that it cannot reach. Return an empty dictionary if mpirun
+    does not use ssh."""
     if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
         return {}
     names = {re.split(r"[\s:]", each)[0] for each in hosts}
@@ -48,7 +50,8 @@ def _is_here(name: str) -> bool:
         return False
     for family, kind, _, _, address in addresses:
         with (
-            contextlib.suppress(OSError),  # the address belongs to another host
+            # this error means that the address belongs to another host
+            contextlib.suppress(OSError),
             socket.socket(family, kind) as line,
         ):
             line.bind(address)
@@ -57,7 +60,7 @@ def _is_here(name: str) -> bool:
 
 
 def _failure(name: str) -> str:
-    """Return why ssh cannot reach a host; empty if it can."""
+    """Return why ssh cannot reach a host, or an empty text if it can."""
     patience = f"ConnectTimeout={_SECONDS}"
     try:
         job = launcher.asked(

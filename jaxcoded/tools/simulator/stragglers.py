@@ -1,6 +1,7 @@
 """Models of stragglers: how much longer each rank takes in each round.
 
-A model with the same seed slows down a simulated job and a real one (``benchmarks/``) alike.
+With the same seed a model slows down a simulated job and a real job (``benchmarks/``) in the
+same way.
 """
 
 import abc
@@ -18,7 +19,7 @@ import numpy as np
 from jaxcoded import _parse, _require
 from jaxcoded._files import table
 
-# Matches outside of quotes: the quotes that follow are in pairs.
+# A ``+`` outside of quotes: an even number of quotes follows.
 _UNQUOTED = r"""(?=(?:[^'"]|'[^']*'|"[^"]*")*$)"""
 
 
@@ -26,10 +27,11 @@ class Delays(NamedTuple):
     """Delays of the ranks in one round.
 
     Attributes:
-        factor: float64 ``(ranks,)``, multiplies the seconds of work.
-        seconds: float64 ``(ranks,)``, added to them; infinite for a dead rank.
-        stopped: bool ``(ranks,)``, whether the whole process stands still for these seconds, as after SIGSTOP, and
-            passes on no results. Otherwise only its computation is late.
+        factor: float64 ``(ranks,)``, the factor that multiplies the seconds of work.
+        seconds: float64 ``(ranks,)``, seconds that are added to the work; infinite for
+            a dead rank.
+        stopped: bool ``(ranks,)``, whether the whole process is stopped for these seconds, as after SIGSTOP, and
+            relays no results. Otherwise only the rank's computation is late.
     """
 
     factor: np.ndarray
@@ -37,8 +39,8 @@ class Delays(NamedTuple):
     stopped: np.ndarray
 
     def time(self, work: np.ndarray | float) -> np.ndarray:
-        """Return the seconds until the ranks have done this many seconds of work. A rank without work is late only if
-        its process stands still."""
+        """Return the seconds until each rank has done this many seconds of work. A rank without work is late only if
+        its process is stopped."""
         seconds = work * self.factor + self.seconds
         return np.where((np.asarray(work) > 0) | self.stopped, seconds, 0.0)
 
@@ -48,7 +50,7 @@ class Stragglers(abc.ABC):
 
     @abc.abstractmethod
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        """Yield the delays of ``size`` ranks in each round, without end.
+        """Yield the delays of ``size`` ranks in each round. The iterator never ends.
 
         Args:
             size: number of ranks.
@@ -80,7 +82,7 @@ class Both(Stragglers):
     second: Stragglers
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        # equal models in a sum must be independent of each other
+        # Equal models in a sum must draw independently of each other.
         seeds = np.random.SeedSequence(seed).generate_state(2)
         pairs = zip(
             self.first.rounds(size, int(seeds[0])),
@@ -104,12 +106,13 @@ class NoStragglers(Stragglers):
 class Exponential(Stragglers):
     """The shifted exponential model of the papers: work ``w`` takes ``w (1 + x) + y``.
 
-    CodedReduce (Reisizadeh et al. 2021, §IV) has ``a w + Exp(mean w/μ)``: ``work =
-    1/(a μ)``. Ye & Abbe 2018 (§VI) add a message's time, which is exponential too.
+    CodedReduce (Reisizadeh et al. 2021, §IV) uses ``a w + Exp(mean w/μ)``, which is
+    this model with ``work = 1/(a μ)``. Ye & Abbe 2018 (§VI) add a message's time, which
+    is also exponential.
 
     Attributes:
-        work: mean of ``x``, exponential, as a multiple of the work.
-        seconds: mean of ``y``, exponential.
+        work: mean of ``x``, which is exponential, as a multiple of the work.
+        seconds: mean of ``y``, which is exponential.
     """
 
     work: float = 0.5
@@ -133,7 +136,8 @@ class Pareto(Stragglers):
     ``P(x > t) = (1 + t / scale) ** -shape``.
 
     Attributes:
-        shape: the smaller, the heavier the tail. Up to 1 the mean is infinite, up to 2 the variance.
+        shape: the smaller the shape, the heavier the tail. For a shape up to 1 the mean is infinite;
+            up to 2 the variance is infinite.
         scale: the scale of ``x``, as a multiple of the work.
     """
 
@@ -179,13 +183,13 @@ class FixedSlow(Stragglers):
 class Bursty(Stragglers):
     """Every rank is a Markov chain of two states, usual and slow, as on shared machines.
 
-    In the long run the part ``begin / (begin + end)`` of the ranks is slow, each for
-    ``1 / end`` rounds on average.
+    In the long run the fraction ``begin / (begin + end)`` of the ranks is slow. A rank
+    is slow for ``1 / end`` rounds on average.
 
     Attributes:
         begin: probability that a usual rank is slow in the next round.
         end: probability that a slow rank is usual again in the next round.
-        factor: what multiplies the work of a slow rank.
+        factor: the factor that multiplies the work of a slow rank.
     """
 
     begin: float = 0.01
@@ -214,12 +218,12 @@ class Measured(Stragglers):
     """Measured numbers, repeated without end.
 
     Attributes:
-        factors: float64 ``(rounds, ranks)``, multiply the work; infinite for a dead rank. Columns repeat if there are
-            more ranks.
+        factors: float64 ``(rounds, ranks)``, factors that multiply the work; infinite for a dead rank. If there are
+            more ranks than columns, columns repeat.
         seconds: the numbers are seconds to add, not factors.
 
     Raises:
-        ValueError: the array has another shape, or a number is negative or NaN.
+        ValueError: the array does not have two axes, or a number is negative or NaN.
 
     Example:
         >>> from jaxcoded.tools.simulator.stragglers import Measured
@@ -242,7 +246,8 @@ class Measured(Stragglers):
             dead = np.isinf(row)
             if self.seconds:
                 yield _delays(size, None, row, dead)
-            else:  # not as a factor, which would not delay a rank without work
+            else:
+                # add infinite seconds, since a factor would not delay a rank without work
                 factor = np.where(dead, 1.0, row)
                 yield _delays(size, factor, np.where(dead, np.inf, 0.0), dead)
 
@@ -252,8 +257,8 @@ class Trace(Stragglers):
     """Measured numbers from a file, repeated without end (`Measured`).
 
     Attributes:
-        path: a file of numbers, one line for each round and a column for each rank: ``.npy``, or text with commas.
-            Columns repeat if there are more ranks.
+        path: a file of numbers, with a line for each round and a column for each rank: ``.npy``, or text with
+            commas. If there are more ranks than columns, columns repeat.
         seconds: the numbers are seconds to add, not factors.
     """
 
@@ -267,7 +272,8 @@ class Trace(Stragglers):
 
     @property
     def table(self) -> np.ndarray:
-        """Return the numbers, float64 ``(rounds, ranks)``; raise a ValueError with the path for anything else."""
+        """Return the numbers in the file, float64 ``(rounds, ranks)``. Raise a ValueError that names the path if
+        the file has no such table."""
         return _table(str(self.path), table(self.path))
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
@@ -282,7 +288,7 @@ class Stopped(Stragglers):
         ranks: their numbers, negative ones from the end.
         round: the round in which they are stopped, from 1.
         seconds: how long they are stopped.
-        every: they are stopped again after this many rounds; 0: never.
+        every: the number of rounds after which they are stopped again; 0: never.
     """
 
     ranks: tuple[int, ...] = (-1,)
@@ -313,7 +319,7 @@ class Killed(Stragglers):
 
     Attributes:
         ranks: their numbers, negative ones from the end.
-        round: their last round, from 1.
+        round: the round in which they die, from 1.
     """
 
     ranks: tuple[int, ...] = (-1,)
@@ -349,11 +355,13 @@ def named(text: str) -> Stragglers:
     """Return the model that a text names.
 
     Args:
-        text: such as ``"pareto(shape=1.5, scale=0.2)"``: a key of `MODELS`, with keyword
-            arguments that are Python literals. Several such texts may be joined by ``+``.
+        text: a key of `MODELS`, with keyword arguments that are Python literals, such as
+            ``"pareto(shape=1.5, scale=0.2)"``. Texts of several models may be joined by
+            ``+``.
 
     Raises:
-        ValueError: there is no such name or argument. The message contains the text.
+        ValueError: there is no model with this name, or it has no such argument. The
+            message contains the text.
 
     Example:
         >>> from jaxcoded.tools.simulator import stragglers
@@ -363,7 +371,7 @@ def named(text: str) -> Stragglers:
     """
     _parse.check_text("model", text)
     models = []
-    # not at the plus of a number such as 1e+3, nor at one in quotes
+    # Do not split at the plus of a number such as 1e+3, nor at a plus in quotes.
     for part in re.split(r"\+(?=\s*[^\W\d])" + _UNQUOTED, text):
         name, arguments = _parse.parsed("model", part, MODELS)
         _parse.check_arguments("model", part, MODELS[name], arguments)
@@ -375,7 +383,8 @@ def named(text: str) -> Stragglers:
 
 
 def as_model(given: Stragglers | str | None) -> Stragglers:
-    """Return a model, also from a text (see `named`) or ``None``; raise a TypeError for anything else."""
+    """Return a model, given a model, a text (see `named`) or ``None``. Raise a TypeError for other
+    values."""
     if given is None:
         return NoStragglers()
     if isinstance(given, str):
@@ -391,7 +400,7 @@ def as_model(given: Stragglers | str | None) -> Stragglers:
 def _ranks(ranks: Any) -> tuple[int, ...]:
     try:
         numbers = np.atleast_1d(ranks)
-    except ValueError:  # rows that differ in length
+    except ValueError:  # rows of unequal lengths
         numbers = np.array([np.nan])
     if numbers.size and numbers.dtype.kind not in "iu":
         raise ValueError(f"ranks must be integers, got {ranks!r}")
@@ -418,7 +427,7 @@ def _table(what: str, numbers: Any) -> np.ndarray:
 
 
 def _within(ranks: tuple[int, ...], size: int) -> list[int]:
-    """Return the ranks without negative numbers."""
+    """Return the ranks with negative numbers replaced: -1 is the last rank."""
     for rank in ranks:
         if not -size <= rank < size:
             raise ValueError(f"there is no rank {rank} among {size}")
