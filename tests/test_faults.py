@@ -1479,7 +1479,7 @@ def test_a_strategy_for_just_its_ranks_is_an_error_that_asks_for_another(tmp_pat
     assert len(lines) == 3, job.stdout
     for line in lines:
         assert "no plan for the 3 ranks that live: Coded(parents=" in line
-        assert "gives parents or codes of single ranks" in line
+        assert "names the parents or codes of single ranks" in line
 
 
 def test_an_error_before_the_first_group_ends_the_job(tmp_path):
@@ -1519,7 +1519,7 @@ def test_ranks_that_want_others_to_join_while_others_recover(tmp_path):
     assert job.returncode == 0, job.stderr
     lines = re.findall(r"<stdout>: (.*)", job.stdout)
     texts = sorted(line.partition(":")[0] for line in lines)
-    theirs = "has called this too late for the other ranks, or these have called something else"
+    theirs = "has called this too late for the other ranks, or the other ranks have called something else"
     assert texts == sorted(
         [
             "True ranks [1, 2] are alive, but have not called extended",

@@ -208,7 +208,7 @@ def test_short_blocks():
     assert said([0.15] * 4) == []
     # the first round compiles; 15 and 16 blocks in 6 ms
     assert said([0.15, 0.006, 0.006, 0.006]) == [
-        "such blocks are short: fewer of them (now blocks=12), or a code would suit better"
+        "these blocks are short: fewer blocks (now blocks=12), or a code would suit better"
     ]
     (line,) = said([0.006] * 4, blocks=1)
     assert line.endswith("short: a code would suit better")

@@ -79,7 +79,7 @@ def polynomial(
     if code.amplification > 10 * usual_amplification(n, s, m):
         warnings.warn(
             f"polynomial with n = {n}, stragglers = {s}, slices = {m}: the amplification "
-            f"{code.amplification:.1e} is far above that of random codes; take "
+            f"{code.amplification:.1e} is far above the amplification of random codes; take "
             "random_generator",
             stacklevel=2,
         )

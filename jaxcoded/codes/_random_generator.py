@@ -98,7 +98,7 @@ def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
     k, rest = divmod(int(loads.sum()), holders)
     if rest or k == 0 or loads.max() > k:
         raise ValueError(
-            f"loads {loads.tolist()} must add up to a multiple k*(s + m) of s + m = {holders}, with none above k"
+            f"loads {loads.tolist()} must add up to a multiple k*(s + m) of s + m = {holders}, and no load may be above k"
         )
     check_size(n, k)
     support = np.zeros((n, k), bool)

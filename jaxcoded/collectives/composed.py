@@ -1,4 +1,4 @@
-"""The JAX primitive for sums over the global batch. JAX can differentiate such a sum any
+"""The JAX primitive for sums over the global batch. JAX can differentiate these sums any
 number of times.
 
 A sum adds up a function over the examples. The function has three inputs: the examples,

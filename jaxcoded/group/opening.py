@@ -131,7 +131,7 @@ def agreed_transport(
     except ImportError as error:
         reason = f'transport="mpi4jax" cannot be used: {error}'
         if words:
-            reason += f". Nor can the engine: {words}"
+            reason += f". The engine cannot be used either: {words}"
     else:
         reason = cuda_aware.why_not()
     if reasons := list(filter(None, gathered(comm, reason))):

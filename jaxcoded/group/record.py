@@ -34,7 +34,7 @@ class Record:
     and the blocks of each rank.
 
     Attributes:
-        request: those of the two arguments that were given, by name.
+        request: the arguments ``record`` and ``replay``, as far as they were given, by name.
     """
 
     def __init__(self, path: Path | None, replay: Path | None) -> None:

@@ -298,9 +298,9 @@ class Telemetry:
                 f"{_format.seconds(each)} each"
             )
             if each < _SHORT:
-                fewer = f"fewer of them (now blocks={placement.blocks}), or "
+                fewer = f"fewer blocks (now blocks={placement.blocks}), or "
                 lines.append(
-                    f"such blocks are short: {fewer * (placement.blocks > 1)}a code "
+                    f"these blocks are short: {fewer * (placement.blocks > 1)}a code "
                     "would suit better"
                 )
         if not self.divided.any():

@@ -203,7 +203,7 @@ class CodeTree(Strategy, named=False):
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
         if self.parents is not None or self._names_ranks:
             raise ValueError(
-                f"{self!r} gives parents or codes of single ranks, so it cannot be used for other ranks"
+                f"{self!r} names the parents or codes of single ranks, so it cannot be used for other ranks"
             )
         return super().for_others(speeds)
 

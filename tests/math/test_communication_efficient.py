@@ -272,7 +272,9 @@ def test_polynomial_codes_beyond_float64_are_refused(n, s, m):
 
 
 def test_a_polynomial_code_that_amplifies_far_more_than_random_ones_warns():
-    with pytest.warns(UserWarning, match=r"n = 16, .* far above that of random codes"):
+    with pytest.warns(
+        UserWarning, match=r"n = 16, .* far above the amplification of random codes"
+    ):
         codes.polynomial(16, 1, 8 - 2)
 
 

@@ -248,8 +248,8 @@ class Roll:
             if verdict.known[self._rank] in (State.MISSING, State.LEFT):
                 so = ", which wanted to put it out" if verdict.put_out else ""
                 raise CodedError(
-                    f"rank {self._rank} has called this too late for the other ranks{so}, or these have called something "
-                    "else: make the same call on all ranks after the same step"
+                    f"rank {self._rank} has called this too late for the other ranks{so}, or the other ranks have called "
+                    "something else: make the same call on all ranks after the same step"
                 )
             raise CodedError(self._in_words(verdict.known, visit.what, verdict.put_out))
         if silent is not None:

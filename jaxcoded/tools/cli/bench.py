@@ -36,13 +36,13 @@ _MANY = 32  # the most rows of a table
 @click.option(
     *places.RANKS,
     type=int,
-    help="Number of ranks to start. Without it, the command measures the job that it runs in.",
+    help="Number of ranks to start. Without this option the command measures the job in which it runs.",
 )
 @places.options
 @click.option(
     "--save",
     metavar="FILE",
-    help="Write what was measured, as JSON, for jaxcoded plan --measured FILE.",
+    help="Write the measurement to FILE as JSON, for jaxcoded plan --measured FILE.",
 )
 @output.json_option
 def command(

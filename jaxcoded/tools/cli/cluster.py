@@ -119,12 +119,12 @@ _OPTIONS = (
     click.Option(
         [*places.RANKS],
         type=int,
-        help=f"Ranks in the job, up to {places.MOST_RANKS:,}. Default: as many as in the --measured file.",
+        help=f"Number of ranks in the job, up to {places.MOST_RANKS:,}. Default: the number in the --measured file.",
     ),
     click.Option(
         ["--payload"],
         metavar="BYTES",
-        help="Bytes that every step sums, such as 4e6 or 4MB.",
+        help="Number of bytes that every step sums, such as 4e6 or 4MB.",
     ),
     click.Option(
         ["--parameters"],
@@ -148,47 +148,51 @@ _OPTIONS = (
         ["--model"],
         metavar="MODEL",
         help="Model of the stragglers: one of the models below, such as 'pareto(shape=1.5)' or 'bursty(begin=0.01) + "
-        "fixed(factor=3)'. Default: the stragglers in the --measured file; without one, none.",
+        "fixed(factor=3)'. Default: the stragglers in the --measured file; without this file, no stragglers.",
     ),
     click.Option(
         ["--trace"],
         type=_FILE,
-        help="Instead of --model: a file that tells how many times as long each rank took in each step. It has a line "
-        "for each step and a column for each rank; .npy or text with commas.",
+        help="Instead of --model: a file of factors: how many times as long as usual each rank took in each step. It "
+        "has a line for each step and a column for each rank; .npy or text with commas.",
     ),
     click.Option(
         ["--measured"],
         type=_FILE,
-        help="Links and ranks that jaxcoded bench --save has measured.",
+        help="File with the links and ranks that jaxcoded bench --save has measured.",
     ),
     click.Option(
         ["--costs"],
         type=_FILE,
-        help="What each example of the data set costs, such as its length, if the costs are unequal and known: .npy "
-        "or text with commas. Batches are then divided by cost.",
+        help="File with the cost of each example of the data set, such as its length, if costs are unequal and "
+        "known: .npy or text with commas. Batches are then divided by cost.",
     ),
-    click.Option(["--batch-size"], type=int, help="Examples of a batch, with --costs."),
+    click.Option(
+        ["--batch-size"],
+        type=int,
+        help="Number of examples in a batch; only with --costs.",
+    ),
     click.Option(
         ["--gigabits"],
         type=float,
-        help=f"Gb/s of a link. Default: as measured, otherwise {_GIGABITS:g}.",
+        help=f"Gb/s of a link. Default: the measured value, or {_GIGABITS:g} without --measured.",
     ),
     click.Option(
         ["--send-gigabits"],
         type=float,
-        help="Gb/s that a port can send. Default: as much as it can receive.",
+        help="Gb/s that a port can send. Default: as much as the port can receive.",
     ),
     click.Option(
         ["--latency"],
         type=float,
-        help="Seconds until a small message arrives. Default: as measured, otherwise 50e-6.",
+        help="Seconds until a small message arrives. Default: the measured value, or 50e-6 without --measured.",
     ),
     click.Option(
         ["--seed"],
         type=int,
         default=0,
         show_default=True,
-        help="Seed of the draws, and of random codes.",
+        help="Seed of the random draws and of random codes.",
     ),
 )
 

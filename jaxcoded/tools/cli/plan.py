@@ -49,7 +49,7 @@ _LEGEND = (
 @click.option(
     "--reading",
     metavar="SECONDS",
-    help="Time in which a rank would read the whole batch; in every step a rank reads the data that it holds. "
+    help="Time that a rank would take to read the whole batch. In every step each rank reads the data that it holds. "
     "Default: 0.",
 )
 @click.option(

@@ -33,12 +33,12 @@ from jaxcoded.tools.terminal import lines
     "--ft",
     "fault_tolerant",
     is_flag=True,
-    help="The other ranks continue when a rank is killed. Needs Open MPI 5, which reports deaths.",
+    help="Let the other ranks continue when a rank is killed. This needs Open MPI 5, which reports deaths.",
 )
 @click.option(
     "--on-error",
     type=click.Choice(["abort", "go-on"]),
-    help="What the other ranks do after a rank's uncaught error. Default: abort; with --ft: go-on.",
+    help="What the other ranks do after an uncaught error on a rank. Default: abort; with --ft: go-on.",
 )
 @places.options
 @click.option(
@@ -54,17 +54,21 @@ from jaxcoded.tools.terminal import lines
 @click.option(
     "--all-gpus",
     is_flag=True,
-    help="Each rank sees all GPUs of its host, instead of some of them. The program must choose one, or all ranks "
-    "take the first.",
+    help="Let each rank see all GPUs of its host, instead of some of them. The program must choose a GPU, or all ranks "
+    "use the first GPU.",
 )
-@click.option("--plain", is_flag=True, help="Print lines without their ranks.")
+@click.option(
+    "--plain", is_flag=True, help="Print lines of output without their ranks."
+)
 @click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="At the end print on standard error, as one line of JSON, how each rank ended.",
+    help="At the end, print a line of JSON on standard error that says how each rank ended.",
 )
-@click.option("-m", "module", is_flag=True, help="PROGRAM is the name of a module.")
+@click.option(
+    "-m", "module", is_flag=True, help="PROGRAM is the name of a Python module."
+)
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(

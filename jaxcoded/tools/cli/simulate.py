@@ -40,13 +40,17 @@ _BALANCED, _BLIND = "uncoded, balanced", "uncoded, costs ignored"
     "'Uncoded()'.",
 )
 @click.option(
-    "--rounds", type=int, default=500, show_default=True, help="Steps to simulate."
+    "--rounds",
+    type=int,
+    default=500,
+    show_default=True,
+    help="Number of steps to simulate.",
 )
 @click.option(
     "--picture",
     "path",
     metavar="FILE",
-    help=f"Draw how long steps take: {', '.join(_PICTURES)}.",
+    help=f"Draw a picture of how long steps take, to a file that ends with {' or '.join(_PICTURES)}.",
 )
 @output.json_option
 def command(

@@ -42,7 +42,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--hostfile",
             metavar="FILE",
-            help="A file of hosts, in the form that the MPI reads.",
+            help="A file that lists hosts, in the format that the MPI reads.",
         ),
         click.option(
             "--hosts",

@@ -23,7 +23,7 @@ _GAP = 2  # spaces between columns
 _OPEN_MPI = "OMPI_COMM_WORLD_RANK"
 
 
-json_option = click.option("--json", is_flag=True, help="Print JSON instead.")
+json_option = click.option("--json", is_flag=True, help="Print JSON instead of text.")
 
 
 def say(words: str = "") -> None:
