@@ -19,7 +19,7 @@ def adaptive(
     gradient. If ``δ ≤ s`` children are missing, the parent decodes from the beginnings
     of the present children's messages. Each beginning is ``1/(d−δ)`` as long as a
     gradient, so the parent needs whole messages only for ``δ = s``. Shorter beginnings
-    do not suffice for any ``δ``, as the bound for `random_generator` shows. This is
+    do not suffice for any ``δ`` (Ye and Abbe 2018; see `random_generator`). This is
     adaptive gradient coding as in Cao et al. 2020 (arXiv 2006.04845), with the
     construction in ``docs/theory.md``.
 

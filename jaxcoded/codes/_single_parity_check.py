@@ -6,8 +6,8 @@ from jaxcoded.codes._linear import of_groups
 
 
 def single_parity_check(n: int, slices: int) -> GradientCode:
-    """Return a code of groups of ``m+1`` children: ``m`` of them send one slice each of
-    the group's sum, and the last child sends the sum of these slices. This is an
+    """Return a code of groups of ``m+1`` children: ``m`` children send one slice each
+    of the group's sum, and the last child sends the sum of these slices. This is an
     ``[m+1, m, 2]`` code.
 
     In each group any one child may be missing. The coefficients are then 0, 1 and −1.

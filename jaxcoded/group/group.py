@@ -362,7 +362,7 @@ class CodedGroup:
                 a NumPy array or an object with the buffer protocol or DLPack. Only
                 ratios count. Each rank then begins with its part of the total cost
                 instead of its part of the examples. This part is cut into blocks of
-                about the same cost (``docs/sharing.md``). Default: all cost the same.
+                about the same cost (``docs/sharing.md``). Default: all examples cost the same.
 
         Raises:
             TypeError: ``costs`` are not numbers.
@@ -800,8 +800,8 @@ class CodedGroup:
         if error is None:
             group.close()
         elif not group.closed:
-            # The other ranks may be in any call: do not wait for them. Keep the
-            # communicator, so that their calls on it can fail.
+            # The other ranks may be in any call, so do not wait for them. Keep the
+            # communicator, so that the other ranks' calls on it can fail.
             group._session.withdraw(error)
 
     def __repr__(self) -> str:

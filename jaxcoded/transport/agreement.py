@@ -93,8 +93,8 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
 
 
 def in_words(said: Sequence[str], what: str) -> str:
-    """Return a text that has the difference between descriptions, what it means
-    (``what``), and each description."""
+    """Return a text that has the difference between descriptions, what the difference
+    means (``what``), and each description."""
     answers = list(dict.fromkeys(said))
     who = []
     for answer in answers:
@@ -158,7 +158,7 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
     class would raise an unclear error, or run unknown code.
     """
     mine = _bytes(value)
-    # Zeros, so that missing data is invalid JSON.
+    # Begin with zeros, so that data that does not arrive is invalid JSON.
     lengths = np.zeros(comm.size, np.int64)
     # This call blocks: while the engine's thread ran, Open MPI 5.0 once lost a
     # non-blocking gather between hosts.

@@ -119,8 +119,8 @@ def _release(version: str) -> str:
 
 
 class Engine(Transport):
-    """The transport of one group that uses the engine. Collective. ``options`` have no
-    ``None`` in place of defaults."""
+    """The transport of one group that uses the engine. Collective. ``options`` is a
+    result of `Options.complete`."""
 
     name = "engine"
     can_lag = True
@@ -407,9 +407,8 @@ class Engine(Transport):
         return self._ask("drained", seconds)
 
     def rounds_of_all(self) -> int:
-        """Return how many rounds of this rank are over, for all ranks. If a round
-        failed on this rank alone, and not on the root, this round and all later rounds
-        are not counted.
+        """Return how many of this rank's rounds are over. A round that failed on this
+        rank alone, and not on the root, does not count, nor does any later round.
         """
         return self._ask("rounds_of_all")
 

@@ -244,8 +244,8 @@ class OldRanks:
                 raise CodedError(_has_not(rank, its))
 
     def _word_of(self, rank: int) -> str | None:
-        """Return why a new rank has failed. Return an empty text if it has not failed,
-        and None if there is no message yet."""
+        """Return why a new rank has failed. Return an empty text if the rank reports
+        success, and None if no message has arrived."""
         assert self._new is not None
         try:
             said = self._new.heard(rank)

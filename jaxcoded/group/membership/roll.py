@@ -278,7 +278,7 @@ class Roll:
             try:
                 for answer in self._to_caller.all_heard(rank):
                     self._count(rank, answer)
-                # messages after a verdict are for the next visit
+                # messages that follow a verdict are for this rank's next visit
                 while (
                     not self._is_answered(rank)
                     and (message := self._from_caller.heard(rank)) is not None

@@ -199,7 +199,7 @@ def _shared_memory() -> Finding:
 
 
 def _limit(name: str) -> str:
-    """Return a limit of the container, with control groups of version 2."""
+    """Return a limit that the container's control group (version 2) sets, as text."""
     try:
         return (_CONTROL / name).read_text().strip()
     except OSError:

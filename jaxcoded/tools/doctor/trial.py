@@ -1,4 +1,4 @@
-"""Call a real all-reduce on the ranks that `jaxcoded doctor` starts; rank 0 reports the
+"""Run a real all-reduce on the ranks that `jaxcoded doctor` starts; rank 0 reports the
 results."""
 
 import ctypes

@@ -56,8 +56,8 @@ def ideal_seconds(
         with np.errstate(divide="ignore", invalid="ignore"):
             speeds = np.where(np.isfinite(begins), 1 / delays.factor[order], 0.0)
             head_start = np.cumsum(np.where(speeds > 0, begins * speeds, 0.0))
-            # Compute the time for the first one, two, … ranks that begin. The right number gives the
-            # shortest time.
+            # Compute the time if only the first one, two, … ranks to begin took part. The actual
+            # number of ranks gives the shortest time.
             at = number % len(works)
             all_work = np.nanmin(
                 (works[at] + head_start) / np.cumsum(speeds), initial=np.inf

@@ -88,8 +88,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """Return the layout of a plan. If neither the number of children nor their copies decide whether a code can
-        decode, any ``n − s`` children count as enough.
+        """Return the layout of a plan. Some codes decide by more than the number of children, or of copies, whether
+        they can decode. For these codes any ``n − s`` children count as enough.
 
         Example:
             >>> import jaxcoded

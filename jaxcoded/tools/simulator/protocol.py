@@ -79,8 +79,8 @@ def simulate(
         layout: the tree, as a `Layout`; or a `Ring`.
         network: the ports and links.
         payload: bytes that are summed.
-        work: seconds that one usual rank would take for the whole batch. Each rank takes the fraction of this time
-            that its load is, slowed down by ``stragglers``.
+        work: seconds that one usual rank would take for the whole batch. Each rank takes its load times these
+            seconds, slowed down by ``stragglers``.
         stragglers: a model, or the text that names a model. Default: no stragglers.
         rounds: the number of rounds.
         seed: the seed of the model's draws.

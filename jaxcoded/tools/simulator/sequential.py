@@ -87,8 +87,8 @@ def simulate_sequence(
 
     Args:
         scheme: `GradientCoding`, `SelectiveRepeat` or `Multiplexed`.
-        work: seconds that one usual worker would take for a whole batch. Each worker takes the fraction of this
-            time that its load is, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
+        work: seconds that one usual worker would take for a whole batch. Each worker takes its load times these
+            seconds, slowed down by ``stragglers``. Worker 0 is the model's rank 0.
         stragglers: a model, or the text that names a model. Default: no stragglers. For the delays
             that the authors published (the seconds of each worker with load 0), pass ``trace(path=…,
             seconds=True)``.

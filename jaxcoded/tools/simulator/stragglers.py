@@ -158,7 +158,7 @@ class FixedSlow(Stragglers):
     """The same ranks are slow all the time.
 
     Attributes:
-        ranks: their numbers, negative ones from the end.
+        ranks: their numbers; negative numbers count from the end.
         factor: the factor that multiplies their work.
         seconds: the seconds that are added to their work.
     """
@@ -285,7 +285,7 @@ class Stopped(Stragglers):
     """Processes that are stopped (SIGSTOP) while they compute in one round, and continue later.
 
     Attributes:
-        ranks: their numbers, negative ones from the end.
+        ranks: their numbers; negative numbers count from the end.
         round: the round in which they are stopped, from 1.
         seconds: how long they are stopped.
         every: the number of rounds after which they are stopped again; 0: never.
@@ -318,7 +318,7 @@ class Killed(Stragglers):
     """Processes that die (SIGKILL) while they compute in one round.
 
     Attributes:
-        ranks: their numbers, negative ones from the end.
+        ranks: their numbers; negative numbers count from the end.
         round: the round in which they die, from 1.
     """
 
