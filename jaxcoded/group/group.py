@@ -138,7 +138,7 @@ class CodedGroup:
             'one rank: nothing to plan'
         """
 
-        # import the planner here, as other groups do not need it
+        # Import the planner here, since other groups do not need it.
         from jaxcoded.tools.planner.automatic import Automatic
 
         check_joined()

@@ -220,7 +220,7 @@ class Measured(Stragglers):
     Attributes:
         factors: float64 ``(rounds, ranks)``, factors that multiply the work; infinite for a dead rank. If there are
             more ranks than columns, columns repeat.
-        seconds: the numbers are seconds to add, not factors.
+        seconds: whether the numbers are seconds to add, instead of factors.
 
     Raises:
         ValueError: the array does not have two axes, or a number is negative or NaN.
@@ -259,7 +259,7 @@ class Trace(Stragglers):
     Attributes:
         path: a file of numbers, with a line for each round and a column for each rank: ``.npy``, or text with
             commas. If there are more ranks than columns, columns repeat.
-        seconds: the numbers are seconds to add, not factors.
+        seconds: whether the numbers are seconds to add, instead of factors.
     """
 
     path: str | os.PathLike[str]
