@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoded.group.resemblance import mixed
+from jaxcoded.collectives.marks import mixed
 
 # What the engine tells a rank to do with a block's result.
 _NONE, _ONLY_TOLD = 0, 2

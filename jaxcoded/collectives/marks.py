@@ -8,6 +8,7 @@ So the count is right if all ranks in the sum have the same key. If their keys d
 is wrong by more than rounding explains.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.group import resemblance
-from jaxcoded.group.resemblance import mixed
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.plan.placement import Placement
 
@@ -25,6 +24,10 @@ _MOST = 64  # the largest mark of a block, as a multiple of the smallest mark
 _KEYS = 63
 # lower and upper bound of the largest mark of an atom, as fractions of the batch size
 _LEAST, _LARGEST = 2.0**-12, 2.0**-6
+_OF_EACH = 256  # how many numbers of a leaf are compared
+# log2 of numbers so small that they may consist of rounding errors only
+_SMALL, _SMALLER = math.log2(0.01), -20
+_SWING = 16  # the largest change of the key by one leaf's numbers
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
@@ -73,13 +76,20 @@ def key(
     """
     params, moving = jax.lax.stop_gradient((params, moving))
     out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))
-    scaled = sum((_resembled(each, scaled=True) for each in moving), jnp.float32(0))
-    return (out % _KEYS).astype(jnp.float32) + _resembled(params) + scaled
+    scaled = sum((_resemblance(each, scaled=True) for each in moving), jnp.float32(0))
+    return (out % _KEYS).astype(jnp.float32) + _resemblance(params) + scaled
 
 
 def of_batch(number: Any) -> Any:
     """Return the key for a batch's number without parameters: uint32 from 0 to 62."""
     return 9 * (number % 7) + mixed(number) % 9
+
+
+def mixed(x: Any) -> Any:
+    """Mix the bits, like the end of MurmurHash3."""
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
@@ -105,6 +115,63 @@ def _plain(leaf: Any) -> jax.Array:
     return jax.random.key_data(leaf) if typed else leaf
 
 
-def _resembled(pytree: Any, *, scaled: bool = False) -> jax.Array:
-    leaves = [_plain(leaf) for leaf in jax.tree.leaves(pytree)]
-    return resemblance.of_arrays(jnp, leaves, scaled=scaled)
+def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
+    """Return a float32, mostly from −16 to 16, that depends on the finite numbers of
+    each floating-point array: on a few of these numbers, or with ``scaled`` on all.
+
+    If an array's numbers change by a small relative amount, the result changes by
+    little more than 16 times this amount. Arrays of small numbers count less: below
+    0.01, or with ``scaled`` below a millionth of the largest number.
+    """
+    leaves = map(_plain, jax.tree.leaves(pytree))
+    parts = [
+        _finite(leaf if scaled else _corner(leaf))
+        for leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and leaf.size
+    ]
+    if not parts:
+        return jnp.float32(0)
+    # one leaf after the other, so that arrays on several devices are not gathered
+    largest = [jnp.log2(jnp.max(jnp.abs(x))).astype(jnp.float32) for x in parts]
+    least = jnp.float32(_SMALL)
+    if scaled:
+        least = functools.reduce(jnp.maximum, largest) + _SMALLER
+        least = jnp.where(jnp.isfinite(least), least, 0)  # all numbers are 0
+    out = jnp.float32(0)
+    for number, (x, log) in enumerate(zip(parts, largest)):
+        log = jnp.maximum(log, least)
+        # the square of this root may be beyond the range of the dtype
+        root = jnp.exp2((-log / 2).astype(x.dtype))
+        x = (x * root * root).astype(jnp.float32)  # at most about 1
+        size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
+        out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)
+    return _SWING / math.sqrt(len(parts)) * out
+
+
+def _across(x: jax.Array, number: int) -> jax.Array:
+    """Return the sum of an array's numbers, each with a sign that depends on its place."""
+    place = jnp.full(x.shape, number, jnp.uint32)
+    for axis in range(x.ndim):
+        place = 31 * place + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+    return jnp.sum(jnp.where(mixed(place) & 1 == 1, -x, x))
+
+
+def _finite(leaf: jax.Array) -> jax.Array:
+    """Return a leaf as real numbers, float32 or wider, with 0 in place of NaN and
+    infinities."""
+    if jnp.iscomplexobj(leaf):
+        leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
+    if jnp.finfo(leaf.dtype).bits < 32:
+        leaf = leaf.astype(jnp.float32)
+    return jnp.where(jnp.isfinite(leaf), leaf, 0)
+
+
+def _corner(leaf: jax.Array) -> jax.Array:
+    """Return only the numbers in one corner of a leaf, as there may be many."""
+    last = min(leaf.ndim, 2)
+    ends = (
+        [1] * (leaf.ndim - last) + [round(_OF_EACH ** (1 / last))] * last
+        if last
+        else []
+    )
+    return leaf[tuple(slice(end) for end in ends)]

@@ -123,7 +123,7 @@ def coded_value_and_grad(
             *(params, data, weights, group),
             eps=lambda: _jax_compat.coarsest_eps(losses, params, data),
             name=f"{_NAME}({_require.named(losses)})",
-            words=", of which the mean"
+            words=", as a mean"
             * mean,  # all ranks must agree whether they take the mean
             erasures=erasures,
             token=token,

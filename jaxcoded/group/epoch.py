@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.group import resemblance
+from jaxcoded.group import likeness
 from jaxcoded.group.batch import Batch, number_of_examples, read
 from jaxcoded.group.weights import Weights, assigned
 from jaxcoded.plan import Plan
@@ -56,7 +56,7 @@ class Epoch:
         self._positions, self._weights = assigned(plan, rank, batch_size, multiple)
         self._costs = None if costs is None else checked(costs, n)
         self._cuts = [] if costs is None else plan.strategy.cuts(plan, batch_size)
-        whole, self._likeness = resemblance.of_data(data)
+        whole, self._likeness = likeness.of_data(data)
         order = zlib.crc32(repr((n, batch_size, seed, whole)).encode())
         if self._costs is not None:
             order = zlib.crc32(self._costs.tobytes(), order)

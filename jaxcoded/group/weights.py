@@ -49,7 +49,7 @@ class Weights:
         number: int32, a number that identifies the batch, its epoch and its data set;
             the same on all ranks. It is also a leaf of the pytree.
         likeness: float32, a number that shows whether ranks have different data, since it depends on some numbers of
-            the data set; see `resemblance.of_data`. It is the same on all ranks up to rounding, and also a leaf.
+            the data set; see `likeness.of_data`. It is the same on all ranks up to rounding, and also a leaf.
         batch_size: the number of examples in the global batch.
         plan: the fingerprint of the plan; equal plans have equal fingerprints.
         rank: the rank to which these weights belong.

@@ -13,7 +13,6 @@ from independent import bounded
 
 from jaxcoded import Coded, make_plan
 from jaxcoded.collectives import marks
-from jaxcoded.group import resemblance
 from jaxcoded.plan import atoms
 from jaxcoded.plan.placement import Placement
 
@@ -212,49 +211,3 @@ def test_cotangents_beyond_float32():
                 for each in (x, 1.5 * x, x[::-1].copy())
             ]
             assert len({round(key, 3) for key in keys}) == 3
-
-
-@bounded
-@given(st.integers(1, 50), st.integers(0, 5), st.integers(0, 10**6))
-def test_the_likeness_of_data(examples, features, seed):
-    """Rounding changes the likeness little. Other floats change the likeness, and other
-    integers change the checksum."""
-    rng = np.random.default_rng(seed)
-    x, labels = (
-        rng.normal(size=(examples, features)),
-        rng.integers(10, size=examples),
-    )
-    number, likeness = resemblance.of_data({"x": x, "y": labels})
-    assert likeness.dtype == np.float32 and abs(likeness) <= 17
-    rounded = x * (1 + 1e-7 * rng.uniform(-1, 1, x.shape))
-    same, near = resemblance.of_data({"x": rounded, "y": labels})
-    assert same == number and abs(near - likeness) < 1e-3
-    assert resemblance.of_data({"x": x, "y": labels + 1})[0] != number
-    for dtype in (jnp.bfloat16, np.float32, np.complex64):
-        of_numpy = resemblance.of_data(x.astype(dtype))[1]
-        of_jax = resemblance.of_data(jnp.asarray(x, dtype))[1]
-        assert of_numpy == of_jax
-        if features and dtype != jnp.bfloat16:
-            assert abs(resemblance.of_data((x + 1).astype(dtype))[1] - of_numpy) > 1e-5
-
-
-def test_the_likeness_of_numpy_and_jax():
-    x = np.random.default_rng(0).normal(size=(7, 30)).astype(np.float32)
-    for scaled in (False, True):
-        of_numpy = resemblance.of_arrays(np, [x, x[0]], scaled=scaled)
-        of_jax = resemblance.of_arrays(
-            jnp, [jnp.asarray(x), jnp.asarray(x[0])], scaled=scaled
-        )
-        assert abs(of_numpy - of_jax) < 1e-4
-
-
-def test_data_without_a_likeness():
-    for data in (12, np.ones((3, 0)), np.full(3, "text"), []):
-        assert resemblance.of_data(data) == (0, 0)
-
-    @jax.jit
-    def traced(x):
-        assert resemblance.of_data(x) == (0, 0)
-        return x
-
-    traced(np.ones(3))

@@ -116,8 +116,8 @@ differences = pytest.mark.parametrize(
         (means, "float64[5], divided by 2.0", "float64[5], divided by 3.0"),
         (
             batch_sizes,
-            "for a batch of 20, of which the mean",
-            "for a batch of 19, of which the mean",
+            "for a batch of 20, as a mean",
+            "for a batch of 19, as a mean",
         ),
         (nothing, "coded_allreduce of float64[5]", "coded_allreduce of no leaves"),
         (caught, "float64[5]", "float64[5] after a TypeError in coded_allreduce"),

@@ -645,7 +645,7 @@ def test_a_mean_on_one_rank_alone(group, comm):
     value_and_grad = jaxcoded.coded_value_and_grad(
         lambda w, x: (x - w) ** 2, group, mean=comm.rank == 0
     )
-    with pytest.raises(JaxRuntimeError, match="of which the mean at"):
+    with pytest.raises(JaxRuntimeError, match="as a mean at"):
         finish(value_and_grad(1.0, batch))
 
 

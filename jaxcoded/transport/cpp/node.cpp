@@ -279,7 +279,7 @@ void Node::finish(Outcome outcome, std::string error) {
   outcome_ = outcome;
   // advance the round first: even if an allocation below fails, the next call belongs to the next round
   const Round round = outcome == Outcome::desynchronized ? next_ : next_++;
-  if (up_.call.shared) telemetry_.worked(round, up_.busy, up_.blocks);
+  if (up_.call.shared) telemetry_.worked(round, up_.busy, up_.blocks, own_of_computed());
   if (up_.call.shared && !up_.call.lends()) {
     work_.computed_round = 0;
     work_.computed = up_.share.blocks();

@@ -530,6 +530,8 @@ class Node {
   // Telemetry.
   void sum_complete();
   double own_work() const;
+  double own_of_computed() const;
+  double cost_of(Block block) const;
   void remember_division();
   void on_step_times(Rank from, const Message& message);
   void tell_step_times();

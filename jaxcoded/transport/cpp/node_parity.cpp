@@ -23,7 +23,8 @@ constexpr const char* causes =
 constexpr const char* miscounted =
     ". Some rank's parameters are not those of the others (tree_bcast hands on one rank's), its data are not "
     "(group.epoch and group.batch take the whole data set on each rank, in the same order), it is at another "
-    "batch, or its weights are not those that group.epoch or group.batch gave it. In the backward pass of a sum "
+    "batch, as with another seed, or after a call that the others did not make, or its weights are not those that "
+    "group.epoch or group.batch gave it. In the backward pass of a sum "
     "its loss may also be another function of the sum, with a constant, a random key or a branch of its own. The "
     "result is of no use";
 

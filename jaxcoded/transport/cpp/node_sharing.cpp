@@ -52,8 +52,9 @@ void Node::begin_share() {
 
 void Node::come_for_block(const std::vector<const std::byte*>& own) {
   if (!calling()) return;
-  if (up_.share.computes()) {
+  if (const auto block = up_.share.computes()) {
     ++up_.blocks;
+    up_.cost += cost_of(*block);
     up_.busy += wire_.now() - up_.computing_since;
   }
   const bool tells = up_.share.done() || root() || up_.share.sealed();
@@ -65,6 +66,11 @@ void Node::come_for_block(const std::vector<const std::byte*>& own) {
     for (const std::byte* vector : own) up_.sum_at.push_back(const_cast<std::byte*>(vector));
   }
   if (tells) tell_share();
+}
+
+// Return what a block of the call costs, in units of a usual block.
+double Node::cost_of(Block block) const {
+  return block < up_.call.costs.size() ? up_.call.costs[block] : 1;
 }
 
 std::optional<Work> Node::take_block() {

@@ -105,7 +105,7 @@ void Node::watch_children() {
       if (it.in_program && it.next <= newest_) {
         it.said = true;
         news_.push_back(without() + "; its process answers, so its program is busy or stuck at " +
-                        numbered(it.next));
+                        numbered(it.next) + "; a program that is only slow can skip: see group.lag()");
       } else {
         it = {.called = called, .since = now};
       }

@@ -26,6 +26,18 @@ void Node::remember_division() {
   telemetry_.divided(next_, out);
 }
 
+// Return the cost of this rank's own blocks, as a multiple of the cost of the blocks that it has computed; 0 if it
+// has computed none.
+double Node::own_of_computed() const {
+  if (!up_.blocks) return 0;
+  if (up_.call.costs.empty()) return static_cast<double>(work_.owned) / up_.cost;
+  double own = 0;
+  for (Block block = 0; block < work_.holders.size(); ++block) {
+    if (work_.holders[block].front() == family_.rank) own += cost_of(block);
+  }
+  return own / up_.cost;
+}
+
 // Return the median seconds between calls that this rank took part in; `unknown` without such calls. With
 // shared work, count as if this rank had computed just its own blocks, at the pace of its computed blocks.
 double Node::own_work() const {
@@ -38,8 +50,8 @@ double Node::own_work() const {
     if (!record || record->skipped || !(record->work >= 0)) continue;
     double work = record->work;
     if (record->shared) {
-      if (!record->blocks) continue;
-      work += record->busy / record->blocks * static_cast<double>(work_.owned);
+      if (!record->own) continue;
+      work += record->busy * record->own;
     }
     works.push_back(work);
   }

@@ -144,11 +144,11 @@ class Share {
   }
 
   bool has_blocks() const { return !queue_.empty(); }
-  bool computes() const { return computes_.has_value(); }
+  std::optional<Block> computes() const { return computes_; }
   // Whether the vector must be emptied before anything is added to it.
   bool fresh() const { return fresh_; }
   // Whether the vector may be used as it is. If so, `version` and `blocks` describe it.
-  bool sealed() const { return !progress_.out && queue_.empty() && !computes(); }
+  bool sealed() const { return !progress_.out && queue_.empty() && !computes_; }
   Version version() const { return {progress_.generation, progress_.added}; }
   const std::vector<Block>& blocks() const { return blocks_; }
 

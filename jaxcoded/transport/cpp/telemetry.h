@@ -27,6 +27,7 @@ struct RoundRecord {
   bool loop = false;    // the round computes blocks in a loop, and the next round sums them
   double busy = 0;      // seconds for which this rank computed blocks
   std::uint32_t blocks = 0;  // the number of blocks that this rank computed
+  double own = 0;       // the cost of this rank's own blocks, as a multiple of the cost of those that it computed
 };
 
 // A record for each of the latest rounds. For each child, a record has when the child's message came, and
@@ -55,11 +56,12 @@ class Telemetry {
     record.loop = loop;
   }
   // Record how many blocks of a round this rank has computed, and in how many seconds.
-  void worked(Round round, double seconds, std::uint32_t blocks) {
+  void worked(Round round, double seconds, std::uint32_t blocks, double own) {
     if (!on()) return;
     RoundRecord& record = at(round);
     record.busy = seconds;
     record.blocks = blocks;
+    record.own = own;
   }
   // Record what all members have computed in a round: this rank first, then its children by column.
   void divided(Round round, const std::vector<Computed>& computed) {

@@ -57,6 +57,7 @@ struct WayUp : Incoming {
   double added_at = 0;  // when the latest block was added
   double busy = 0;      // seconds spent on computing blocks
   std::uint32_t blocks = 0;     // the number of computed blocks
+  double cost = 0;              // what they cost together, in units of a usual block
   double computing_since = 0;   // when the current block began
   bool audits = false;  // whether this rank must first compute the audited block
   std::vector<Version> versions = {};  // of the members' vectors from which the pieces so far were formed
