@@ -140,6 +140,7 @@ void Node::lost_message(Rank other) {
         ": look for errors of the network with jaxcoded doctor");
   upstream_.lost_message(other);
   if (!root() && other == family_.ancestors.front()) distrust_sections();
+  if (is_above(other)) asked_pieces_.clear();  // it may have been the note of a lost request
   // The lost message may have been a question. Then the other rank asks again when it learns that this rank is
   // there.
   if (listeners_.contains(other)) note(other, newest_, Flag::lost);
