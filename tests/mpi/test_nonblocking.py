@@ -249,7 +249,7 @@ def test_from_one_compiled_function_to_another(comm, group, own, form):
 def test_outside_jit(group, own):
     handle = coded_allreduce_start(own, group, divisor=2)
     other = coded_allreduce_start(own, group, divisor=jnp.float64(4))
-    # the vectors are copied, as their owner may change them
+    # `after` takes any pytree of Python and NumPy values, also an empty one
     total = coded_allreduce_done(handle, after={"any": [1, True, np.ones(2, "int8")]})
     assert_sum(group, 2 * total, VECTOR)
     assert_sum(group, 4 * coded_allreduce_done(other, after=[]), VECTOR)

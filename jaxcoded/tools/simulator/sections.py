@@ -165,7 +165,7 @@ class Sections:
             return np.inf
         there = np.arange(1, len(comes) + 1)
         messages = self.needs * self.lengths[1:].max(initial=0.0)
-        # how many vectors pass through each port
+        # the time to form the sum: how many vectors each port transfers
         lasts = (messages + there) / (there + 1)
         patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
         patience[-1] = 0.0

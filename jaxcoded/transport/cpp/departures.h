@@ -19,7 +19,7 @@ class Departures {
     if (leaving_) return false;
     closed({self});
     if (!failure.empty()) failed(self, failure);
-    return leaving_ = true;  // last, as the others may run out of memory
+    return leaving_ = true;  // last, as the lines above may run out of memory
   }
   bool leaving() const { return leaving_; }
   // Record that a rank (this rank or a rank below it) left because of a failure. `words` describe the failure.

@@ -638,7 +638,7 @@ class Node {
   Telemetry telemetry_;
   std::function<void(const RoundRecord&)> hook_;
   std::vector<Rank> columns_;
-  std::map<Rank, StepTime> step_times_;  // of ranks below
+  std::map<Rank, StepTime> step_times_;  // step times of ranks below
   double told_step_times_ = 0;
   double ended_at_ = 0;     // when this rank's latest round ended
   double parent_heard_;     // when the parent last sent something
@@ -661,7 +661,7 @@ class Node {
   std::set<std::uint32_t> asked_pieces_;
   std::map<Rank, Listener> listeners_;
   std::vector<std::byte> zeros_ = {};  // a piece of zeros, for the vector of a root without data
-  Sections sections_;  // of the round at the frontier, if it has sections
+  Sections sections_;  // the sections of the round at the frontier, if it has any
   std::vector<std::pair<Rank, Message>> early_ = {};  // messages about sections that overtook the plan
   SectionVersions section_versions_;  // counted across rounds, as a round may be repeated
   double section_seconds_ = 0;  // for each byte of a sum in sections, measured from its plan
@@ -669,12 +669,13 @@ class Node {
   // formed sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};
   Formed formed_;  // sections that this rank has formed, in the latest round with sections
+  // This rank's section of the parent's latest copy of a result (`Purpose::copy`), and the ranks that may fetch it.
   struct {
     Round round = 0;
     std::size_t index = 0;
     std::uint32_t version = 0;
     std::vector<Rank> members = {};
-  } copied_ = {};  // this rank's section of the latest copy, and the ranks that may fetch it
+  } copied_ = {};
   FailedAlone failed_alone_;
   bool desynchronized_ = false;
   bool root_ended_ = false;  // the root's program has ended, so the root counts as dead

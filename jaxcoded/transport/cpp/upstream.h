@@ -20,8 +20,8 @@ class Upstream {
  public:
   explicit Upstream(const std::vector<Rank>& above) : above_(above) {}
 
-  // Record that a rank has sent something. A rank that only `asks` whether this rank is there lives, but may
-  // not have the result that this rank waits for.
+  // Record that a rank has sent something. A rank that only `asks` whether this rank is there is alive, but
+  // may not have the result that this rank waits for.
   void heard(Rank rank, bool asks, double now) {
     if (const auto asked = asked_.find(rank); asked != asked_.end()) {
       const double took = now - asked->second;
@@ -60,7 +60,7 @@ class Upstream {
   Signatures::Known& introduced() { return introduced_; }
   // The source: the rank from which this rank expects results.
   Rank source() const { return above_[source_]; }
-  // Return since when the source has sent nothing but questions, and no part of the result has come.
+  // Return when the source fell silent: since then it has sent only questions, and no part of the result came.
   double silent_since() const { return heard_at_; }
   double stuck_since() const { return stuck_since_; }
   // Return how many seconds the slowest of the latest answers took. An answer may wait behind long earlier
@@ -148,7 +148,7 @@ class Upstream {
   }
 
  private:
-  // A process must not count the time for which it was stopped itself as silence of other ranks.
+  // The time for which this process was stopped must not count as silence of other ranks.
   static constexpr double longest_step = 0.25;
   static constexpr double longest_answer = 0.25;  // a rank that took longer was usually stopped
   static constexpr double remembered = 10;  // seconds
@@ -167,12 +167,12 @@ class Upstream {
   } answer_;
   Signatures::Known introduced_;
   bool unanswered_ = false;
-  bool told_step_times_ = false;  // since the parent has sent something
+  bool told_step_times_ = false;  // whether the parent got step times since it last sent something
   struct Alert {
-    int told = 0;  // sent since the parent was last heard
+    int told = 0;  // alerts sent to the parent since it last sent something
     std::optional<Message> waiting = {};
   };
-  std::map<std::uint8_t, Alert> alerts_;  // by flags
+  std::map<std::uint8_t, Alert> alerts_;  // by the flags of the messages
   Round wanted_ = 0;
   Round asked_for_ = 0;  // the frontier when this rank last asked
 

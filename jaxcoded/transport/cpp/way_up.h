@@ -27,12 +27,12 @@ struct WayUp : Incoming {
 
   // Where the sum is formed.
   Buffer sum = {};
-  Buffer own_copy = {};  // of vectors that the sum overwrites, if it may be formed again
+  Buffer own_copy = {};  // a copy of vectors that the sum overwrites, if it may be formed again
   std::vector<std::byte*> sum_at = {};  // the address of each segment
 
   // How much is summed.
   struct Extent {
-    std::uint32_t pieces = 0;                  // of `incoming`
+    std::uint32_t pieces = 0;                  // pieces of `incoming`
     std::vector<std::uint64_t> elements = {};  // by segment
   };
   Extent decoded = {};
@@ -49,7 +49,7 @@ struct WayUp : Incoming {
     Parity others;
   };
   std::vector<Without> without = {};
-  double waiting_since = 0;               // since when this rank waits for a piece
+  double waiting_since = 0;               // when this rank began to wait for a piece
   std::set<Rank> stalled = {};            // children whose pieces do not come
 
   // With shared work: what this rank computes.
@@ -60,7 +60,7 @@ struct WayUp : Incoming {
   double cost = 0;              // what they cost together, in units of a usual block
   double computing_since = 0;   // when the current block began
   bool audits = false;  // whether this rank must first compute the audited block
-  std::vector<Version> versions = {};  // of the members' vectors from which the pieces so far were formed
+  std::vector<Version> versions = {};  // versions of the vectors that the pieces so far were formed from
   bool lent = false;        // `call.own` stays valid as long as the program waits
   std::uint64_t orders = 0;  // how many orders this rank has given as the root, or received as a child
 
