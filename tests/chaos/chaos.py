@@ -239,7 +239,10 @@ class Job:
                     os.kill(int(self._board.rows["pid"][rank]), number)
         if here:
             time.sleep(ASKED * self._slowness)
-        lines = self._said.read_text(errors="replace").splitlines()[-LINES:]
+        said = self._said.read_text(errors="replace").splitlines()
+        # Open MPI says this thousands of times after a death
+        lines = [each for each in said if each and "NBC_Progress" not in each]
+        lines = lines[-LINES:]
         stacks = (
             [] if self._board.rows["failed"].any() else self._directory.glob("stacks-*")
         )
