@@ -265,7 +265,9 @@ void World::deliver(Rank from, Rank to) {
 // A node that had too little memory for a message gets the message a second time. If memory runs out again, the
 // node must drop the message, since other messages wait behind it.
 void World::deliver_once(Rank from, Rank to, const Message& message) {
-  ++seen.messages[static_cast<std::size_t>(message.header.kind)];
+  const Header& head = message.header;
+  ++seen.messages[static_cast<std::size_t>(head.kind)];
+  if (head.kind == Kind::result) results_told_[{from, to}] = {head.round, head.ready, head.flags};
   if (traced) {
     std::cerr << clock << ": " << from << " to " << to << ": kind " << static_cast<int>(message.header.kind)
               << " flags " << static_cast<int>(message.header.flags) << " ready " << message.header.ready
@@ -855,6 +857,15 @@ void World::move_a_piece() {
   }
 }
 
+// Whether a message is the question of a waiting rank, or the answer that nothing has changed.
+bool World::only_asks_or_answers(Rank from, Rank to, const Message& message) const {
+  const Header& head = message.header;
+  if (head.kind == Kind::want || head.kind == Kind::note) return true;
+  const auto last = results_told_.find({from, to});
+  return head.kind == Kind::result && last != results_told_.end() &&
+         last->second == std::tuple(head.round, head.ready, head.flags);
+}
+
 int World::sweep() {
   constexpr int news = 2;
   int moved = 0;
@@ -874,8 +885,7 @@ int World::sweep() {
     const double before = costs[index(rank)].seconds;
     while (!inboxes_[index(rank)].empty()) {
       const auto& [from, queue] = *inboxes_[index(rank)].begin();
-      const Kind kind = queue.front().header.kind;
-      moved = std::max(moved, kind == Kind::want || kind == Kind::note ? 1 : news);
+      moved = std::max(moved, only_asks_or_answers(from, rank, queue.front()) ? 1 : news);
       deliver(from, rank);
     }
     for (const Request& request : std::exchange(requests_[index(rank)], {})) {
@@ -904,8 +914,7 @@ int World::on_their_way() const {
     if (!requests_[index(rank)].empty() || !answers_[index(rank)].empty()) return 2;
     for (const auto& [from, queue] : inboxes_[index(rank)]) {
       for (const Message& message : queue) {
-        const Kind kind = message.header.kind;
-        out = std::max(out, kind == Kind::want || kind == Kind::note ? 1 : 2);
+        out = std::max(out, only_asks_or_answers(from, rank, message) ? 1 : 2);
       }
     }
   }

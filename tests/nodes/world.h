@@ -202,6 +202,7 @@ class World {
   void rest(double times);
   void move_a_piece();
   int on_their_way() const;
+  bool only_asks_or_answers(Rank from, Rank to, const Message& message) const;
 
   const Group& group_;
   std::vector<Planned> script_;
@@ -221,6 +222,7 @@ class World {
   std::map<const Planned*, Expected> expected_;
   std::map<Round, std::map<Rank, std::vector<Numbers>>> computed_;  // vectors computed for the round that sums them
   std::map<Rank, std::uint64_t> versions_;  // of vectors whose work is shared: ranks may change all earlier ones
+  std::map<std::pair<Rank, Rank>, std::tuple<Round, std::uint32_t, std::uint8_t>> results_told_;  // last, by link
   std::vector<Round> steps_;
   std::set<Round> summed_;
   std::set<Rank> asking_;
