@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <cstring>
 #include <iterator>
 #include <new>
@@ -1032,7 +1033,10 @@ void Engine::finalize() {
   thread_.join();
   try {
     end_of_job_.end();
-  } catch (const std::bad_alloc&) {  // a job whose work is done must not fail for this
+  } catch (const std::bad_alloc&) {  // the other ranks would wait for this rank for ever
+    std::fputs("jaxcoded: too little memory to wait for the other ranks at the end: this rank ends the job\n",
+               stderr);
+    MPI_Abort(MPI_COMM_WORLD, 1);
   }
 }
 

@@ -125,7 +125,7 @@ std::optional<Block> take(std::uint64_t index, std::uint64_t fingerprint, std::s
                 .costs = std::move(costs),
                 .continues = !first});
   });
-  if (!taken.error.empty()) throw Closed{taken.error};
+  if (!taken.error.empty()) throw Closed{(taken.desynchronized ? "Desynchronized: " : "") + taken.error};
   if (!taken.work) return {};
   return taken.work->block;
 }

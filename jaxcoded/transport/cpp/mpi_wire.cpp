@@ -17,6 +17,7 @@ constexpr std::size_t inline_near = 1024;
 constexpr std::size_t inline_far = 32768;
 constexpr std::size_t inbox_bytes = 64 << 10;
 constexpr int most_at_once = 100;
+constexpr std::uint64_t tags = tag::last_vector - tag::first_vector + 1;  // of pieces
 // Limits bodies that grow from rank to rank, such as texts. No honest body comes near this length.
 constexpr std::size_t longest_body = 64 << 20;
 
@@ -75,7 +76,7 @@ MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& 
       inboxes_(peers.size(), MPI_REQUEST_NULL),
       indices_(peers.size()),
       statuses_(peers.size()),
-      next_tag_(tag::first_vector + static_cast<int>(session % (tag::last_vector - tag::first_vector))) {
+      fetched_(session % tags) {
   MPI_Comm_set_errhandler(comm_, MPI_ERRORS_RETURN);
   for (const Rank rank : ranks_) {
     Peer& peer = peers_[rank];
@@ -189,9 +190,12 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     if (read) return Fetch::done;
     // The object is available, but this process cannot read it: ask its rank to send it.
   }
-  next_tag_ = next_tag_ == tag::last_vector ? tag::first_vector : next_tag_ + 1;
+  do {
+    ++fetched_;
+  } while (tag_is_taken(from));
   Transfers coming;
-  coming.push_back({from, next_tag_, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece});
+  const int number = tag::first_vector + static_cast<int>(fetched_ % tags);
+  coming.push_back({from, number, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece, fetched_});
   Transfers asking = asking_for(coming.front());
   // Nothing from here on takes memory.
   if (peer.fetches++ == 0) peer.since = now();
@@ -199,6 +203,15 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
   fetches_.splice(fetches_.end(), coming);
   post(std::move(asking));
   return Fetch::pending;
+}
+
+// Whether this rank still waits, under the next tag, for the answer to an earlier request, which may be lost.
+bool MpiWire::tag_is_taken(Rank from) const {
+  for (const Transfer& it : fetches_) {  // the oldest come first
+    if (fetched_ - it.number < tags) break;
+    if (it.other == from && (fetched_ - it.number) % tags == 0) return true;
+  }
+  return false;
 }
 
 MpiWire::Transfers MpiWire::asking_for(const Transfer& it) const {

@@ -88,6 +88,7 @@ class MpiWire : public Wire {
     std::vector<std::byte> bytes;
     Object object = {};  // of a piece
     std::uint32_t piece = 0;
+    std::uint64_t number = 0;  // of the fetch
     MPI_Request request = MPI_REQUEST_NULL;
     // refused: MPI did not take the transfer. lost: what was on its way cannot be used. In both cases the other
     // rank lives, so a refused message or a lost fetch is tried again. A lost message is reported to the node
@@ -115,6 +116,7 @@ class MpiWire : public Wire {
   void remove(Transfers& from, Transfers::iterator it);
   void post(Transfers ready) noexcept;
   bool refused(Transfer& it) noexcept;
+  bool tag_is_taken(Rank from) const;
   Transfers asking_for(const Transfer& piece) const;
   void tell(Rank to) const noexcept;
   void answer(Rank from, const Header& pull, const Node& node);
@@ -139,7 +141,7 @@ class MpiWire : public Wire {
   // MPI may still read from these transfers, or write to them.
   std::unique_ptr<Transfers> left_to_mpi_ = std::make_unique<Transfers>();
   Look look_;
-  int next_tag_;
+  std::uint64_t fetched_;  // how many pieces were requested; begins anywhere
   bool silent_peers_ = false;
 };
 
