@@ -474,6 +474,16 @@ def test_a_message_that_mpi_loses_hangs_nobody(tmp_path, refusing, which, rank, 
     assert all("MPI has lost a message to or from rank" in it for it in errors.values())
 
 
+@pytest.mark.parametrize("number", [41, more(60)])
+def test_a_lost_request_harms_no_request_long_after_it(tmp_path, refusing, number):
+    """After 32,763 more pieces MPI's tags repeat, and a later piece does not get the tag of the lost one."""
+    arguments = "received", "1", str(number), "1500"
+    job = run(tmp_path, 4, "losing.py", *arguments, options=refusing)
+    assert job.status == 0, job.stderr[-8000:]
+    assert job.reports[1]["lost"] == 2
+    assert len(job.of_all("errors")) == 1
+
+
 def test_an_idle_rank_polls_rarely(tmp_path):
     """An idle rank polls rarely, although a stopped rank does not receive its message."""
     job = run(tmp_path, 5, "polling.py")
