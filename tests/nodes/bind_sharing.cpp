@@ -30,7 +30,7 @@ void add_sharing(nb::module_& module) {
       .def("take", &Share::take)
       .def("done", &Share::done)
       .def("progress", &Share::progress)
-      .def_prop_ro("computes", &Share::computes)
+      .def_prop_ro("computes", [](const Share& self) { return self.computes().has_value(); })
       .def_prop_ro("fresh", &Share::fresh)
       .def_prop_ro("sealed", &Share::sealed)
       .def_prop_ro("version", [](const Share& self) { return pair_of(self.version()); });
