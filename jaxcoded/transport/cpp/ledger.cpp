@@ -65,11 +65,14 @@ void Ledger::begin(double now, std::vector<double> costs) {
   closed_at_.reset();
   times_taken_.assign(holders_.size(), 0);
   unused_.assign(members_.size(), 0);
+  const double usual = this->usual();
   for (std::size_t m = 0; m < members_.size(); ++m) {
     Member& member = members_[m];
     const bool lost = member.state == Member::State::lost;
+    // A member may have stalled once. If all its blocks were then taken from it, nothing else would correct its time.
+    const bool corrected = member.measured || member.seconds <= usual;
     member = {.state = lost ? Member::State::lost : Member::State::absent,
-              .seconds = member.seconds};
+              .seconds = corrected ? member.seconds : std::max(usual, member.seconds / 2)};
     if (lost || asks_[m]) {
       free_.insert(own_[m].begin(), own_[m].end());
     } else {
@@ -78,6 +81,7 @@ void Ledger::begin(double now, std::vector<double> costs) {
       member.since = now;
     }
   }
+  usual_.reset();
 }
 
 void Ledger::arrived(std::size_t m, bool claims, double now) {
