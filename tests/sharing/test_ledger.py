@@ -97,6 +97,25 @@ def test_near_the_least_time_with_unequal_costs(slowest, bound, shape):
         assert sum(took) <= bound * 3 * least, (seed, took, least)
 
 
+@pytest.mark.parametrize("slower", [2, 6, 40])
+def test_a_member_that_stalled_once(slower):
+    """A member has one block, which costs more than those of each other member together. Its process is slow in one
+    round, and the next rounds take no longer for it.
+    """
+    seconds = [BLOCK] * 3
+    costs = [25.0] + [1e-3] * 11 + [20 / 12] * 24
+    run = World(
+        spread(3, 12, 2), 3, seconds, latency=steady, empties=False, costs=costs
+    )
+    usual = run.run()
+    seconds[0] *= slower
+    run.run()
+    seconds[0] = BLOCK
+    took = [run.run() for _ in range(6)]
+    assert sum(took) <= 1.5 * 6 * usual, (took, usual)
+    assert took[-1] <= 1.05 * usual
+
+
 def test_equal_costs_change_nothing():
     rng = random.Random(1)
     factors = [rng.uniform(1, 4) for _ in range(WORKERS)]
