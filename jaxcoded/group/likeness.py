@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoded import _jax_compat
+
 _OF_EACH = (
     3 * 1024
 )  # how many numbers of an array are compared, one third of them in each of three examples
@@ -46,7 +48,7 @@ def of_data(data: Any) -> tuple[int, np.float32]:
 
 def _is_known(leaf: Any) -> bool:
     """Return whether this process has the numbers of an array."""
-    if isinstance(leaf, jax.core.Tracer) or not getattr(
+    if isinstance(leaf, _jax_compat.Tracer) or not getattr(
         leaf, "is_fully_addressable", True
     ):
         return False
