@@ -71,8 +71,8 @@ def key(
 
     The key is a float32, mostly from −16 to 78. Each pytree in ``moving`` extends this
     range by 16 at both ends. Consecutive batches have different keys. Parameters that
-    differ only in rounding have nearly the same key. With ``to_the_bit`` they have
-    different keys, and integers that differ always have different keys.
+    differ only in rounding have nearly the same key. With ``to_the_bit`` their
+    keys differ in most cases, as do the keys of integers that differ.
     """
     params, moving = jax.lax.stop_gradient((params, moving))
     out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))

@@ -11,9 +11,7 @@ import numpy as np
 
 from jaxcoded import _jax_compat
 
-_OF_EACH = (
-    3 * 1024
-)  # how many numbers of an array are compared, one third of them in each of three examples
+_OF_EXAMPLE = 1024  # how many numbers are compared of each of an array's three examples
 _SWING = 16  # the largest change of the likeness by one array
 _SCALES = 10.0 ** np.arange(-9, 10, 3)
 _LEAST = 0.1  # the smallest scale, as a fraction of the median
@@ -48,20 +46,19 @@ def of_data(data: Any) -> tuple[int, np.float32]:
 
 def _is_known(leaf: Any) -> bool:
     """Return whether this process has the numbers of an array."""
-    if isinstance(leaf, _jax_compat.Tracer) or not getattr(
-        leaf, "is_fully_addressable", True
-    ):
+    if isinstance(leaf, _jax_compat.Tracer):
         return False
-    return any(jnp.issubdtype(leaf.dtype, kind) for kind in _KINDS)
+    here = getattr(leaf, "is_fully_addressable", True)
+    return here and any(jnp.issubdtype(leaf.dtype, kind) for kind in _KINDS)
 
 
 def _some(leaf: Any) -> np.ndarray:
     """Return some numbers of the first, the middle and the last example: ``(numbers,)``."""
     n, of_example = len(leaf), math.prod(leaf.shape[1:])
     places = np.arange(of_example)
-    if of_example > _OF_EACH // 3:
+    if of_example > _OF_EXAMPLE:
         # random places, as the numbers at regular distances may be equal, like those at the border of images
-        places = np.random.default_rng(0).integers(of_example, size=_OF_EACH // 3)
+        places = np.random.default_rng(0).integers(of_example, size=_OF_EXAMPLE)
     rows, places = np.meshgrid([0, n // 2, n - 1], places, indexing="ij")
     inside = np.unravel_index(places.ravel(), leaf.shape[1:]) if leaf.ndim > 1 else ()
     # inside `jit`, reads of a concrete array would be traced
