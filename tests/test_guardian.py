@@ -217,6 +217,22 @@ def test_the_next_job_deletes_what_jobs_have_left(tmp_path, monkeypatch, marked)
         assert {path for place in places for path in place.iterdir()} == stay
 
 
+def test_a_process_that_starts_one_program_after_another_is_found(tmp_path, marked):
+    """While a process starts a program, the system shows no environment of it."""
+    again = tmp_path / "again"
+    again.write_text(f"exec sh {again}")
+    process = subprocess.Popen(
+        ["sh", again], env=os.environ | {guardian.MARK: "1.0000000b"}
+    )
+    try:
+        for _ in range(100):
+            found = guardian.processes("1.0000000b")
+            assert [place.name for place in found] == [str(process.pid)]
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_a_job_whose_launcher_and_guardian_are_killed_at_once(job):
     """The ranks' files stay as long as mpirun lives."""
     process = subprocess.Popen(
