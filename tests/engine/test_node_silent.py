@@ -308,6 +308,32 @@ def test_a_question_that_mpi_loses_is_asked_again(told):
 CHAIN = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
 
 
+def test_a_lost_offer_of_a_round_that_its_receiver_does_not_know():
+    """Rank 2 is stopped while round 2 fails, and learns of a lost offer of round 3 before it
+    learns of this failure. Round 3 fails.
+    """
+    world = world_of(CHAIN, "wait")
+    world.open = 2
+    while not (queue := world.queues[1, 0]) or queue[0][0] != OFFER:
+        world.step()
+    world.frozen.add(2)
+    world.lose((1, 0), 0)
+    pass_time(world, ended(world, {3}, 2))
+    world.open = 3
+    pass_time(world, lambda: world.nodes[3].next_round() == 3 and world.queues[3, 2])
+    world.frozen.clear()
+    while (queue := world.queues[3, 2]) and queue[0][0] != OFFER:
+        world.deliver((3, 2))
+    world.lose((3, 2), 2)
+    world.open = 6
+    for _ in range(5):
+        world.settle()
+        world.clock += 100
+    for rank in range(4):
+        outcomes = [end.outcome for end in world.ends[rank].values()]
+        assert outcomes == [DONE, FAILED, FAILED, DONE, DONE, DONE]
+
+
 @pytest.mark.parametrize("dead", [False, True])
 @pytest.mark.parametrize("left", [set(), {1}, {2}, {1, 2}])
 def test_a_rank_below_ranks_that_make_no_call(left, dead):

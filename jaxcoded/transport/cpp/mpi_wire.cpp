@@ -194,8 +194,8 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
     ++fetched_;
   } while (tag_is_taken(from));
   Transfers coming;
-  const int number = tag::first_vector + static_cast<int>(fetched_ % tags);
-  coming.push_back({from, number, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece, fetched_});
+  const int its_tag = tag::first_vector + static_cast<int>(fetched_ % tags);
+  coming.push_back({from, its_tag, std::vector<std::byte>(sizeof(Stamp) + bytes), object, piece, fetched_});
   Transfers asking = asking_for(coming.front());
   // Nothing from here on takes memory.
   if (peer.fetches++ == 0) peer.since = now();

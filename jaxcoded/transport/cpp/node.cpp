@@ -418,7 +418,7 @@ void Node::understand(Rank from, const Message& message) {
       } else if (head.flags & closed) {
         refuse(head.round, readable(message.text()));
       } else {
-        alert(head.round, readable(message.text()));
+        alert(head.round, readable(message.text()), head.flags);
       }
       break;
     case Kind::bye:

@@ -574,7 +574,8 @@ class Node {
   void check_offers();
   std::vector<bool> may_offer(std::uint32_t piece) const;
   std::vector<bool> may_come(std::uint32_t piece) const;
-  void alert(Round round, const std::string& text);
+  void alert(Round round, const std::string& text, std::uint8_t flags = 0);
+  Round undecided() const;
   void tell_alert(Round round, std::uint8_t flags, const std::string& text);
   void tell_alerts();
   void decide_error(std::string text);

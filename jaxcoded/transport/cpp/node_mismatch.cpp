@@ -101,8 +101,9 @@ std::vector<bool> Node::may_offer(std::uint32_t piece) const {
 }
 
 // Make the root fail this round, or its next one, on every rank.
-void Node::alert(Round round, const std::string& text) {
-  if (!root()) return tell_alert(round, 0, text);
+void Node::alert(Round round, const std::string& text, std::uint8_t flags) {
+  if (!root()) return tell_alert(round, flags, text);
+  if (flags & undated) round = std::max(round, undecided());
   if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
   if (entry && entry->complete()) return;  // other ranks may have its result, although this rank's call is not over
@@ -126,9 +127,11 @@ void Node::tell_alerts() {
   upstream_.send_alerts([&](const Message& message) { wire_.send(upstream_.parent(), message); });
 }
 
+// Return the first round that can still fail, as far as this rank knows. The root drops alerts of earlier rounds.
+Round Node::undecided() const { return std::max(next_, decided() + 1); }
+
 void Node::alarm(const std::string& why) {
-  // A late rank must name a round that can still fail, since the root drops an alert about an earlier round.
-  alert(std::max(next_, decided() + 1), "CodedError: rank " + std::to_string(family_.rank) + ": " + why);
+  alert(undecided(), "CodedError: rank " + std::to_string(family_.rank) + ": " + why, undated);
 }
 
 void Node::lost_message(Rank other) {
