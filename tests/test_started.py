@@ -131,3 +131,16 @@ def test_a_wrapper_without_a_rank_is_ended(start, one, monkeypatch):
     job = subprocess.Popen(["sleep", "1000"], env={started.MARK: f"{one}:60"})
     started.Started(one).end()
     assert job.wait(60 * slowness()) == -9
+
+
+def test_a_process_that_starts_one_program_after_another_is_found(one, tmp_path):
+    """While a process starts a program, the system shows no environment of it."""
+    again = tmp_path / "again"
+    again.write_text(f"exec sh {again}")
+    job = subprocess.Popen(["sh", again], env=os.environ | {started.MARK: f"{one}:60"})
+    try:
+        for _ in range(100):
+            assert [process.pid for process, _ in started._marked(one)] == [job.pid]
+    finally:
+        job.kill()
+        job.wait()

@@ -3,11 +3,13 @@ import os
 import pathlib
 import signal
 import socket
+import time
 from typing import NamedTuple, Self
 
 from mpi4py import MPI
 
 STATE, PARENT, BEGAN = 0, 1, 19  # fields of `stat`
+_LOOKS = 100  # at an environment that seems empty
 
 
 class Process(NamedTuple):
@@ -73,3 +75,17 @@ def stat(pid: int) -> list[str]:
     Raise an OSError if the file cannot be read."""
     text = pathlib.Path(f"/proc/{pid}/stat").read_text(errors="replace")
     return text.rpartition(")")[2].split()
+
+
+def environment(pid: int) -> list[bytes]:
+    """Return the variables of a process, as NAME=VALUE. Raise an OSError if the process
+    has ended, or belongs to another user."""
+    place = pathlib.Path(f"/proc/{pid}")
+    # While a process starts a program (execve), Linux shows an empty environment. Only a running program has a
+    # readable `exe`.
+    for _ in range(_LOOKS):
+        if words := (place / "environ").read_bytes():
+            break
+        os.readlink(place / "exe")
+        time.sleep(0.001)
+    return words.split(b"\0")

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from jaxcoded import _parse
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.joining import LONGEST
-from jaxcoded.group.process import BEGAN, PARENT, STATE, Process, stat
+from jaxcoded.group.process import BEGAN, PARENT, STATE, Process, environment, stat
 
 MARK = "JAXCODED_JOINS"  # environment variable of a process that should join: TOKEN:SECONDS
 # the words before the command of a rank, one per line (`jaxcoded.tools.launch.rank`)
@@ -123,8 +123,7 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         pid = int(place.name)
         try:
-            variables = (place / "environ").read_bytes().split(b"\0")
-            if any(it.startswith(begins) for it in variables):
+            if any(it.startswith(begins) for it in environment(pid)):
                 fields = stat(pid)
                 yield Process("", "", pid, int(fields[BEGAN])), int(fields[PARENT])
         except OSError:  # another user's process, or it has ended

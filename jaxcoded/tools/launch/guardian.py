@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 MARK = "JAXCODED_JOB"
 GRACE = 10.0  # seconds for mpirun to end the job
 _PAUSE = 0.1  # seconds between two checks of mpirun
-_LOOKS = 100  # at the environment of a process that shows none
+_LOOKS = 100  # at an environment that seems empty
 
 
 class Guardian:
@@ -100,12 +100,6 @@ def kill_all(name: str) -> None:
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
     """Return the environment of each of a job's processes, by its folder in /proc."""
     found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
-    for _ in range(_LOOKS):
-        starting = [it for it, its in found.items() if not its and _has_program(it)]
-        if not starting:
-            break
-        time.sleep(0.001)
-        found |= {it: _environment(it) for it in starting}
     return {it: its for it, its in found.items() if _named(its, name)}
 
 
@@ -118,22 +112,19 @@ def _named(environment: dict[str, str], name: str) -> bool:
 
 
 def _environment(place: pathlib.Path) -> dict[str, str]:
-    """Return a process's environment. The dictionary is empty if the process has ended,
-    belongs to another user, or is just starting a program (execve)."""
+    """Return a process's environment, or an empty dictionary if the process has ended or
+    belongs to another user."""
     try:
-        words = (place / "environ").read_bytes().decode(errors="replace")
+        # As in `jaxcoded.group.process`: while a process starts a program, its environment seems empty.
+        for _ in range(_LOOKS):
+            if words := (place / "environ").read_bytes():
+                break
+            os.readlink(place / "exe")
+            time.sleep(0.001)
     except OSError:
         return {}
-    pairs = (word.partition("=") for word in words.split("\0"))
-    return {key: value for key, _, value in pairs} if words else {}
-
-
-def _has_program(place: pathlib.Path) -> bool:
-    """Return whether this is a process of this user that has not ended."""
-    try:
-        return bool(os.readlink(place / "exe"))
-    except OSError:
-        return False
+    pairs = (word.partition("=") for word in words.decode(errors="replace").split("\0"))
+    return {key: value for key, _, value in pairs}
 
 
 if __name__ == "__main__":
