@@ -2,6 +2,7 @@
 other ranks.
 """
 
+import contextlib
 import random
 import resource
 
@@ -177,6 +178,41 @@ def test_a_late_rank_without_memory_for_its_sum():
     world.submit(1)
     world.sweep_all()
     world.short_of_memory.clear()
+    world.idle.clear()
+    world.open = 6
+    world.settle()
+    world.assert_done()
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_late_rank_without_memory_to_read_offers_accuses_nobody(number, monkeypatch):
+    """The rank has the result, and lacks the last part of its message. A rank below it
+    is even later.
+    """
+    parents = (-1, 0, 0, 0, 0, 1, 2, 3, 4, 1)
+    plan = make_plan(10, Coded(parents=parents, code={0: "progressive"}))
+    world = world_of(plan)
+    world.idle.add(1)
+    world.frozen.add(9)
+    world.open = 2
+    world.settle()
+    world.begins_with[1, 2] = 1
+    with contextlib.ExitStack() as stack:
+        # the call begins with a look at the clock
+        def now(_):
+            if not seen:
+                seen.append(stack.enter_context(_nodes.Failing(number)))
+            return world.clock
+
+        seen = []
+        stack.enter_context(monkeypatch.context()).setattr(simulation.Wire, "now", now)
+        try:
+            world.submit(1)
+        except MemoryError:
+            world.nodes[1].lack_memory()
+    assert seen
+    world.frozen.clear()
+    world.settle()
     world.idle.clear()
     world.open = 6
     world.settle()

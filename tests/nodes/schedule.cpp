@@ -12,13 +12,14 @@ constexpr std::size_t rounds = 10;
 
 enum class Happening : std::uint8_t {
   stop, stay_away, come_back, queue_calls, settle, report, go_on,  // harmless
-  lack_memory, die, leave, lose, wait, raise_between_blocks, call_something_else,
+  lack_memory, die, leave, lose, wait, raise_between_blocks, call_something_else, break_off, alarm, watch,
 };
 constexpr std::size_t harmless = static_cast<std::size_t>(Happening::go_on);
 constexpr const char* names[] = {
     "ranks stop", "programs stay away", "all come back", "calls are queued", "the ranks settle",
     "deaths are reported", "the ranks go on", "ranks lack memory", "a rank dies", "a rank leaves",
-    "a message is lost", "time passes", "an exception between blocks", "a rank calls something else"};
+    "a message is lost", "time passes", "an exception between blocks", "a rank calls something else",
+    "calls are broken off", "a rank raises an alarm", "ranks watch the ranks above"};
 
 // Return the calls of a group without shared work.
 std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
@@ -160,6 +161,7 @@ class Player {
 
  private:
   std::vector<Rank> some() { return random_.some(world_.living()); }
+  bool acts(Rank rank) const { return !world_.frozen.has(rank) && !world_.leaving.has(rank); }
 
   void draw_kinds() {
     const bool calm = schedule_.theme == Theme::calm;
@@ -212,6 +214,9 @@ class Player {
         return;
       case Happening::raise_between_blocks: return raise_between_blocks();
       case Happening::call_something_else: return call_something_else();
+      case Happening::break_off: return break_off();
+      case Happening::alarm: return alarm();
+      case Happening::watch: return watch();
     }
   }
 
@@ -285,7 +290,10 @@ class Player {
   // Make a rank's next call differ from the script.
   void call_something_else() {
     const Rank rank = static_cast<Rank>(random_.below(group_.size()));
-    const Round round = world_.node(rank).next() + world_.calls(rank);
+    call_something_else(rank, world_.node(rank).next() + world_.calls(rank));
+  }
+
+  void call_something_else(Rank rank, Round round) {
     if (round > world_.rounds()) return;
     const Planned& call = world_.planned(round);
     const bool plain = call.kind == Planned::Kind::allreduce && call.why_not.empty() && !call.erased;
@@ -294,6 +302,33 @@ class Player {
     other.segments = {{DType::float32, 5 * group_.multiple}};
     other.seed = 1'000'000 + round;
     world_.deviations.try_emplace({rank, round}, std::move(other));
+  }
+
+  // Let programs make another call before they have passed all vectors of the first.
+  void break_off() {
+    for (const Rank rank : some()) {
+      if (rank == group_.root() || !acts(rank) || !world_.is_incomplete(rank)) continue;
+      if (random_.chance(0.5)) call_something_else(rank, world_.node(rank).next());
+      world_.break_off(rank);
+    }
+  }
+
+  void alarm() {
+    const auto living = world_.living();
+    const Rank rank = living.empty() ? -1 : random_.pick(living);
+    if (rank >= 0 && acts(rank)) world_.alarm(rank);
+  }
+
+  // Let programs wait for other ranks, as in `recovered`. Some learn of the end of the root's process.
+  void watch() {
+    const auto watching = some();
+    for (const Rank rank : world_.living()) {
+      world_.node(rank).watch(std::ranges::find(watching, rank) != watching.end());
+    }
+    if (!world_.dead.has(group_.root())) return;
+    for (const Rank rank : some()) {
+      if (!world_.frozen.has(rank)) world_.tell_of_ended_root(rank);
+    }
   }
 
   // Let all ranks end that can end.

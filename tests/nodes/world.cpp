@@ -538,9 +538,20 @@ bool World::may_call(Rank rank) const {
 }
 
 void World::submit(Rank rank) {
+  if (call_of(rank, node(rank).next()).shared) return submit_shared(rank);
+  begin(rank, [rank, this](Call call) { node(rank).submit(std::move(call)); });
+}
+
+void World::break_off(Rank rank) {
+  const auto before = std::move(running_[index(rank)]);
+  begin(rank, [rank, this](Call call) { node(rank).break_off(std::move(call)); });
+}
+
+// Make a rank's next call, and hand it over to the rank's node.
+template <class Act>
+void World::begin(Rank rank, Act act) {
   const Round round = node(rank).next();
   const Planned& call = call_of(rank, round);
-  if (call.shared) return submit_shared(rank);
   auto& running = running_[index(rank)];
   running = std::make_unique<Running>(Running{.round = round, .call = &call});
   if (settings_.chained) running->scale = std::ldexp(1.0, static_cast<int>(steps_[index(rank)] % 3));
@@ -580,7 +591,7 @@ void World::submit(Rank rank) {
                .examples = {},
                .audits = {}};
   seen.skipped += made.skipped;
-  turn(rank, [&](Node& its) { its.submit(std::move(made)); });
+  turn(rank, [&](Node&) { act(std::move(made)); });
   check_end(rank);
 }
 
@@ -618,6 +629,11 @@ void World::come_for_block(Rank rank) {
   }
   if (running.call->segments.empty()) computed_[running.round + 1][rank] = running.sums;
   turn(rank, [&](Node& its) { its.come_for_block(running.own_at(0, running.own.size())); });
+}
+
+bool World::is_incomplete(Rank rank) const {
+  const auto& running = running_[index(rank)];
+  return running && !running->call->shared && running->known < running->own.size();
 }
 
 bool World::computes_blocks(Rank rank) const {
@@ -738,6 +754,14 @@ void World::leave(Rank rank) {
 void World::give_up(Rank rank) {
   node(rank).give_up();
   check_end(rank);
+}
+
+void World::alarm(Rank rank) {
+  turn_to_the_end(rank, [](Node& its) { its.alarm("its calls are invalid"); });
+}
+
+void World::tell_of_ended_root(Rank rank) {
+  turn_to_the_end(rank, [](Node& its) { its.root_has_ended(); });
 }
 
 void World::kill(Rank rank, bool known) {

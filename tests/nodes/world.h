@@ -103,6 +103,12 @@ class World {
   // Let an exception end a program between two blocks.
   void leave_blocks(Rank rank);
   void give_up(Rank rank);
+  // Let a program discard a call to which it has not passed all vectors, and make another call in its place.
+  void break_off(Rank rank);
+  // Report that a rank's calls are invalid.
+  void alarm(Rank rank);
+  // Tell a rank that the root's process has ended, as its host may notice before MPI does.
+  void tell_of_ended_root(Rank rank);
 
   Rank size() const { return static_cast<Rank>(group_.size()); }
   std::vector<Rank> living() const;
@@ -110,6 +116,7 @@ class World {
   bool linked(Rank from, Rank to) const;
   // Return the kind of the message that arrives next; none if no message is on its way.
   std::optional<Kind> next_message(Rank from, Rank to) const;
+  bool is_incomplete(Rank rank) const;  // whether the rank's node lacks vectors of the rank's call
   bool computes_blocks(Rank rank) const;  // whether the rank's program is in the loop over its blocks
   bool calls(Rank rank) const { return running_[index(rank)] != nullptr; }
   Node& node(Rank rank) { return *nodes_[index(rank)]; }
@@ -191,6 +198,8 @@ class World {
   const Planned& call_of(Rank rank, Round round) const;
   bool may_call(Rank rank) const;
   void submit(Rank rank);
+  template <class Act>
+  void begin(Rank rank, Act act);
   void submit_shared(Rank rank);
   bool may_extend(Rank rank);
   void extend(Rank rank);

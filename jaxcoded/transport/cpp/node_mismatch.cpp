@@ -42,7 +42,7 @@ void Node::check_offer(Child& child) {
   if (expected != offer.fingerprint) {
     offer.withdrawn = true;
     alert(offer.round, clash(child.rank, offer.fingerprint, offer.round, other, expected));
-  } else if (calling() && offer.round == next_ && !up_.told_little_memory && !offer.fits(up_.of_child())) {
+  } else if (calling() && offer.round == next_ && up_.laid_out() && !offer.fits(up_.of_child())) {
     offer.withdrawn = true;
     garbled(child.rank, "an offer of " + std::to_string(offer.ready) + " pieces");
   } else if (departures_.leaving() && offer.round >= next_ && !calling()) {

@@ -92,6 +92,8 @@ struct WayUp : Incoming {
     decoded.elements.assign(call.message.size(), 0);
     exact = decoded;
   }
+  // Whether the layouts can be used. If memory ran out before, the call only waits for its end.
+  bool laid_out() const { return exact.elements.size() == call.message.size(); }
 
   bool all_decoded() const { return decoded.pieces == incoming.size(); }
 
