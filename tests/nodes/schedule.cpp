@@ -62,15 +62,20 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
 }
 
 // Return calls with shared work. Either each call computes and sums blocks, or every second call sums them.
-std::vector<Planned> shared_work(Random& random) {
+std::vector<Planned> shared_work(const Group& group, Random& random) {
   std::vector<Planned> out;
-  const bool handed_over = random.chance(0.5);
+  const bool handed_over = random.chance(0.5), audited = !handed_over && random.chance(0.5);
+  std::vector<double> costs(random.chance(0.5) ? group.holders.size() : 0);
+  for (double& cost : costs) cost = random.pick({0.01, 0.5, 1.0, 1.0, 20.0});
   for (std::size_t round = 1; round <= rounds; ++round) {
     Planned call;
     call.seed = round;
     call.segments = {{DType::float64, 5}};
     call.shared = handed_over ? round % 2 : random.chance(0.8);
     if (handed_over && call.shared) call.segments.clear();
+    if (call.shared) call.costs = costs;
+    call.audited = audited && call.shared;
+    if (call.audited) call.segments.push_back({DType::float32, group.size() + 2 * (1 + 3 * call.segments.size())});
     call.sums_blocks = handed_over && !call.shared;
     out.push_back(std::move(call));
   }
@@ -384,7 +389,7 @@ Report play(const Group& group, const Schedule& schedule, bool traced) {
   Report report;
   Random random(schedule.seed);
   const Settings drawn = settings(group, schedule, random);
-  auto script = group.holders.empty() ? sums(group, random, drawn.compares) : shared_work(random);
+  auto script = group.holders.empty() ? sums(group, random, drawn.compares) : shared_work(group, random);
   World world(group, std::move(script), drawn, random);
   world.traced = traced;
   try {

@@ -24,8 +24,11 @@ struct Planned {
   std::string why_not = {};            // why the call must fail
   const std::vector<std::vector<bool>>* erased = nullptr;  // by rank
   bool shared = false;                 // the call's work is shared. Without segments, the next call sums the blocks
+  bool audited = false;                // two ranks report on one of the shared blocks, in the last segment
+  std::vector<double> costs = {};      // of the blocks of shared work; empty: all have the usual cost
   bool sums_blocks = false;            // the call sums the vectors that were computed in the previous round
 
+  std::size_t summed() const { return segments.size() - audited; }  // segments that are sums of gradients
   std::string signature() const;
   std::uint64_t fingerprint() const;
 

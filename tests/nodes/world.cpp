@@ -404,7 +404,8 @@ void World::check_end(Rank rank) {
   if (outcome == Outcome::desynchronized && error.find("alone") == std::string::npos) {
     check_lost(rank, ended.round);
   }
-  const bool accuses = error.find("cannot read a message") != std::string::npos;
+  const bool accuses = error.find("cannot read a message") != std::string::npos ||
+                       error.find("InconsistentMessages") != std::string::npos;
   check(!accuses || settings_.damaged || settings_.vanishing, "rank", rank, "accuses an honest rank:", error);
   for (Rank other = 0; other < size() && error.find(" has too little memory") != std::string::npos; ++other) {
     const bool named = error.find("rank " + std::to_string(other) + " has too little memory") != std::string::npos;
@@ -434,6 +435,11 @@ void World::check_result(Rank rank, const Running& running) {
   Bytes all;
   for (std::size_t s = 0; s < call.segments.size(); ++s) {
     const Bytes& result = running.results()[s];
+    if (s >= call.summed()) {
+      check_audit(running, widened(call.segments[s].dtype, result));
+      all.insert(all.end(), result.begin(), result.end());
+      continue;
+    }
     if (nothing) {
       const bool zero = std::ranges::all_of(result, [](std::byte it) { return it == std::byte{}; });
       check(zero, "rank", rank, "has numbers after a sum that the root alone gets");
@@ -454,6 +460,18 @@ void World::check_result(Rank rank, const Running& running) {
   }
 }
 
+// Check that no block has NaN or infinities, and that the block's two reports are equal.
+void World::check_audit(const Running& running, const Numbers& told) {
+  const auto reports = std::span(told).subspan(group_.size());
+  const auto first = reports.first(reports.size() / 2), second = reports.last(reports.size() / 2);
+  const bool finite = std::ranges::all_of(std::span(told).first(group_.size()), [](double it) { return it == 0; });
+  const auto once = [](std::span<const double> it) { return it[0] == 0 || it[0] == 1; };
+  check(finite && once(first) && once(second), "round", running.round, "has wrong reports on its audited block");
+  const bool both = first[0] == 1 && second[0] == 1;
+  if (both) ++seen.audits;
+  check(!both || std::ranges::equal(first, second), "round", running.round, "has different reports on its audited block");
+}
+
 // Check that the result is the sum of the members' vectors, in the ledger's order, with each block once.
 void World::check_division(const Running& running) {
   const Division division = node(group_.root()).division();
@@ -465,7 +483,9 @@ void World::check_division(const Running& running) {
   }
   check(blocks.size() == count && (settings_.partial || count == group_.holders.size()), "round", running.round,
         "has", count, "blocks,", blocks.size(), "different ones, of", group_.holders.size());
-  bool right = sums_of(running, division) == running.results();
+  std::vector<Bytes> results = running.results();
+  results.resize(running.call->summed());
+  bool right = sums_of(running, division) == results;
   // after a deadline, a sum of the previous round's blocks leaves out the vectors of ranks that do not come
   const bool some = settings_.partial && running.call->sums_blocks;
   for (std::uint32_t without = 1; some && !right && without < 1u << division.size(); ++without) {
@@ -473,14 +493,14 @@ void World::check_division(const Running& running) {
     for (std::size_t member = 1; member < rest.size(); ++member) {
       if (without >> member & 1) rest[member].clear();
     }
-    right = sums_of(running, rest) == running.results();
+    right = sums_of(running, rest) == results;
   }
   check(right, "round", running.round, "has other bytes than the sum of its members' vectors");
 }
 
 std::vector<Bytes> World::sums_of(const Running& running, const Division& division) const {
   std::vector<Bytes> out;
-  for (std::size_t s = 0; s < running.call->segments.size(); ++s) {
+  for (std::size_t s = 0; s < running.call->summed(); ++s) {
     const Segment& segment = running.call->segments[s];
     std::optional<Numbers> total;
     for (const auto& blocks : division) {
@@ -543,6 +563,7 @@ void World::submit(Rank rank) {
 }
 
 void World::break_off(Rank rank) {
+  ++seen.broken_off;
   const auto before = std::move(running_[index(rank)]);
   begin(rank, [rank, this](Call call) { node(rank).break_off(std::move(call)); });
 }
@@ -616,6 +637,8 @@ void World::submit_shared(Rank rank) {
   made.message = made.total = call.segments;
   made.complete = false;
   made.shared = true;
+  made.costs = call.costs;
+  if (call.audited) made.audits.assign(call.summed(), std::numeric_limits<float>::epsilon());
   turn(rank, [&](Node& its) { its.submit(std::move(made)); });
   come_for_block(rank);
   check_end(rank);
@@ -681,10 +704,20 @@ void World::compute_block(Rank rank) {
   check(std::ranges::find(holders, rank) != holders.end(), "rank", rank, "must compute block", block,
         "whose data it lacks");
   check(!(fresh && running.call->segments.empty()), "rank", rank, "cannot begin again in a loop on the host");
+  std::vector<double> report = {1};
   for (std::size_t s = 0; s < running.sums.size(); ++s) {
     if (fresh) std::ranges::fill(running.sums[s], 0);
+    if (s >= running.of->summed()) continue;
     const Numbers more = running.of->sum(s, group_.starts[block], group_.starts[block + 1]);
+    double squares = 0, sum = 0;
+    for (const double it : more) squares += it * it, sum += it;
+    report.insert(report.end(), {0, std::sqrt(squares), sum});
+    if (audit == Audit::only_told) continue;
     for (std::size_t i = 0; i < more.size(); ++i) running.sums[s][i] += more[i];
+  }
+  if (audit != Audit::none) {
+    const std::size_t place = group_.size() + (audit == Audit::only_told ? report.size() : 0);
+    for (std::size_t i = 0; i < report.size(); ++i) running.sums.back()[place + i] += report[i];
   }
   come_for_block(rank);
   check_end(rank);
@@ -1025,6 +1058,8 @@ void Seen::add(const Seen& other) {
   deaths += other.deaths;
   losses += other.losses;
   failed_allocations += other.failed_allocations;
+  broken_off += other.broken_off;
+  audits += other.audits;
   steps += other.steps;
 }
 
@@ -1033,7 +1068,9 @@ std::map<std::string, std::uint64_t> Seen::by_name() const {
       {"pieces that are sent", pieces_sent}, {"pieces that are gone", pieces_gone},
       {"skipped calls", skipped},            {"returns by a snapshot", restored},
       {"ranks that die", deaths},            {"messages that are lost", losses},
-      {"allocations that fail", failed_allocations}, {"steps", steps},                      {"calls done", outcomes[1]},
+      {"allocations that fail", failed_allocations}, {"steps", steps},
+      {"calls broken off", broken_off},      {"audits of two reports", audits},
+      {"calls done", outcomes[1]},
       {"calls failed", outcomes[2]},         {"calls of ranks out of the history", outcomes[3]}};
   for (std::size_t kind = 0; kind < messages.size(); ++kind) {
     if (messages[kind]) out["message: " + std::to_string(kind)] = messages[kind];

@@ -62,7 +62,7 @@ struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
   std::uint64_t pieces_sent = 0, pieces_gone = 0, skipped = 0, restored = 0, deaths = 0, losses = 0, steps = 0;
-  std::uint64_t failed_allocations = 0;
+  std::uint64_t failed_allocations = 0, broken_off = 0, audits = 0;
 
   void add(const Seen& other);
   std::map<std::string, std::uint64_t> by_name() const;
@@ -187,6 +187,7 @@ class World {
   void check_end(Rank rank);
   void check_result(Rank rank, const Running& running);
   void check_division(const Running& running);
+  void check_audit(const Running& running, const Numbers& told);
   void check_lost(Rank rank, Round round) const;
   std::vector<Bytes> sums_of(const Running& running, const Division& division) const;
   const Running* offering(Rank rank) const;
