@@ -312,7 +312,7 @@ class Player {
   // Let programs make another call before they have passed all vectors of the first.
   void break_off() {
     for (const Rank rank : some()) {
-      if (rank == group_.root() || !acts(rank) || !world_.is_incomplete(rank)) continue;
+      if (!acts(rank) || !world_.is_incomplete(rank)) continue;
       if (random_.chance(0.5)) call_something_else(rank, world_.node(rank).next());
       world_.break_off(rank);
     }
