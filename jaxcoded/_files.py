@@ -61,8 +61,8 @@ def array(data: bytes) -> np.ndarray:
 
     NumPy's reader would allocate the memory that the header claims before it checks
     the data. This function checks the data first. Raise a ValueError if the data is not
-    a ``.npy`` file, or is shorter or longer than its header claims. Raise it also for
-    Python objects, which are never unpickled.
+    a ``.npy`` file, is shorter or longer than its header claims, or has Python objects,
+    which are never unpickled.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)

@@ -96,7 +96,7 @@ _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
 
 
 def started() -> bool:
-    """Return whether JAX has started, with a device, threads and memory."""
+    """Return whether JAX has started. From then on it has a device, threads and memory."""
     return _backends_are_initialized()
 
 
@@ -162,8 +162,8 @@ def check_not_again(call: Any) -> None:
 
 
 def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
-    """Make JAX compile an operation that is called outside of programs as a separate
-    program. The operation raises an error if JAX repeats it (`runs_again`). ``call``
+    """Make JAX compile an operation as a separate program if it is called outside of
+    compiled programs. The operation raises an error if JAX repeats it (`runs_again`). ``call``
     converts the operation's parameters to the argument of `check_not_again`.
     """
 
@@ -293,8 +293,8 @@ def coarsest_eps(function: Any, *operands: Any) -> float:
 
 
 def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
-    """Return the type of an array with this shape that differs along the same axes as
-    ``x``. Its dtype is ``dtype``, by default the dtype of ``x``."""
+    """Return the type of an array with this shape whose values may differ along the same
+    mesh axes as the values of ``x``. Its dtype is ``dtype``, by default the dtype of ``x``."""
     aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
     if varying(aval):
         return aval.update(shape=shape, dtype=dtype, weak_type=False)
@@ -302,8 +302,8 @@ def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Mark a value that is equal on all devices as a value that may differ along
-    axes."""
+    """Mark a value that is equal on all devices as a value that may differ along these
+    axes of the mesh."""
     return _pcast(x, axes, to="varying") if axes else x
 
 

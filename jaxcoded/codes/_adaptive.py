@@ -12,8 +12,8 @@ MAX_ROWS = 512
 def adaptive(
     n: int, stragglers: int, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
-    """Return a code that sends several signals in turn, so that the traffic follows the
-    actual number of stragglers.
+    """Return a code whose children send their messages in parts, one after the other, so
+    that the traffic depends on the actual number of stragglers.
 
     Every child holds ``d = s + m`` partitions. A whole message is ``1/m`` as long as a
     gradient. If ``δ ≤ s`` children are missing, the parent decodes from the beginnings

@@ -6,7 +6,7 @@ from jaxcoded.codes._gradient_code import GradientCode
 def approximate(
     code: GradientCode, stragglers: int, decoding: str = "least_squares"
 ) -> GradientCode:
-    """Return the same code with a larger ``s`` than it tolerates: the parent continues
+    """Return ``code`` with a larger ``s`` than it tolerates: the parent continues
     with any ``n−s`` children and approximates the sum.
 
     If the children that answered are decodable, least squares still gives the exact

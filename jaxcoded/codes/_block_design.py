@@ -65,7 +65,7 @@ def block_design(
 
 
 def _designs(n: int) -> dict[int, Callable[[], np.ndarray]]:
-    """Return functions that build the designs for ``n``, by the load of the design."""
+    """Return, for the load of each design for ``n``, a function that builds the design."""
     designs: dict[int, Callable[[], np.ndarray]] = {}
     if n >= 7 and n % 4 == 3 and _prime(n):
         designs[(n - 1) // 2] = functools.partial(_residues, n)

@@ -152,8 +152,8 @@ def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
 
 def _without_copies(M: np.ndarray) -> np.ndarray:
     """If all classes of equal partitions have the same size, return ``M`` ``(r, c, m)``
-    with one partition of each class, otherwise ``M`` itself. Neither the exact
-    solutions nor the best solution change.
+    with one partition of each class, otherwise ``M`` itself. This changes neither the
+    exact solutions nor the best solution.
     """
     first, which = alike(M.swapaxes(0, 1).reshape(M.shape[1], -1))
     counts = np.bincount(which)

@@ -16,8 +16,9 @@ from jaxcoded.codes import _blocks
 # If there are more answered sets than this, they are sampled instead of enumerated.
 MAX_SETS = 256
 DECODINGS = ("exact", "least_squares", "one_step")
-# A tolerance, so that rounding does not decide whether a set suffices that is as good
-# as the worst sufficient set.
+# The relative tolerance of a code's amplification limit. Without this tolerance, rounding
+# errors could reject a set of messages that amplifies as much as the worst set that the
+# code must tolerate.
 _ROUNDING = 1e-3
 
 
@@ -354,7 +355,7 @@ class GradientCode:
 
     @functools.cached_property
     def _answers(self) -> tuple[np.ndarray, np.ndarray]:
-        """The results of `_solve` for the sets that the code must answer."""
+        """The first two results of `_solve` for the sets in `_hardest`."""
         return self._solve(self._missing_classes(self._hardest()))[:2]
 
     @property

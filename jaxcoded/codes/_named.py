@@ -35,8 +35,8 @@ NAMES = (*EXACT, *APPROXIMATE)
 def named(
     text: str, n: int, stragglers: int = 0, slices: int = 1, *, seed: int = 0
 ) -> GradientCode:
-    """Return the code that a text names: a constructor in `jaxcoded.codes` with those
-    arguments that this function does not have.
+    """Return the code that a text names. The name is a constructor in `jaxcoded.codes`.
+    The text gives only arguments of the constructor that this function does not have.
 
     Args:
         text: one of `NAMES`, with keyword arguments that are Python literals, such as

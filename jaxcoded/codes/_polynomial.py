@@ -16,9 +16,9 @@ def polynomial(
 
     For partition ``j``, the polynomial ``p`` has its roots at the points of the ``n−d``
     children that do not hold the partition. The numbers ``c`` in ``p^(u) = x·p^(u−1) −
-    c·p`` make the top ``m`` coefficients of ``p^(1) … p^(m)`` an identity. ``B[i, j, u]``
-    is the value of ``p^(u)`` at point ``i``. The points are the paper's points, ±(1 +
-    i/2), and 0 for odd ``n``. Here their signs alternate.
+    c·p`` make the top ``m`` coefficients of ``p^(1) … p^(m)`` an identity
+    matrix. ``B[i, j, u]`` is the value of ``p^(u)`` at point ``i``. The points are the
+    paper's points, ±(1 + i/2), and 0 for odd ``n``. Here their signs alternate.
 
     Any ``d−m`` children may be missing, but a plan relies only on ``s``. With ``d >
     s+m``, ``n−s`` answers are more than necessary, which lowers the amplification. The

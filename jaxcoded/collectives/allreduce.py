@@ -56,10 +56,10 @@ def coded_allreduce(
 ) -> Any:
     """Return the exact sum over the global batch, on every rank, from the ranks' coded contributions.
 
-    Every rank passes a linear function of the gradients of its examples, weighted by
-    a batch's ``weights``: a gradient of the weighted loss, that loss itself, or both in
-    one pytree. Each rank sends one message per dtype up the tree, and every parent
-    decodes. The root sends its bytes down again, so all ranks get the same bits.
+    Every rank passes a sum over its examples, weighted by a batch's ``weights``: the
+    gradient of the weighted loss, the weighted loss itself, or both in one pytree. Each
+    rank sends one message per dtype up the tree, and every parent decodes. The root
+    sends the bytes of its sum down the tree, so all ranks get the same bits.
     This is CodedReduce (Reisizadeh et al. 2021, arXiv 1902.01981).
 
     Usable inside ``jit``, ``scan``, ``while_loop``, ``cond`` (with a predicate that is
@@ -386,7 +386,8 @@ def results(
 def _probe(
     group: CodedGroup, vectors: Sequence[jax.Array], number: int | None
 ) -> jax.Array:
-    """Return the probe of the sum's coefficients, or of its part ``number``."""
+    """Return the vector with which a round measures the sum's coefficients (`atoms.probe`),
+    or the part ``number`` of this vector."""
     probe = atoms.probe(group.plan, group.rank)
     if number is not None:
         probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]

@@ -28,8 +28,8 @@ def checked_operands(
     skip: Any = None,
     token: Any = None,
 ) -> tuple[Operands, dict[str, Any]]:
-    """Return the operands made from these arguments, without the vectors, and the
-    corresponding fields of the `Round`.
+    """Check these arguments. Return the operands that a round needs in addition to its
+    vectors, and the fields of the `Round` that describe these operands.
 
     Raises:
         TypeError, ValueError: the message names the value and the remedy.

@@ -129,8 +129,8 @@ def _encoded(
         def step(message: tuple[jax.Array, ...], operands: Any) -> tuple[Any, Any]:
             chunk, mask, coefficients = operands
             local, aux = compute(chunk, mask, behind)
-            # Padding is at the end of a chunk, so the chunk's first example is a real
-            # example. All real examples of a chunk have the same coefficients.
+            # Padding is at the end of a chunk, so the chunk's first example is real if
+            # the chunk has real examples. All real examples of a chunk have the same coefficients.
             added = [
                 jax.vmap(
                     lambda row, v=vector: encode_vector(v[None], row[None], multiple)

@@ -33,8 +33,8 @@ _traced_once = functools.partial(jax.jit, inline=True)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sum:
-    """The description of a sum. Two descriptions are equal if their sums compute the
-    same. So outside ``jit``, JAX compiles equal sums only once.
+    """The description of a sum. Two descriptions are equal if their sums run the
+    same program. So outside ``jit``, JAX compiles equal sums only once.
     """
 
     name: str

@@ -137,8 +137,8 @@ class _Fixed(NamedTuple):
 
     words: str
     examples: tuple[float, float]
-    # for each batch, the number that this rank adds to the count if the key is 1, part by
-    # part
+    # For each batch, what this rank adds to the count if the key is 1: one number for each
+    # part of its message.
     marks: tuple[np.ndarray, ...]
 
 
@@ -195,8 +195,8 @@ def _adds_up(plan: Plan) -> bool:
 
 
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
-    """Return the number that this rank adds to the count if the key is 1, part by
-    part."""
+    """Return what this rank adds to the count if the key is 1: one number for each part
+    of its message."""
     if not plan.strategy.by_blocks:
         return marks.of_rank(plan, rank, batch_size, share)
     own = list(plan.placement.owned(rank))

@@ -1,5 +1,5 @@
-"""Convert complex numbers and integers to floating-point numbers, from whose sums the
-exact sums follow.
+"""Convert complex numbers and integers to floating-point numbers whose sums give the
+exact sums of the original numbers.
 """
 
 import functools

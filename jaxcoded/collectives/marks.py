@@ -31,8 +31,8 @@ _SWING = 16  # the largest change of the key by one leaf's numbers
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
-    """Return what a rank's marks add to its count if the key is 1, part by part: float64 ``(P,)``. The
-    marks of all atoms add up to 0.
+    """Return what a rank's marks add to its count if the key is 1: one number for each of the ``P`` parts of
+    its message, float64 ``(P,)``. The marks of all atoms add up to 0.
 
     Args:
         rounding: the fraction of the count that rounding explains. The largest mark

@@ -73,9 +73,9 @@ class Epoch:
         batch, positions, values = self.indices(number), self._positions, self._weights
         counted = self._first + operator.index(number) % len(self)
         if len(batch) < self.batch_size:
-            # A smaller batch lacks examples at the end of the batch, and of each chunk and block; the first
-            # example of each is present. A present example with weight 0 replaces each missing example, since its
-            # gradient is finite. The gradient of made-up numbers could be NaN, and 0 · NaN is NaN.
+            # A smaller batch lacks the examples at its end. In their place this rank reads its first present
+            # example, or the batch's first example, with weight 0. The gradient of a real example is finite. The
+            # gradient of made-up numbers could be NaN, and 0 · NaN is NaN.
             there = positions < len(batch)
             filler = positions[there.argmax()] if there.any() else 0
             positions = np.where(there, positions, filler)

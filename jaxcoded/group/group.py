@@ -641,8 +641,8 @@ class CodedGroup:
             timeout: seconds to wait for living ranks that do not call `recovered`.
             put_out: whether to kill (``SIGKILL``) the processes of such ranks after
                 ``timeout``. Any rank in the call on the same host and in the same pid
-                namespace kills them, if it has permission. The root's value counts, if
-                the root takes part.
+                namespace kills them, if it has permission. If the root takes part,
+                the root's value counts.
 
         Raises:
             ValueError: MPI is not fault-tolerant; the strategy does not fit the new number of ranks; this group's

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoded import _jax_compat
 
-_OF_EXAMPLE = 1024  # how many numbers are compared of each of an array's three examples
+_OF_EXAMPLE = 1024  # the most numbers of one example that are compared; three examples of each array are compared
 _SWING = 16  # the largest change of the likeness by one array
 _SCALES = 10.0 ** np.arange(-9, 10, 3)
 _LEAST = 0.1  # the smallest scale, as a fraction of the median
@@ -69,8 +69,10 @@ def _some(leaf: Any) -> np.ndarray:
 def _across(some: np.ndarray, number: int) -> float:
     """Return a combination of numbers in which large and small numbers have about the same effect.
 
-    A number's effect is large on scales near it. On smaller scales only its sign has an effect, and on larger ones
-    nothing. So a fill value hides no other number. No scale is far below the median, as there may be only rounding.
+    The combination adds up a term for each of several scales. If the scale is near a number's size, the number's
+    value has a large effect on the term. On a much smaller scale only the number's sign has an effect, and on a much
+    larger scale the number has almost none. So a fill value hides no other number. No scale is far below the median
+    size, where numbers may consist only of rounding errors.
     """
     if jnp.iscomplexobj(some):
         some = np.concatenate([some.real, some.imag])

@@ -95,8 +95,8 @@ def agreed_transport(
     options: Options,
     explicit: bool,
 ) -> tuple[Transport, Options, list[str]]:
-    """Return the requested transport, the same on all ranks, its options, and a list of
-    warnings. Collective. Raise a ValueError on every rank if the transport is not
+    """Return three values: the group's transport, which has the same type on all ranks;
+    its options; and a list of warnings. Collective. Raise a ValueError on every rank if the transport is not
     available, or does not support the options. ``explicit`` tells whether the caller
     requested a ``check``; otherwise an environment variable requested it.
     """

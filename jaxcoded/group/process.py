@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 from mpi4py import MPI
 
 STATE, PARENT, BEGAN = 0, 1, 19  # fields of `stat`
-_LOOKS = 100  # at an environment that seems empty
+_LOOKS = 100  # how often to read an environment that seems empty
 
 
 class Process(NamedTuple):
@@ -54,8 +54,8 @@ class Process(NamedTuple):
         return 0
 
     def is_first(self) -> bool:
-        """Return whether this is the first call for this process. Earlier calls count
-        only while the process that made them lives."""
+        """Return whether no other call was made for the process that ``self`` describes.
+        An earlier call counts only while the process that made it lives."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             # an abstract socket name, which only one process can hold

@@ -62,12 +62,13 @@ class Session:
             each rank.
         chooser: a function that chooses another plan for the final options, once all
             ranks have the first plan.
-        ahead: this rank's place among the amounts of results that ranks have: how many
-            different amounts are smaller than its own. ``None`` if all ranks have the
+        ahead: if ranks have different amounts of results, how many of these different
+            amounts are smaller than this rank's amount. ``None`` if all ranks have the
             same results.
 
     Attributes:
-        wanted: the options that a group which replaces this group requests.
+        wanted: the options of a group that replaces this group, unless other options
+            are given.
         planned: the reason for the chosen plan, as text.
         words: text on the plan in the description of coded calls. It differs between
             ranks if some ranks have missed a replan.
@@ -144,7 +145,8 @@ class Session:
 
     @classmethod
     def opened(cls, comm: MPI.Intracomm, *arguments: Any, **options: Any) -> Self:
-        """Return a session on a duplicate of ``comm`` that all ranks have."""
+        """Make a session on a duplicate of ``comm``, and begin to work. Return the
+        session. Collective."""
         check_communicator(comm)
         own = opening.communicator_of_its_own(comm)
         try:

@@ -41,9 +41,9 @@ class Coding:
 
     @property
     def needs(self) -> int:
-        """The number of messages that suffice, with copies counted once. For some codes
-        the number alone does not decide whether messages suffice; for these codes the
-        number is ``n − s``.
+        """The number of messages that suffice, with copies counted once. With some codes
+        it also matters which messages have arrived; for these codes the number is
+        ``n − s``.
         """
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers

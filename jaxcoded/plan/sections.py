@@ -5,8 +5,8 @@ without sections (``docs/engine.md``).
 # Sections are faster between hosts for sums of at least this many bytes, as measured in
 # benchmarks/README.md.
 SECTIONS_FROM = 64 << 10
-# The number of pieces of a sum in sections for each rank of the family, unless the
-# pieces are then too short or too long.
+# A sum in sections is cut into this many pieces for each rank of the family (the root and
+# its children), unless the pieces are then too short or too long.
 SECTION_PIECES = 8
 # The fraction of the time in which a layer is busy, since layers wait for each other.
 _IN_TURNS = 0.9
@@ -16,8 +16,8 @@ def pay_in_layers(needs: int, children: int, layers: int, most: int) -> bool:
     """Return whether the network ports of a tree over several hosts are busy for less
     time if its families form sections.
 
-    A parent's family begins its sections once all messages of the children are
-    complete, and the children relay only the complete result. So layers wait for each
+    A family is a parent and its children. It begins its sections once all messages of
+    the children are complete, and the children relay only the complete result. So layers wait for each
     other. On the way up and on the way down, each layer adds the time that a port takes
     to send one vector. Without sections, pieces flow through all layers at the same
     time, but all children of a parent fetch the whole result from it.

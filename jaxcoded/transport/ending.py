@@ -1,5 +1,5 @@
 """Information on a process's end that only Python has. ``cpp/end_of_job.h`` has all
-other information on it.
+other information on this end.
 """
 
 import sys

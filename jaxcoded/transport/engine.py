@@ -106,9 +106,9 @@ def fault_tolerant() -> bool:
 
 
 def join() -> None:
-    """Record that this process joins a job, or lets other processes join. Then, at its
-    end, MPI does not disconnect the communicators that old and new processes share: to
-    disconnect would wait for all ranks of these communicators.
+    """Record that this process joins a job, or lets other processes join. Then, at the
+    end of this process, MPI does not disconnect the communicators that old and new
+    processes share, since it would wait for all ranks of these communicators.
     """
     _engine.join()
 
@@ -313,11 +313,11 @@ class Engine(Transport):
     def take_block(
         self, words: str, *, first: bool, costs: Sequence[float] = ()
     ) -> int | None:
-        """Return the number of the next block to compute. This round only divides the
-        blocks; the next round sums the ranks' vectors. Return ``None`` once all blocks
-        are computed; then call `end_of_blocks`. ``words`` must be equal on all ranks.
-        ``costs`` has the cost of each block, > 0 and about 1; without costs, all blocks
-        cost the same.
+        """Return the number of the next block to compute. The round of this call only
+        divides the blocks; the next round sums the ranks' vectors. Return ``None`` once
+        all blocks are computed; then call `end_of_blocks`. ``words`` must be equal on all
+        ranks. ``costs`` has the cost of each block, > 0 and about 1; without costs, all
+        blocks cost the same.
         """
         number = fingerprint(words) % 2**64 if first else 0
         said = (words, first, list(costs)) if first else ("", first, [])

@@ -29,7 +29,8 @@ _jax_compat.keep_results_of(_Effect)
 
 
 class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
-    """The effect. JAX shows its text in its error for several devices."""
+    """The effect that orders rounds. JAX shows its `repr` in the error for programs on
+    several devices."""
 
     __hash__ = _Effect.__hash__
 

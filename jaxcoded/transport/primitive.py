@@ -283,7 +283,7 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, round: Round) -> Any:
     """
     leading = len(round.leading)
     if all(isinstance(ct, ad.Zero) for ct in cotangents) and not round.transposed:
-        # the result does not affect the loss, such as a metric that is only printed
+        # the result does not affect the loss: it may be a metric that is only printed
         return [None for _ in operands]
     _check(round, "differentiated")
     if not (round.up and round.down) or find(round.group).plan.encoded:

@@ -35,7 +35,7 @@ class Call(Message):
 
 @dataclass(frozen=True)
 class Kill(Call):
-    """Ask every rank to kill the processes of the late ranks, if it can."""
+    """Ask a rank to kill the processes of the late ranks, if it can."""
 
     late: Ranks
 
@@ -51,7 +51,7 @@ class Stay(Message):
 class Late(Message):
     """Report that some ranks did not take part. ``put_out`` tells whether they should be killed, and
     ``known`` is the `State` of each rank. ``hindered`` has for each rank the number of the error
-    (``errno``) that prevented its killing, or 0."""
+    (``errno``) that prevented its process from being killed, or 0."""
 
     put_out: bool
     known: OfEach

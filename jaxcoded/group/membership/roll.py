@@ -96,8 +96,8 @@ class Roll:
 
         Args:
             seconds: how long to wait for living ranks that do not take part.
-            put_out: whether to put these ranks out after this time. The caller's value
-                decides about all ranks but the caller.
+            put_out: whether to put these ranks out after this time. The value on the
+                rank that calls the roll decides about all other ranks.
             left: a function that returns the ranks below this rank that make no more
                 calls.
             broken: whether a new group is needed in any case.

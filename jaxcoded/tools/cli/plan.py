@@ -28,12 +28,12 @@ _HEADER = (
     *("5 … 95 %", "load", "message", "κ"),
 )
 _LEGEND = (
-    "→: the advice: the fastest strategy; a code or shared work only if certainly faster, with as few replicas as take "
+    "→: the advice: the fastest strategy; a code or shared work only if certainly faster; the fewest replicas that take "
     "at most 5 % longer\n"
     "Coded(stragglers): how many children of each parent may be late; Shared(replicas): how many other ranks hold a "
     "rank's data and may compute its blocks; Uncoded: a step waits for all ranks; speeds of the step before: static "
     "balancing for comparison, by these speeds (replan after each step)\n"
-    "piece: the bytes in which messages move\n"
+    "piece: the size of a message's pieces\n"
     "step: mean of up to {} simulated steps; 5 … 95 %: their quantiles; load: part of the batch that the busiest rank "
     "computes; κ: how much rounding errors may grow"
 )

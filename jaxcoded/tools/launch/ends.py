@@ -30,7 +30,7 @@ class Ends:
     Attributes:
         variables: the environment variables that ranks need in order to report.
         told: for each rank that has ended, its status (or minus the number of the signal that killed it), and the
-            seconds from the start of the job to its end. The ranks are in the order of their ends.
+            seconds from the start of the job to the rank's end. The ranks are in the order of their ends.
         begun: the ranks that have reported their beginning.
         sure: whether every rank that begins is certain to report.
         of_job: an event that is set once a rank has ended the whole job.
@@ -86,8 +86,8 @@ class Ends:
 
     @property
     def failure(self) -> int:
-        """Return the first status above 0 with which a rank ended. If no rank ended so, return 0, or 1 if no rank
-        ended with status 0 although ranks have begun or would have reported.
+        """Return the first status above 0 with which a rank ended. Without such a status, return 1 if no rank ended
+        with status 0, although ranks have begun or are certain to report (`sure`). Otherwise return 0.
         """
         codes = [code for code, _ in self.told.values()]
         none_ended = (self.sure or bool(self.begun)) and 0 not in codes

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 MARK = "JAXCODED_JOB"
 GRACE = 10.0  # seconds for mpirun to end the job
 _PAUSE = 0.1  # seconds between two checks of mpirun
-_LOOKS = 100  # at an environment that seems empty
+_LOOKS = 100  # how often to read an environment that seems empty
 
 
 class Guardian:

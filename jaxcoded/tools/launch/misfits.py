@@ -27,8 +27,8 @@ _SHOWN = 4  # the most variables of one kind to show
 
 
 def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
-    """Return those variables that are set, by kind. The variables of one kind are all right or all wrong. With
-    ``of_ranks``, leave out variables that only mpirun reads.
+    """Return the environment variables that may keep MPI from starting, by kind. The variables of one kind are
+    either all right or all wrong. With ``of_ranks``, leave out variables that only mpirun reads.
     """
     kinds: dict[str, list[str]] = {}
     for name in sorted(os.environ):

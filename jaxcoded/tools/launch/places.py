@@ -76,7 +76,7 @@ class Places:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the hosts with ranks. They are empty if only this host has ranks, and ``None`` if they
+        """Return the names of the hosts with ranks: no names if only this host has ranks, and ``None`` if the names
         are unknown."""
         if not self.away:
             return ()

@@ -44,8 +44,9 @@ _LOCAL = (
 BACKING = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PATIENCE = 3.0  # seconds within which a report must be received
-# For how many seconds a rank that joins stays after its program, so that the rank that
-# started it sees it (`jaxcoded.group.membership.joining`).
+# If the program of a rank that joins ends before the rank has a group, this process waits
+# for this many seconds before it ends. So the rank that started this process sees it at
+# least once, and can then notice its end (`jaxcoded.group.membership.started`).
 _SEEN = 1.0
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _OWN = {"SIGKILL", "SIGSTOP", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"}

@@ -22,7 +22,8 @@ _BLOCK = 5e-3  # seconds of the shortest block
 _MOST_BLOCKS = 12  # the most blocks of a rank
 # the most children of a coded parent: a code is a matrix with a row for each child
 _MOST_CHILDREN = 1024
-# the most children of a parent with a random code: larger codes cost time and digits
+# the most children of a parent with a random code: larger codes take long to find, and
+# amplify rounding errors more
 MOST_DRAWN = 64
 
 

@@ -109,8 +109,8 @@ class LeftOut:
         candidate: the candidate with this code. Its κ is above the bound, or unknown.
         gain: the step time of the best candidate divided by this candidate's step time; infinite if the best
             candidate's steps never end.
-        ranks: with how many ranks the candidate would not be left out: the smallest larger number, at most ``2 fanout``
-            larger, or 0 if there is none.
+        ranks: the smallest number of ranks, above the job's number, with which the candidate would not be left out.
+            It is at most ``2 fanout`` above the job's number; 0 if there is no such number.
         drawn: True if κ is known to be above the bound. False if κ is unknown because a parent has too many
             children for a random code.
     """
@@ -152,7 +152,7 @@ class Ranking:
     @property
     def best(self) -> Estimate:
         """Return the candidate to use. It is the fastest uncoded candidate, unless a code or shared work is certain
-        to be faster. Shared work has as few replicas as possible: a step may take at most 5 % longer than with the
+        to be faster. Shared work has the fewest replicas with which a step takes at most 5 % longer than with the
         best number of replicas."""
         return self._better_than(self.uncoded)
 
@@ -239,8 +239,8 @@ class Ranking:
         found = next((e for e in self.estimates if e.candidate.balanced), None)
         if found is None or not found.faster_than(self.uncoded):
             return ""
-        # A factor below 1 is no chance, but static balancing needs other calls in the
-        # program.
+        # A factor below 1 is not due to chance, but static balancing needs other calls in
+        # the program.
         times = found.step / self.best.step
         return f". Static balancing, {found.name}, takes {times:.3g} times as long"
 
@@ -446,8 +446,8 @@ class _Search:
         return out
 
     def left_out(self, best: Estimate) -> LeftOut | None:
-        """Return the fastest code whose κ is too large, if it is faster than the candidate
-        ``best``."""
+        """Return the fastest code whose κ is above the bound or unknown, if it is faster
+        than the candidate ``best``."""
         if not self.amplified or self.ranks > _MOST_LEFT_OUT:
             return None
         times = self._rung(self.amplified, _SHARES[4], least=16, most=64)

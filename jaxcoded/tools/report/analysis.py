@@ -90,8 +90,9 @@ def spans(seen: Telemetry) -> np.ndarray:
     """Return the seconds from a round's beginning until each child's message came, float64 ``(R, C)``.
 
     A round begins when the parent has the previous result. Times are NaN if unknown: in the first round, and in rounds
-    that a child began late or skipped. The time of a late child is estimated: it ends when the child's next message
-    comes, minus the work for the round of this message. It is infinite if no message follows."""
+    that a child began late or skipped. The time of a late child is estimated. The child's work for its next message is
+    assumed to take its usual time, and its work for the late round ends before that. The time is infinite from the
+    first round in which the child is missing, and probably not only slow."""
     begun, over = _begun(seen), _over(seen)
     arrived = seen.arrived
     out = np.full(arrived.shape, np.nan)
@@ -115,9 +116,9 @@ def spans(seen: Telemetry) -> np.ndarray:
 def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
     """Return what a parent saved by not waiting for all of its children.
 
-    In a round that a child missed, the child's usual time counts. If ``others`` has the telemetry of a child that is
-    a leaf, this telemetry gives its time. The result does not include the cost of the code, which is more work on
-    every rank; `compare` includes it."""
+    If `spans` does not know a child's time for a round, the child's usual time counts. If ``others`` has the telemetry
+    of a child that is a leaf, this telemetry gives the child's times that are unknown or infinite. The result does not
+    include the cost of the code, which is more work on every rank; `compare` includes it."""
     took = spans(seen)
     by_rank = {other.rank: other for other in others}
     inferred = np.isnan(took)

@@ -88,8 +88,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan) -> "Layout":
-        """Return the layout of a plan. Some codes decide by more than the number of children, or of copies, whether
-        they can decode. For these codes any ``n − s`` children count as enough.
+        """Return the layout of a plan. With some codes, the number of children that have answered does not determine
+        whether the parent can decode. With these codes any ``n − s`` children count as enough.
 
         Example:
             >>> import jaxcoded

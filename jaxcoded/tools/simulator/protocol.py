@@ -222,7 +222,7 @@ class _Below:
             period = period + np.maximum(piece / network.bandwidth, port)
             # seconds until an announced piece has arrived
             there += (network.trips - 1) * network.latency
-        # seconds for the first piece, and for all later ones
+        # seconds for the first piece, and for all later pieces
         self.period, self.rest = there + period, (pieces - 1) * period
         # a rank relays the result only once the whole result has arrived
         if in_sections:

@@ -88,8 +88,8 @@ def _displays(files: Iterable[int]) -> dict[int, File]:
 
 
 def variables(ranks: int) -> dict[str, str]:
-    """Return environment variables with the part of the terminal's size that each of this many ranks gets. Without
-    a terminal there are none."""
+    """Return environment variables with the part of the terminal's size that each of this many ranks gets. Return
+    no variables without a terminal, or if COLUMNS or LINES is already set."""
     for number in (1, 2):
         if output.is_terminal(number) and not {"COLUMNS", "LINES"} & {*os.environ}:
             width, height = size(number)
