@@ -16,7 +16,7 @@ _HEADERS = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
 }
-_PIECE = 1 << 20  # bytes
+_PIECE = 1 << 20  # bytes that are read at a time
 LONGEST = 1 << 30  # the most bytes of a file that are read
 
 

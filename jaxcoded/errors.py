@@ -88,7 +88,8 @@ def translated() -> Iterator[None]:
         use after close
         >>> jaxcoded.effects_barrier()
     """
-    from jax.errors import JaxRuntimeError  # plans need no JAX
+    # Import JAX only here, since plans do not need it.
+    from jax.errors import JaxRuntimeError
 
     try:
         yield

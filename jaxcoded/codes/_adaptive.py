@@ -54,7 +54,8 @@ def adaptive(
             f"{parts} from each child, more than {MAX_ROWS}: take a smaller fan-out or "
             "fewer stragglers"
         )
-    ends = [L // (d - missing) for missing in range(s + 1)]  # parts that each δ needs
+    # for each δ, the number of parts that the parent needs from a child
+    ends = [L // (d - missing) for missing in range(s + 1)]
     held = (np.arange(n)[:, None] - np.arange(d)) % n  # children that hold a partition
 
     def draw(rng: np.random.Generator) -> np.ndarray:

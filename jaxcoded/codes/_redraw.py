@@ -10,7 +10,8 @@ MAX_DRAWS = 64
 # While no draw can be decoded, at least this many draws are made, however long that
 # takes. Which draws can be decoded depends on the processor's rounding.
 _DRAWS_FOR_ONE = 8
-_WORK_OF_A_SECOND = 60_000_000  # in the units of `draws`
+# About a second of work, in the units in which `draws` estimates the work of a draw.
+_WORK_OF_A_SECOND = 60_000_000
 # A sum does not count as exact if its rounding error is more than this fraction of the
 # sum.
 MAX_ROUNDING = 1e-3

@@ -73,7 +73,8 @@ def _losses_of_examples(
     batch with only this example.
     """
 
-    # traced once, although the shapes of its results are needed first
+    # `jit` traces `losses` only once, although the shapes of the results are needed before
+    # the results.
     @functools.partial(jax.jit, inline=True)
     def pair(params: Any, batch: Any) -> tuple[Any, Any]:
         out = losses(params, batch)

@@ -180,7 +180,7 @@ def _sum_of(
     """Return the round that sums arrays of this shape and dtype. ``counts`` is the
     dtype of the count of examples, if there is a count."""
     its = group()
-    assert its is not None  # the caller holds the group
+    assert its is not None  # the caller keeps the group alive
     like = jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(shape, part.dtype),
         floats.on_host(np.empty(0, dtype), its, wire_dtype),

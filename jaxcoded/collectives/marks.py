@@ -131,12 +131,13 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
     ]
     if not parts:
         return jnp.float32(0)
-    # one leaf after the other, so that arrays on several devices are not gathered
+    # Treat one leaf after the other, so that arrays on several devices are not gathered.
     largest = [jnp.log2(jnp.max(jnp.abs(x))).astype(jnp.float32) for x in parts]
     least = jnp.float32(_SMALL)
     if scaled:
         least = functools.reduce(jnp.maximum, largest) + _SMALLER
-        least = jnp.where(jnp.isfinite(least), least, 0)  # all numbers are 0
+        # `least` is infinite if all numbers are 0
+        least = jnp.where(jnp.isfinite(least), least, 0)
     out = jnp.float32(0)
     for number, (x, log) in enumerate(zip(parts, largest)):
         log = jnp.maximum(log, least)

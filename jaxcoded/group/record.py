@@ -41,7 +41,7 @@ class Record:
         self._path, self._replay = path, replay
         given = {"record": path, "replay": replay}
         self.request = {name: it for name, it in given.items() if it is not None}
-        self._rounds: list[Dealt] = []  # on the root
+        self._rounds: list[Dealt] = []  # the rounds to replay, on the root
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
 

@@ -16,7 +16,7 @@ from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.leaves import held, is_key, named, numbers, restored, stored
 from jaxcoded.transport.packing import Packing
 
-_DIGEST = 32  # bytes
+_DIGEST = 32  # bytes of a digest
 
 
 def keep(transport: Transport, state: Any) -> None:
@@ -104,7 +104,7 @@ def _bytes_of(leaf: Any, path: Any) -> np.ndarray:
     if is_key(array.dtype):
         array = numbers(array)
     elif isinstance(leaf, np.ndarray | np.generic):
-        array = np.asarray(leaf)  # in the leaf's byte order
+        array = np.asarray(leaf)  # keeps the leaf's byte order
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 

@@ -291,7 +291,7 @@ class Telemetry:
         placement = Plan.from_json(self.plan).placement
         own = self.shared & (self.blocks > 0)
         if own.any():
-            # leave out the first rounds, which compile
+            # The median hardly depends on the first rounds, which compile.
             each = np.median(self.busy[own] / self.blocks[own])
             lines.append(
                 f"this rank computed {self.blocks[self.shared].mean():.3g} blocks a round, "

@@ -11,7 +11,7 @@ import numpy as np
 from jaxcoded._files import array, contents
 from jaxcoded.plan import Plan
 
-_LONGEST = 1e15  # seconds
+_LONGEST = 1e15  # the longest time that counts as valid, in seconds
 
 
 def read(

@@ -107,7 +107,7 @@ class Weights:
 
     # The methods and operators of an array.
 
-    # NumPy then leaves operators to this class
+    # With this priority, NumPy leaves operators to this class.
     __array_priority__ = 100
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:

@@ -102,7 +102,7 @@ def _checked_code(code: Any) -> str | tuple[Any, ...]:
     """Return the checked ``code``: a text, one text for each layer, or pairs of a rank
     and a text."""
     if isinstance(code, Mapping):
-        # keys are texts in JSON
+        # in JSON all keys are texts
         ranks = {int(k) if str(k).isdecimal() else k: text for k, text in code.items()}
         pairs = [(_require.integer("code", rank, 0), ranks[rank]) for rank in ranks]
         texts: tuple[Any, ...] = tuple(text for _, text in pairs)
@@ -110,7 +110,7 @@ def _checked_code(code: Any) -> str | tuple[Any, ...]:
     elif isinstance(code, Sequence) and not isinstance(code, str):
         made = texts = tuple(code)
         if texts and all(isinstance(each, tuple) for each in texts):
-            return _checked_code(dict(texts))  # from `dataclasses.replace`
+            return _checked_code(dict(texts))  # `dataclasses.replace` passes pairs
     else:
         made, texts = code, (code,)
     if not texts or not all(isinstance(text, str) for text in texts):

@@ -72,4 +72,4 @@ class Placement:
         return divided(costs, [[len(costs)] * self.blocks] * len(self.ranks))
 
 
-NOTHING = Placement((), 0, 0)  # without blocks
+NOTHING = Placement((), 0, 0)  # the placement of a plan without blocks

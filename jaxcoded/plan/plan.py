@@ -56,7 +56,8 @@ class Plan:
         object.__setattr__(self, "parents", tree.parents)
         strategy: Any = check_strategy(self.strategy)
         strategy.check(tree)
-        if strategy.speeds and len(set(strategy.speeds)) == 1:  # no effect
+        if strategy.speeds and len(set(strategy.speeds)) == 1:
+            # equal speeds have no effect
             strategy = dataclasses.replace(strategy, speeds=None)
         object.__setattr__(self, "strategy", strategy)
         # Build every code now, so that an impossible code raises an error here.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxcoded.plan.plan import Plan
     from jaxcoded.plan.tree import Tree
 
-Assigned = tuple[np.ndarray, np.ndarray]  # indices, and weights
+Assigned = tuple[np.ndarray, np.ndarray]  # indices of examples, and their weights
 _KINDS: dict[str, type[Strategy]] = {}
 
 

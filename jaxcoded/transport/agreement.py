@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
     """Convert an argument so that equal values of different types become the same
     value. A list, a tuple and an array become the same, and so do 3, 3.0 and
     ``np.float32(3)``."""
-    if hasattr(value, "tolist"):  # from NumPy or JAX
+    if hasattr(value, "tolist"):  # a value of NumPy or JAX
         value = value.tolist()
     if isinstance(value, Mapping):
         return {key: plain(value[key]) for key in sorted(value, key=str)}

@@ -162,7 +162,7 @@ class Engine(Transport):
             _engine.let_read(cards)
             return cards[comm.rank]
 
-        on_all(comm, let_read, undo=_engine.forget)  # before any rank continues
+        on_all(comm, let_read, undo=_engine.forget)  # no rank continues before this
         # All ranks get the same random session number, which distinguishes the group's
         # messages from messages of earlier groups.
         session = told(comm, _random())

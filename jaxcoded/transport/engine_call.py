@@ -118,7 +118,7 @@ def lower(
             i + extras: i
             for i, out in enumerate(avals_out[1:], 1)
             if round.kind == "round"
-            and extras >= 0  # but not for a sum whose operands come from other devices
+            and extras >= 0  # false for a sum whose operands come from other devices
             and _kind(avals_in[i + extras]) == _kind(out)
         }
         if tokened:

@@ -8,9 +8,9 @@ from jaxcoded.transport import check
 from jaxcoded.transport.check import Check
 from jaxcoded.transport.deadline import Deadline
 
-PIECE = 256 << 10  # bytes, between hosts
+PIECE = 256 << 10  # bytes in a piece, by default, between hosts
 LONGEST_PIECE = 2**30  # MPI counts bytes of a message in 31 bits
-_MOST = 2**62  # bytes
+_MOST = 2**62  # the largest number of bytes that an option may have
 _MOST_ROUNDS = 2**24  # a round's record takes about 100 bytes, and more for each child
 
 

@@ -79,7 +79,8 @@ class Roll:
         self._answered: set[int] = set()  # callers answered in this visit
         # unread messages, by caller
         self._verdicts: dict[int, Stay | Late] = {}
-        self._hindered = [0] * comm.size  # numbers of errors that prevented killing
+        # for each rank, the number of the error that prevented its killing, or 0
+        self._hindered = [0] * comm.size
 
     def call(
         self,
@@ -292,7 +293,7 @@ class Roll:
     def _count(self, rank: int, answer: Answer | GivesUp) -> None:
         if isinstance(answer, GivesUp):
             self._answers.pop(rank, None)
-            if self._visit.calling:  # for the sender's next visit
+            if self._visit.calling:  # call again, for the sender's next visit
                 self._from_caller.say(
                     rank, Call(self._calls, *self._visit.asks, visit=0)
                 )

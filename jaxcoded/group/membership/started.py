@@ -102,7 +102,7 @@ class Started:
         first, others = self._found()
         parents = {parent for _, parent in others}
         around = {it for it in first if wrapper() and it.pid in parents}
-        # first the parents, which may wait for their child processes
+        # Kill the parents first, since they may wait for their child processes.
         for process in [*(first - around), *(it for it, _ in others)]:
             process.kill()
 
@@ -126,7 +126,7 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
             if any(it.startswith(begins) for it in environment(pid)):
                 fields = stat(pid)
                 yield Process("", "", pid, int(fields[BEGAN])), int(fields[PARENT])
-        except OSError:  # another user's process, or it has ended
+        except OSError:  # the process belongs to another user, or has ended
             continue
 
 

@@ -33,7 +33,7 @@ class Cluster:
     network: Network
     stragglers: stragglers.Stragglers
     model: str  # the user's name of the stragglers
-    seed: int  # of the draws, and of random codes
+    seed: int  # the seed of the draws and of random codes
     costs: Costs | None = None  # the costs of the examples, unless all cost the same
 
     @property

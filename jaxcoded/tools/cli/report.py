@@ -64,13 +64,13 @@ def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> N
 class _Found:
     """The findings about a job."""
 
-    files: list[Telemetry]  # the root's first
+    files: list[Telemetry]  # the root's file comes first, if it is given
     plan: Plan
     shared: bool  # whether ranks compute blocks of each other
     savings: dict[int, analysis.Savings]  # the savings of each parent
     late: np.ndarray  # see `analysis.too_late`
     measured: float  # mean seconds of a round; NaN if unknown
-    plans: list[analysis.Predicted]  # the job's own plan first; empty without a replay
+    plans: list[analysis.Predicted]  # the replayed plans, the job's own plan first
 
     @property
     def parents(self) -> list[Telemetry]:
@@ -102,7 +102,8 @@ def _found(files: list[Telemetry]) -> _Found:
     for seen in files:
         if len(seen.children) and not np.isnan(seen.lateness).all():
             saved = analysis.savings(seen, files)
-            # with shared work a late child would have had more to do
+            # With shared work, other ranks computed blocks of a late child. So its time without
+            # sharing is unknown.
             if len(saved.rounds) and not shared:
                 savings[seen.rank] = saved
     known = files[0].rank == plan.root and not shared

@@ -20,7 +20,7 @@ from jaxcoded.tools.launch.asking import answer
 from jaxcoded.transport import cuda_aware, engine
 from jaxcoded.transport.agreement import gathered
 
-SIZES = (1, 1 << 20)  # numbers of float32 values
+SIZES = (1, 1 << 20)  # lengths of the summed arrays of float32
 _CALLS = 20
 _LEVELS = {
     MPI.THREAD_SINGLE: "MPI_THREAD_SINGLE",

@@ -37,7 +37,7 @@ _YIELDS = "OMPI_MCA_mpi_yield_when_idle"
 # Open MPI looks up how to reach a rank at the first message to or from it. If two threads look up a rank at the
 # same time, Open MPI may drop the connection for good (ompi#3035). So Open MPI must look up all ranks when it
 # starts.
-_KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # ranks
+_KNOWS_ALL = {"OMPI_MCA_mpi_add_procs_cutoff": "1000000"}  # for jobs of fewer ranks
 
 # Whether XLA divides an operation among threads. PJRT_NPROC is the number of threads. There must be at least two
 # threads, since one thread may wait for a round. With a single thread, two groups that two Python threads call could

@@ -27,7 +27,7 @@ RANKS = ("ranks", "-n", "--ranks", "-np", "--np")
 # The most ranks of a job. Some mpirun reads 2**32 + 1 as 1, and the simulator needs 2 GB for this many
 # ranks.
 MOST_RANKS = 2_000_000
-_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3): 2, 2, 2
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # 2(x3) means 2, 2, 2
 
 
 def options(command: Callable[..., Any]) -> Callable[..., Any]:

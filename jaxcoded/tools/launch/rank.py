@@ -189,7 +189,7 @@ def _tell(code: int | str) -> None:
             # wait until the report is received: only then may the launcher end other
             # ranks
             line.recv(1)
-    except (OSError, ValueError, OverflowError):  # or an invalid address
+    except (OSError, ValueError, OverflowError):  # no listener, or an invalid address
         pass
 
 

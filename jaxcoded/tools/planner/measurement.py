@@ -29,12 +29,13 @@ class Link(NamedTuple):
 class Measurement:
     """The result of `measured`."""
 
-    # links between ranks that are far apart in the job, all measured at the same time
+    # the medians of the `links`, which connect ranks far apart in the job and are all measured at the same time
     network: Network
     work: float  # seconds that a usual rank takes to compute once
-    stragglers: Measured  # how many times as long as usual each rank took each time
+    # how many times as long as usual each computation took on each rank
+    stragglers: Measured
     links: tuple[Link, ...]
-    hosts: tuple[str, ...]  # of each rank
+    hosts: tuple[str, ...]  # the host of each rank
 
     @property
     def rounds(self) -> int:

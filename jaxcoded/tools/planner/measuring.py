@@ -14,10 +14,10 @@ from jaxcoded.tools.simulator import Network
 from jaxcoded.tools.simulator.stragglers import Measured
 from jaxcoded.transport.agreement import gathered, wait
 
-_SECONDS = 1.0  # seconds of computing
+_SECONDS = 1.0  # seconds for which ranks compute
 _ROUNDS = 512  # the most rounds
 _LINK_SECONDS = 0.2  # seconds for small messages, and as many for large messages
-_LONGEST = 4 << 20  # bytes of a message
+_LONGEST = 4 << 20  # the most bytes of a message
 _PING, _PONG = 1, 2
 
 

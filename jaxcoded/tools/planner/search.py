@@ -31,7 +31,7 @@ _MORE_DATA = 0.05  # the gain that justifies holding data on more ranks
 _NEAR = 1.2  # shared work within this factor of the best time may still win
 # the number of batches of consecutive rounds; the batches' means are nearly independent
 _BATCHES = 16
-_KEPT = 8  # coded candidates in the last rung
+_KEPT = 8  # the most coded candidates in the last rung
 # about how many seconds each rung of the search takes
 _SHARES = (0.4, 0.4, 0.4, 1.5, 0.2, 0.3)
 # the most ranks for which the search also compares codes with too large a κ

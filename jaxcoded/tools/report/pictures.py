@@ -48,7 +48,7 @@ def picture(
         raise ImportError("pictures need matplotlib: pip install matplotlib") from None
     colours = cycler(color=COLOURS)
     with mpl.rc_context(_STYLE | {"axes.prop_cycle": colours}):
-        # without pyplot, which keeps figures and needs a display
+        # Do not use pyplot, which keeps figures and needs a display.
         figure = Figure(figsize=size)
         axes = figure.subplots(rows, columns, **subplots)
         yield figure, axes

@@ -15,12 +15,12 @@ from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.network import Network
 from jaxcoded.tools.simulator.way_up import WayUp
 
-IN_SECTIONS = "long sums are formed in sections"  # in words
+IN_SECTIONS = "long sums are formed in sections"  # a text for reports
 
 # As in the engine (``node.h``):
 # the least time in seconds for which the root waits for latecomers
 _STALL = 0.002
-_LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes
+_LEAST_PIECE, _MOST_PIECE = 16 << 10, 32 << 10  # bytes of a piece
 
 # The fraction of the time in which the busiest port is busy, apart from the first and last pieces. It was measured on
 # 13 hosts with 200 Mbit/s; tests/simulator/test_simulated_sections.py has the figures. The test simulates rounds

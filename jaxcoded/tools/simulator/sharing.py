@@ -230,7 +230,7 @@ class Round:
         self.silent.discard(v)
         self.asks.add(m)
         place = member.blocks.index(block)
-        if place <= member.added(reached):  # begun
+        if place <= member.added(reached):  # the rank has begun the block
             member.kept.add(block)
             return
         del member.blocks[place]
@@ -324,7 +324,7 @@ class Round:
         gain = other.ends - now
         if gain <= times * mine or not (other.known(now) or block in other.kept):
             return gain > times * mine
-        # then the blocks in the rank's vector are lost, too
+        # Without rank `v`, all blocks in its vector are lost, too, and must be computed again.
         return gain > times * self.anew(v, now) and self.replaceable(v)
 
     def anew(self, v: int, now: float) -> float:

@@ -121,7 +121,7 @@ def is_terminal(number: int) -> bool:
 
 
 def _console() -> Console:
-    # not cached: standard output may have changed since the last call
+    # Do not cache the console: standard output may change between calls.
     terminal = sys.stdout.isatty() and _OPEN_MPI not in os.environ
     return Console(
         force_terminal=None if terminal else False,

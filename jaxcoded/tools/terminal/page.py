@@ -5,7 +5,7 @@ TOKEN = re.compile(
     r"(?P<text>[^\x1b\r\n\b]+)"
     r"|(?P<control>[\r\n\b])"
     r"|\x1b\[(?P<number>[0-9]{0,9})[0-?]*[ -/]*(?P<command>[@-~])"
-    r"|(?P<string>\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\))"  # such as a link
+    r"|(?P<string>\x1b[\]PX^_][^\x07\x1b]*(?:\x07|\x1b\\))"  # a control string, such as a link
     r"|\x1b[ -/]*[0-~]"
 )
 # a token that has not arrived completely

@@ -10,7 +10,7 @@ def progress(what: str, *, quiet: bool = False) -> Iterator[Callable[[float], No
     if quiet or not sys.stderr.isatty():
         yield lambda part: None
         return
-    # imported only if there is something to show
+    # import rich only if there is something to show
     from rich.console import Console
     from rich.progress import Progress
 
