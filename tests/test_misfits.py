@@ -77,12 +77,12 @@ def test_a_launcher_that_fails_once_is_tried_again(nothing_set, monkeypatch):
         (
             [{"PBS_JOBID", "PBS_NODEFILE"}],
             "PBS_JOBID=3, PBS_NODEFILE=/none",
-            "${!PBS_*}, if this is not part of the scheduler's job",
+            "${!PBS_*}, if this command is not part of the scheduler's job",
         ),
         (
             [{"OMPI_MCA_pml", "UCX_TLS"}],  # wrong only together
             "OMPI_MCA_pml=ucx, OPAL_PREFIX=/o, PBS_JOBID=3, PBS_NODEFILE=/none, UCX_TLS=rc",
-            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this is not part of the scheduler's job",
+            "OMPI_MCA_pml OPAL_PREFIX ${!PBS_*} UCX_TLS, if this command is not part of the scheduler's job",
         ),
     ],
 )

@@ -154,7 +154,7 @@ def test_a_silent_rank_is_not_slow():
         )
         words = {1.6: "1.6 s", 60.0: "60 s"}[silent]
         assert line == (
-            f"rank 3 was last active {words} before the newest result: it is slow, stopped, dead, or late once"
+            f"rank 3 was last active {words} before the newest result: it is slow, stopped, dead, or was late only once"
         )
 
 

@@ -161,7 +161,7 @@ class GradientCode:
             )
         if self.decoding == "one_step" and (self.m > 1 or B.sum() <= 0):
             raise ValueError(
-                "one-step decoding is for one slice and a B with a positive sum, got "
+                "one-step decoding needs one slice and a B with a positive sum, got "
                 f"m = {self.m} and the sum {B.sum():.3g}; take least_squares"
             )
         promises = tuple((late, some, first) for late, some, first in self.promises)
@@ -179,7 +179,7 @@ class GradientCode:
         stragglers = _require.integer("stragglers", self.stragglers, 0, self.n - 1)
         object.__setattr__(self, "stragglers", stragglers)
         if not self.approximate and not self._answers[1].all():
-            also = f", or not from the sets that it promises, {list(promises)}"
+            also = f", or from every set of its promises, {list(promises)}"
             raise ValueError(
                 f"this B cannot be decoded from every {self.n - self.stragglers} of its "
                 f"{self.n} children{also * bool(promises)}"

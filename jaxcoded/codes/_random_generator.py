@@ -74,7 +74,7 @@ def random_generator(
     if holders.min() < s + m:
         raise ValueError(
             f"partition {int(holders.argmin())} has {int(holders.min())} holders; "
-            f"s + m = {s + m} are needed to lose any {s} of them"
+            f"it needs s + m = {s + m}, so that any {s} of them may be missing"
         )
     wanted = np.vstack([np.zeros((s, m)), np.eye(m)])
 

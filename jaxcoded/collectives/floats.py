@@ -51,8 +51,8 @@ def of(
         _check(group, name, dtype, wire_dtype)
         if counted and not group._session.transport.refuses_miscounts:
             raise TypeError(
-                f"{name} has dtype {dtype}. Without the engine a sum of other examples becomes NaN, which integers "
-                "cannot show: install jaxcoded with its engine, or cast it to floating point"
+                f"{name} has dtype {dtype}. Without the engine a sum of wrong examples becomes NaN, which integers "
+                "cannot represent: install jaxcoded with its engine, or cast it to floating point"
             )
         leaf = array(leaf, name)
         total = leaf.dtype

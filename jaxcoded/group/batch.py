@@ -82,7 +82,7 @@ def check_length(data: Any, length: int) -> None:
             raise ValueError(
                 f"{name} has shape {shape}, but the batch has {length} examples on "
                 "this rank: load the examples that batch.indices name, with a leading axis of examples"
-                + ", and make one array of a list"
+                + ", and convert a list to one array"
                 * (not shape)
             )
 

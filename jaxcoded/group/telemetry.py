@@ -273,7 +273,7 @@ class Telemetry:
         slow = [rank for rank in np.argsort(-took) if took[rank] > _SLOW * uneven]
         return [
             f"rank {rank} was last active {_format.seconds(self.silent[rank])} before the "
-            "newest result: it is slow, stopped, dead, or late once"
+            "newest result: it is slow, stopped, dead, or was late only once"
             if self._seconds[rank] == self.silent[rank]
             else f"rank {rank} is slow: it takes {took[rank]:.3g} times as long for its data as "
             f"the median rank, {_format.seconds(self._seconds[rank])} a round"

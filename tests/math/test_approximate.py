@@ -205,7 +205,7 @@ def test_parts_and_sizes_are_kept():
 def test_misuse_of_approximate():
     with pytest.raises(ValueError, match="stragglers must be an integer from 0 to 3"):
         codes.approximate(codes.uncoded(4), 4)
-    with pytest.raises(ValueError, match="one-step decoding is for one slice"):
+    with pytest.raises(ValueError, match="one-step decoding needs one slice"):
         codes.approximate(codes.random_generator(4, 1, 2), 2, "one_step")
 
 

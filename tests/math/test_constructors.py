@@ -308,7 +308,7 @@ def test_a_random_generator_that_cannot_be(s, m, message):
         ),
         (
             {"support": np.eye(4)},
-            r"partition 0 has 1 holders; s \+ m = 2 are needed to lose any 1",
+            r"partition 0 has 1 holders; it needs s \+ m = 2, so that any 1",
         ),
         ({"loads": [2, 2, 2]}, r"loads must be 4 integers >= 0, got \[2, 2, 2\]"),
         ({"loads": [2.0, 2, 2, 2]}, "loads must be 4 integers >= 0"),

@@ -119,7 +119,7 @@ def test_replaced_leaves_are_used(own):
 
 
 def test_a_list_is_no_array(own):
-    message = r"data\['x'\]\[0\] has shape \(\), .* make one array of a list"
+    message = r"data\['x'\]\[0\] has shape \(\), .* convert a list to one array"
     part = own.batch(BATCH)
     step = gradient_of(losses, own)
     with pytest.raises(ValueError, match=message):

@@ -66,7 +66,7 @@ def _tried(
         yield Finding("ranks", BAD, failure.found, failure.remedy)
         if kinds := misfits.suspects():
             words = f"MPI and mpirun read {misfits.listed(kinds.values())}"
-            yield Finding("variables", NOTE, words, "try without them")
+            yield Finding("variables", NOTE, words, "try without these variables")
         return
     yield from _of_ranks(ranks, everything)
 

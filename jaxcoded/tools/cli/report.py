@@ -365,7 +365,7 @@ def _draw_savings(path: pathlib.Path, seen: Telemetry, saved: analysis.Savings) 
             )
         else:
             axes.axvspan(saved.stuck, x[-1], color=_RED, alpha=0.25, linewidth=0)
-            label = "a child has not come since"
+            label = "a child has sent nothing since"
             axes.axvline(saved.stuck, color=_RED, linestyle=":", label=label)
             title = (
                 f"Without coding rank {seen.rank} would have been stuck from round "
@@ -493,7 +493,7 @@ def _draw_plans(
         axes.set_xlim(0, 1.3 * longest / size)
         best = plans[-1]
         verdict = (
-            "No plan here would have been faster than the one it had"
+            "No plan here would have been faster than the job's own plan"
             if best.actual
             else f"Fastest for this job's stragglers: {best.name}"
         )

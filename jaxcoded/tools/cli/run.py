@@ -152,7 +152,7 @@ def command(
         return status
     texts = heard.words()
     if not first and texts:
-        first = "the job succeeded (status 0), though not all of its ranks"
+        first = "the job succeeded (status 0), although not all of its ranks did"
     texts.insert(0, first)
     for line in filter(None, texts):
         print(f"jaxcoded run: {line}", file=sys.stderr)

@@ -89,7 +89,7 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
             "deaths",
             NOTE,
             "Open MPI 5 can report deaths to the ranks, as jaxcoded run --ft needs. Whether this installation does is "
-            "unknown: no ompi_info beside mpirun tells",
+            "unknown, since there is no ompi_info beside mpirun",
         )
     elif built:
         found = "with jaxcoded run --ft the other ranks continue when a rank is killed"

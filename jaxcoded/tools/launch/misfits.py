@@ -65,7 +65,7 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
     found = listed([kinds[kind] for kind in wrong])
     remedy = f"unset {' '.join(wrong)}"
     if not {*wrong} <= every:  # a scheduler has set some of these variables
-        remedy += ", if this is not part of the scheduler's job"
+        remedy += ", if this command is not part of the scheduler's job"
     return (
         f"MPI does not start with {found} in the environment, but starts without",
         remedy,

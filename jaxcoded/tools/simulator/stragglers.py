@@ -430,7 +430,7 @@ def _within(ranks: tuple[int, ...], size: int) -> list[int]:
     """Return the ranks with negative numbers replaced: -1 is the last rank."""
     for rank in ranks:
         if not -size <= rank < size:
-            raise ValueError(f"there is no rank {rank} among {size}")
+            raise ValueError(f"there is no rank {rank} among {size} ranks")
     return [rank % size for rank in ranks]
 
 
