@@ -72,7 +72,7 @@ def key(
     The key is a float32, mostly from −16 to 78. Each pytree in ``moving`` extends this
     range by 16 at both ends. Consecutive batches have different keys. Parameters that
     differ only in rounding have nearly the same key. With ``to_the_bit`` their
-    keys differ in most cases, as do the keys of integers that differ.
+    keys differ in most cases. So do the keys of different integers, even without ``to_the_bit``.
     """
     params, moving = jax.lax.stop_gradient((params, moving))
     out = of_batch(jnp.uint32(number)) + mixed(_checksum(params, to_the_bit=to_the_bit))
@@ -143,7 +143,7 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
         log = jnp.maximum(log, least)
         # the square of this root may be beyond the range of the dtype
         root = jnp.exp2((-log / 2).astype(x.dtype))
-        x = (x * root * root).astype(jnp.float32)  # at most about 1
+        x = (x * root * root).astype(jnp.float32)  # the numbers are at most about 1
         size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
         out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)
     return _SWING / math.sqrt(len(parts)) * out

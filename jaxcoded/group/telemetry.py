@@ -23,8 +23,8 @@ _OFTEN = 0.1
 _SLOW = 2.0
 # A live rank reports once a second, and after each of its rounds.
 TOLD = 1.0
-# A block that takes less than this number of seconds to compute takes about as long to
-# grant and report.
+# If it takes less than this number of seconds to compute a block, granting and reporting
+# the block takes about as long.
 _SHORT = 1e-3
 _DONE = 1  # the outcome of a successful round
 

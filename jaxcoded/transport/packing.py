@@ -38,7 +38,7 @@ class Apart(NamedTuple):
     since gradients may be small compared with a large loss."""
 
     vector: int  # the index of the vector
-    first: int  # the range of the elements
+    first: int  # the first element of the run, and the number of its elements
     length: int
     # Runs of one kind are compared together. Runs of kind 0 are compared
     # together with the rest of the vector, and the rest is also compared alone.

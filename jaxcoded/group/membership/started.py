@@ -74,7 +74,7 @@ def wrapper() -> list[str]:
 
 class Started:
     """The processes that were started together with one token, and their child
-    processes. No process has an empty token.
+    processes. With an empty token there are none.
     """
 
     def __init__(self, token: str) -> None:

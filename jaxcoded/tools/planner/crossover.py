@@ -2,14 +2,17 @@ import dataclasses
 
 from jaxcoded.tools.simulator import Layout, Network, simulate
 
-_LEAST, _MOST = 12, 26  # powers of two; a shorter sum is sent in a control message
+_LEAST, _MOST = (
+    12,
+    26,
+)  # sums of 2**12 to 2**26 bytes; a shorter sum is sent in a control message
 
 
 def sections_pay_from(layout: Layout, network: Network) -> int:
     """Return the smallest size in bytes, a power of two, for which sections make a sum faster if no rank is late.
     Return 0 if sections are not faster up to 64 MiB.
 
-    On slow links sections are faster even for smaller sums, since the root's link is the bottleneck. But sections
+    On slow links sections are faster even for short sums, since the root's link is the bottleneck. But sections
     add latency."""
     found = 0
     for power in range(_MOST, _LEAST - 1, -1):

@@ -73,7 +73,7 @@ def _summary(
 ) -> Measurement:
     columns = [row[~np.isnan(row)] for row in table[:, :_ROUNDS]]
     if isinstance(work, float):
-        # Join as many loops into one round as the work would last, if enough rounds remain.
+        # Join so many loops into one round that it lasts as long as the work, if enough rounds remain.
         loops = round(work / statistics.median(float(np.median(c)) for c in columns))
         columns = [_added(column, max(loops, 1)) for column in columns]
     typical = statistics.median(float(np.median(column)) for column in columns)
