@@ -2,10 +2,8 @@ import dataclasses
 
 from jaxcoded.tools.simulator import Layout, Network, simulate
 
-_LEAST, _MOST = (
-    12,
-    26,
-)  # sums of 2**12 to 2**26 bytes; a shorter sum is sent in a control message
+# Try sums of 2**12 to 2**26 bytes. A shorter sum is sent in a control message.
+_LEAST, _MOST = 12, 26
 
 
 def sections_pay_from(layout: Layout, network: Network) -> int:
