@@ -95,8 +95,8 @@ class GivesUp(Message):
 
 
 # Messages among the old ranks: the starter asks each rank, each rank answers with its
-# arguments, and all ranks receive the verdict. Every message has the number of a
-# visit: the visit of its sender or receiver, whichever is not the starter.
+# arguments, and all ranks receive the verdict. Every message identifies a visit: the
+# visit of its sender or receiver, whichever is not the starter.
 
 
 @dataclass(frozen=True)
