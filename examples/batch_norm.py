@@ -4,8 +4,8 @@
 
 Two sums give the mean and the variance of the batch. A third sum, which depends on
 both, gives the loss. JAX differentiates `jaxcoded.coded_sum` like any function. So the
-gradient equals that of one process with the whole batch, whichever rank is late. If each
-rank used the statistics of its own examples, the model would differ.
+gradient equals the gradient in one process with the whole batch, whichever rank is
+late. If each rank used the statistics of its own examples, the model would differ.
 """
 
 import argparse

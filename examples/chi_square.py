@@ -5,10 +5,11 @@
 How does the progression of diabetes depend on body mass? The model is ``log progression
 = a + b · mass + c · noise``. A good model reproduces three histograms of scikit-learn's
 442 patients: for lean, average and heavy patients. What a simulated patient adds to the
-bins is a smooth function, so the histogram has a derivative. Chi-square is a
-function of the histogram, not a sum over patients. Let ``J`` be the Jacobian of the sum
-``s``. Then the gradient is ``Jᵀ W (s − d)``, and the Gauss–Newton matrix is ``Jᵀ W J``.
-A fit without one rank's patients would be biased.
+bins is a smooth function of the parameters, so the histogram has a derivative.
+Chi-square is a function of the histogram, not a sum over patients. Let ``s`` be the
+simulated histogram, ``J`` its Jacobian, ``d`` the real histogram and ``W`` the weights.
+Then the gradient is ``Jᵀ W (s − d)``, and the Gauss–Newton matrix is ``Jᵀ W J``. A fit
+without one rank's patients would be biased.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def simulated(theta, examples):
 def fit(comm, steps=6):
     """Return the parameters, and chi-square before each step."""
     examples, observed = patients()
-    weight = 1 / (observed + 1)  # about one over the variance of a count
+    weight = 1 / (observed + 1)  # about 1 / variance of a count
     with jaxcoded.CodedGroup(comm) as group:
         batch = group.batch(examples)
         histogram = jaxcoded.coded_sum(simulated, group)

@@ -89,7 +89,7 @@ class Worker:
             time.sleep(self.seconds * len(x))
             return np.float32(0)
 
-        # runs only together with the gradient, which a late rank skips
+        # runs only if the gradient is computed; a late rank skips both
         x = x + jax.pure_callback(work, jax.ShapeDtypeStruct((), jnp.float32))
         return optax.softmax_cross_entropy_with_integer_labels(logits(params, x), y)
 

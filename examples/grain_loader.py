@@ -54,7 +54,7 @@ def train(comm, epochs=5):
             reading = read(epoch)
             for batch in reading:
                 params, loss = step(params, batch)
-                where = reading.get_state()  # the next batch's place, for a checkpoint
+                where = reading.get_state()  # position of the next batch
             if group.rank == 0:
                 print(f"epoch {epoch}: loss {loss:.4f}, the loader is at {where}")
     return params, float(loss)

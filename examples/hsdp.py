@@ -36,7 +36,7 @@ def logits(params, x):
 
 def losses(shards, batch):  # the losses of this device's examples
     x, y = batch
-    params = {  # whole parameters, while they are needed
+    params = {  # gather whole parameters from the shards
         name: jax.lax.all_gather(shard, "fsdp", tiled=True)
         for name, shard in shards.items()
     }
@@ -63,7 +63,7 @@ def train(comm, epochs=5):
 
         def step(params, state, batch, token):
             (loss, grads), _, token = loss_and_grad(params, batch, token=token)
-            updates, state = tx.update(grads, state)  # on each device's shard
+            updates, state = tx.update(grads, state)  # each device updates its shard
             return optax.apply_updates(params, updates), state, loss, token
 
         def batches(epoch):

@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 
 import jaxcoded
 
-LAMBDA = 1.0  # ridge
+LAMBDA = 1.0  # regularisation (ridge)
 
 
 def data():
@@ -49,7 +49,8 @@ def train(comm, steps=8):
         @jax.jit
         def step(w, x, y):
             O, off = rows(w, x, y)
-            weighted = part.weights[:, None] * O  # each sum contains the weights once
+            # each sum contains the weights once
+            weighted = part.weights[:, None] * O
             sums = {"OtO": weighted.T @ O, "Otd": weighted.T @ off}
             sums = jaxcoded.coded_allreduce(
                 sums, group, part.weights

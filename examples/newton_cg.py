@@ -20,7 +20,7 @@ from sklearn.datasets import load_digits
 
 import jaxcoded
 
-LAMBDA = 1.0  # ridge
+LAMBDA = 1.0  # regularisation (ridge)
 
 
 def data():
@@ -45,8 +45,8 @@ def train(comm, steps=8):
         def step(w, batch):
             loss = lambda w: total(w, batch) + LAMBDA / 2 * jnp.sum(w**2)
             gradient, hessian = jax.linearize(jax.grad(loss), w)
-            # a fixed number of products, not a tolerance: so all ranks call the same
-            # rounds
+            # a fixed number of products instead of a tolerance, so that all ranks call
+            # the same rounds
             newton, _ = cg(hessian, gradient, tol=0, maxiter=30)
             return w - newton, jnp.linalg.norm(gradient)
 

@@ -38,8 +38,8 @@ def losses(params, batch):  # one loss for each example
 
 
 def local_mean(params, batch):
-    """Return this rank's part of a batch's mean loss. Only the group's sum of the parts
-    is the loss.
+    """Return this rank's part of a batch's mean loss. The sum of all ranks' parts
+    is the mean loss.
     """
     # divide by the batch's number of examples; the last batch is smaller
     weights = batch.weights

@@ -71,7 +71,7 @@ def train(comm, folder, epochs=5, stop_after=None):
             params, state, loss = step(params, state, epoch[batch])
             if group.rank == 0 and (done % 5 == 0 or done == last):
                 args = ocp.args.StandardSave((params, state, jnp.int32(done)))
-                manager.save(done, args=args)  # continues while the next step runs
+                manager.save(done, args=args)  # saves while the next step runs
                 print(f"{done} batches done on {group.size} ranks: loss {loss:.4f}")
     return params, done
 

@@ -75,7 +75,7 @@ def train(comm, steps=STEPS, kill=(), replace=False):
     """
     x, y = load_digits(return_X_y=True)
     x = (x / 16).astype(np.float32)
-    # give up a rank that is frozen for a minute
+    # after a minute a step fails instead of waiting for a frozen rank
     options = jaxcoded.Options(deadline=60.0, on_deadline="raise")
     group, rank, full = jaxcoded.CodedGroup.joining(), "new", comm.size
     if group is None:

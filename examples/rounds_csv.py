@@ -1,13 +1,13 @@
-"""Write a rank's telemetry as plain CSV: one line when each round ends.
+"""Write each rank's telemetry as plain CSV: one line when each round ends.
 
     jaxcoded run -n 4 examples/rounds_csv.py build/rounds
 
-``rounds-RANK.csv`` grows while the job runs (``tail -f``). Each line says when the rank
-called, how long the call took, and which rank's message completed the sum. It also has the
-rank's lag, the number of rounds decided before its call. ``arrivals.csv`` has a line
-for each round and each rank below the root: when the rank's message arrived, whether it
-was used, and the rank's lag. Fields are empty if no message has come. Rank 2 is slow in
-every third step.
+``rounds-RANK.csv`` grows while the job runs (``tail -f``). Each line has the time when
+the rank called, how long the call took, and whose message completed the sum. It also
+has the rank's lag, the number of rounds that were decided before the rank called them.
+``arrivals.csv`` has a line for each round and each rank below the root: when the rank's
+message arrived, whether it was used, and the rank's lag. Fields are empty if no message
+has come. Rank 2 is slow in every third step.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def train(comm, folder, steps=30, slow=2):
     mine, root = folder / f"rounds-{comm.rank}.csv", folder / "arrivals.csv"
     header = ["round", "called", "work", "waited", "decided by", "left out", "lag"]
     write(mine, header, mode="w")
-    lags = {}  # lags of this rank's rounds, from 1
+    lags = {}  # the rank's lag in each round, by the round's number
 
     def ended(seen):  # called on a separate thread; delays no round
         seconds = seen.started, seen.work, seen.ended - seen.started
@@ -69,7 +69,7 @@ def train(comm, folder, steps=30, slow=2):
         for number in range(steps):
             if group.rank == slow and number % 3 == 0:
                 time.sleep(0.1)
-            lags[number + 1] = group.lag()  # this rank's rounds have ended
+            lags[number + 1] = group.lag()  # exact, as this rank's rounds have ended
             _, grad = jax.block_until_ready(step(w, part.of(x[part.indices])))
             w = w - 0.1 * grad
         if group.rank == 0:

@@ -2,10 +2,10 @@
 
     jaxcoded run -n 4 examples/slow_loader.py
 
-The other ranks continue without it, and every step still uses the whole batch. If a
-round is decided before a rank calls it, the call returns the existing result, and does
-not use the rank's data. ``group.lag()`` is the number of such rounds. So the slow rank
-does not load their batches, and catches up.
+The other ranks continue without this rank, and every step still uses the whole batch.
+If a round is decided before a rank calls it, the call returns the existing result, and
+does not use the rank's data. ``group.lag()`` is the number of such rounds. So the slow
+rank does not load their batches, and catches up.
 """
 
 import argparse

@@ -21,7 +21,7 @@ from mpi4py import MPI
 import jaxcoded
 
 SPINS, FIELD = 10, 1.0  # at the critical point
-SHIFT = 0.01  # added to the metric
+SHIFT = 0.01  # added to the metric's diagonal
 
 
 def configurations():
@@ -56,7 +56,7 @@ def energy_and_norm(braket, spins):
     """Return ``⟨ψ|s⟩⟨s|H|ψ⟩`` and the norm, where ``H = - Σ Z Z - FIELD Σ X`` around a
     ring.
     """
-    flipped = spins[:, None] * (1 - 2 * jnp.eye(SPINS))  # one flipped spin each
+    flipped = spins[:, None] * (1 - 2 * jnp.eye(SPINS))  # one row for each flipped spin
     log_ratios = log_psi(braket[1], flipped) - log_psi(braket[1], spins)[:, None]
     bonds = (spins * jnp.roll(spins, 1, -1)).sum(-1)
     local = -bonds - FIELD * jnp.exp(log_ratios).sum(-1)
@@ -78,8 +78,8 @@ def minimise(comm, steps=20):
             log_norm = lambda bra, ket: jnp.log(total(norm, bra, ket))
             derivative = jax.grad(log_norm, holomorphic=True)
             _, metric = jax.linearize(lambda ket: derivative(bra, ket), w)
-            # a fixed number of products, not a tolerance: so all ranks call the same
-            # rounds
+            # a fixed number of products instead of a tolerance, so that all ranks call
+            # the same rounds
             delta, _ = cg(lambda v: metric(v) + SHIFT * v, force, tol=0, maxiter=5)
             return w - 0.2 * delta, energy.real
 
