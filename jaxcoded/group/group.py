@@ -495,6 +495,8 @@ class CodedGroup:
             The state, a pytree of arrays.
 
         Raises:
+            CodedError: a round that this rank has started is still in flight after
+                ``timeout``.
             Desynchronized: no rank above has a snapshot or answers in time, or the
                 group has called `replan` since this rank became too late.
             ValueError: the snapshot's structure, shapes or dtypes differ from those of

@@ -10,13 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.errors import Desynchronized
+from jaxcoded.errors import CodedError, Desynchronized
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.engine import Engine
 from jaxcoded.transport.leaves import held, is_key, named, numbers, restored, stored
 from jaxcoded.transport.packing import Packing
 
 _DIGEST = 32  # bytes of a digest
+_IN_FLIGHT = (
+    "resync needs that no round of this rank is in flight: first let other threads end their calls, and call "
+    "coded_allreduce_done for rounds that coded_allreduce_start has started"
+)
 
 
 def keep(transport: Transport, state: Any) -> None:
@@ -30,6 +34,8 @@ def newest(transport: Transport, like: Any, timeout: float) -> Any:
     """Return the newest snapshot of the nearest rank above that has a usable snapshot;
     see `CodedGroup.resync`."""
     above = Engine.of(transport, "resync needs")
+    if not above.drained(timeout):
+        raise CodedError(_IN_FLIGHT)
     round_, data = above.fetch_state(timeout)
     if not round_:
         raise Desynchronized(
@@ -46,7 +52,8 @@ def newest(transport: Transport, like: Any, timeout: float) -> Any:
             "or keep a longer history (history_bytes)"
         )
     state = from_bytes(data[len(plan) :], like)
-    above.resume()
+    if not above.resume():
+        raise CodedError(_IN_FLIGHT)
     return state
 
 

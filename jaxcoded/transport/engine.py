@@ -390,9 +390,10 @@ class Engine(Transport):
         round_ = self._ask("fetch_state", seconds)
         return round_, self._ask("state") if round_ else b""
 
-    def resume(self) -> None:
-        """Continue at the round of the fetched snapshot."""
-        self._ask("resume")
+    def resume(self) -> bool:
+        """Continue at the round of the fetched snapshot. Return whether this is possible:
+        this rank has no round in flight."""
+        return self._ask("resume")
 
     # Ranks that die or join.
 

@@ -320,3 +320,19 @@ def test_questions_for_a_state_to_stopped_ranks():
         world.advance(2)
     waiting = {link: len(queue) for link, queue in world.queues.items() if queue}
     assert waiting and max(waiting.values()) <= 24, waiting
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0, 0], [0, 1, 2, 3]])
+@pytest.mark.parametrize("broadcasts", [0, 3])
+def test_long_results_that_punctual_ranks_still_fetch(broadcasts, hosts):
+    """The root has begun the next rounds. A broadcast waits for no rank."""
+    kinds = ["broadcast"] * broadcasts + ["allreduce"] * (6 - broadcasts)
+    script = [Call((("float32", 3000),), seed, kind) for seed, kind in enumerate(kinds)]
+    most = {"piece_bytes": 256, "history_bytes": 256, "history_most": 20_000}
+    plan = make_plan(4, Coded(stragglers=0))
+    for seed in range(10):
+        world = World(plan, script, random.Random(seed), hosts=hosts, limits=most)
+        for _ in range(3000):
+            world.step()
+        world.settle()
+        world.assert_done()

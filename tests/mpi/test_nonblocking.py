@@ -790,3 +790,18 @@ def test_close_without_a_rank_that_never_starts(comm, transport, own):
     assert "GroupClosed" in outcomes[0] or "GroupMismatch" in outcomes[0], outcomes
     wait_for_all(comm)
     assert group.closed
+
+
+@engine_only
+def test_resync_with_a_round_in_flight(comm, group, own):
+    """The call is refused, and the round still gets its sum."""
+    comm.Barrier()
+    if RANK != group.plan.root:
+        handle = coded_allreduce_start(own, group)
+        jax.block_until_ready(handle)
+        with pytest.raises(jaxcoded.CodedError, match="coded_allreduce_done"):
+            group.resync(own, timeout=0.1)
+    comm.Barrier()
+    if RANK == group.plan.root:
+        handle = coded_allreduce_start(own, group)
+    assert_sum(group, finish(coded_allreduce_done(handle)), VECTOR)

@@ -311,3 +311,28 @@ def test_ranks_that_differ(comm):
         GroupMismatch, match=r"check=Check\(action='(drop|warn)', wait=True\) at rank"
     ):
         opened(comm, "drop" if RANK else "warn")
+
+
+def test_a_model_that_fits_its_data_after_replan(comm):
+    """Messages of such a model consist of rounding. Earlier rounds tell how large it may be."""
+    rng = np.random.default_rng(0)
+    x = (30 * rng.standard_normal((240, 20))).astype(np.float32)
+    fit = rng.standard_normal(20).astype(np.float32)
+    data = x, (x.astype(np.float64) @ fit).astype(np.float32)
+    group = opened(comm, "raise", stragglers=1)
+
+    def losses(w, batch):
+        return (batch[0] @ w - batch[1]) ** 2
+
+    with group:
+        for speeds, some in [
+            (None, (0 * fit, fit)),
+            (1 + 0.3 * np.arange(SIZE), (fit,)),
+        ]:
+            if speeds is not None:
+                group = group.replan(speeds)
+            step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+            for w in some:
+                np.asarray(step(jnp.asarray(w), group.batch(data))[1])
+        if RANK == group.plan.root:
+            assert group.statistics()["compared_rounds"] == 3

@@ -35,6 +35,7 @@ class Decoder {
 
   // In a group with a `check`, return the test whether messages fit together; otherwise null.
   Parity* parity() { return parity_ ? &*parity_ : nullptr; }
+  const Parity* parity() const { return parity_ ? &*parity_ : nullptr; }
   bool checked() const { return parity_.has_value(); }
   void check(Parity parity) { parity_ = std::move(parity); }
 

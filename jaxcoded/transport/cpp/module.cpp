@@ -588,7 +588,11 @@ NB_MODULE(_engine, module) {
     return bytes_of(state.all());
   });
   module.def("resume", [](std::uint64_t index) {
-    Engine::instance().with(index, [](Member& its) { its.node->resume(); return 0; });
+    return Engine::instance().with(index, [](Member& its) {
+      if (!its.queue.empty()) return false;
+      its.node->resume();
+      return true;
+    });
   }, Release());
 
   module.def("expect_state", [](std::uint64_t index) {

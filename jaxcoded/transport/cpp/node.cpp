@@ -244,6 +244,7 @@ void Node::break_off(Call call) {
 }
 
 void Node::replan(const std::vector<Rank>& children, Decoder decoder) {
+  if (decoder.parity() && decoder_.parity()) decoder.parity()->remember(*decoder_.parity());
   decoder_ = std::move(decoder);
   rows_.clear();
   std::ranges::sort(children_, {}, [&](const Child& child) {

@@ -95,7 +95,8 @@ struct Limits {
   std::uint64_t announced_bytes = 1 << 20;   // bytes that are announced at a time
   std::uint64_t history_bytes = 256 << 20;   // bytes of results that are kept for late ranks
   std::uint64_t history_rounds = 64;         // rounds whose results are kept even beyond `history_bytes`
-  std::uint64_t history_most = 1ull << 30;   // the most bytes that the results of these rounds may take
+  std::uint64_t history_most = 1ull << 30;   // the most bytes that the results of these rounds may take, except
+  std::uint64_t history_least = 4;           // for this many rounds, whose results punctual ranks may still fetch
   std::uint64_t ahead_bytes = 32 << 20;      // results that a late leaf keeps for its own calls
   double orphan_seconds = 0.05;              // least silence before a rank is asked whether it is there, or given up
   double stall_seconds = 0.002;              // least time before another child's message is used

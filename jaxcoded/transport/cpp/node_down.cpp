@@ -495,7 +495,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
 
 bool Node::over_budget(std::uint64_t bytes, std::size_t rounds) const {
   return bytes > limits_.history_bytes &&
-         (rounds > limits_.history_rounds || bytes > limits_.history_most);
+         (rounds > limits_.history_rounds || (bytes > limits_.history_most && rounds > limits_.history_least));
 }
 
 // Drop the results that no rank lacks any more, and the oldest ones if they take too much memory. The root

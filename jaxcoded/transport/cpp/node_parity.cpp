@@ -79,9 +79,7 @@ std::shared_ptr<const Decoding> Node::choose_checked() {
     if (!up_.decoding) continue;
     const auto begin = [&](Parity& parity, const std::vector<bool>& rows) {
       const Call& call = up_.call;  // all parts have the same vectors
-      parity.begin(call.fingerprint, rows,
-                   std::span(up_.incoming.segments()).first(call.total.size()), call.apart,
-                   program_eps_);
+      parity.begin(rows, std::span(up_.incoming.segments()).first(call.total.size()), call.apart, program_eps_);
     };
     begin(*decoder_.parity(), heard);
     for (auto& [child, others] : up_.without) {

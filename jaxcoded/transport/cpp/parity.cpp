@@ -182,10 +182,10 @@ std::size_t Parity::sums_of(std::size_t vector, int kind) {
   return s;
 }
 
-void Parity::begin(std::uint64_t call, const std::vector<bool>& rows,
-                   std::span<const Segment> vectors, const std::vector<Apart>& apart,
-                   double program_eps) {
-  call_ = call;
+void Parity::begin(const std::vector<bool>& rows, std::span<const Segment> vectors,
+                   const std::vector<Apart>& apart, double program_eps) {
+  vectors_.clear();
+  for (const Segment& it : vectors) vectors_.insert(vectors_.end(), {static_cast<std::uint64_t>(it.dtype), it.count});
   program_eps_ = program_eps;
   if (rows != rows_) {
     rows_.clear();  // if the rest runs out of memory, the next call forms the checks
@@ -318,7 +318,7 @@ double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm nor
 double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   const double here = scale(check, sums.rows, norm);
   double everywhere = scale(check, all_, norm);
-  if (const auto before = remembered_.find(call_); before != remembered_.end()) {
+  if (const auto before = remembered_.find(vectors_); before != remembered_.end()) {
     everywhere = std::max(everywhere, before->second[static_cast<std::size_t>(norm)]);
   }
   double out = 0;
@@ -369,10 +369,10 @@ void Parity::remember() {
   for (std::size_t row = 0; compares() && row < rows_.size(); ++row) {
     if (rows_[row]) wrong_.erase(row / parts());
   }
-  if (remembered_.size() >= most_calls && !remembered_.contains(call_)) remembered_.clear();
+  if (remembered_.size() >= most_remembered && !remembered_.contains(vectors_)) remembered_.clear();
   for (const Check& check : active_) {
     for (const Norm norm : norms) {
-      double& largest = remembered_[call_][static_cast<std::size_t>(norm)];
+      double& largest = remembered_[vectors_][static_cast<std::size_t>(norm)];
       const double its = scale(check, all_, norm);
       if (std::isfinite(its)) largest = std::max(largest, its);
     }

@@ -54,10 +54,10 @@ class Parity {
   // its message if gradients have size 1. `below`: for each child.
   Parity(std::vector<Check> checks, std::vector<double> sizes, std::vector<Below> below);
 
-  // Begin to compare the messages of exactly these rows, each with these vectors. `call`: equal for calls with
-  // similar messages. `program_eps`: the machine epsilon of the gradients' coarsest numbers.
-  void begin(std::uint64_t call, const std::vector<bool>& rows, std::span<const Segment> vectors,
-             const std::vector<Apart>& apart, double program_eps);
+  // Begin to compare the messages of exactly these rows, each with these vectors. `program_eps`: the machine
+  // epsilon of the gradients' coarsest numbers.
+  void begin(const std::vector<bool>& rows, std::span<const Segment> vectors, const std::vector<Apart>& apart,
+             double program_eps);
   // Add `count` elements of one vector of all messages, from element `first` on. `messages`: by row.
   void add(std::size_t vector, std::uint64_t first, std::span<const std::byte* const> messages,
            std::size_t count);
@@ -68,8 +68,11 @@ class Parity {
   std::vector<std::size_t> not_finite() const;
   // Return what is wrong, if anything. Call this once, and only if `not_finite` is empty.
   std::optional<Contradiction> contradiction();
-  // Record that the messages are right. In later rounds of the call, their sizes enter the bound for rounding.
+  // Record that the messages are right. Their sizes enter the bound for rounding in later rounds with the same
+  // vectors, whose messages are usually similar.
   void remember();
+  // Remember the sizes that `before` has remembered, with another code.
+  void remember(const Parity& before) { remembered_ = before.remembered_; }
   // Record that these children are wrong. Returns whether one of them was right in its previous comparison.
   bool newly_wrong(const std::vector<std::size_t>& children);
 
@@ -98,7 +101,7 @@ class Parity {
     std::uint64_t first, end;
     std::size_t sums;
   };
-  static constexpr std::size_t most_calls = 1024;
+  static constexpr std::size_t most_remembered = 1024;
 
   std::size_t parts() const { return sizes_.size() / below_.size(); }
   std::size_t sums_of(std::size_t vector, int kind);
@@ -117,10 +120,10 @@ class Parity {
   std::vector<Sums> sums_;  // of the rest of each vector, then of elements that are compared separately
   std::vector<std::vector<Run>> runs_;  // of elements that are compared separately, by vector, in order
   std::vector<Size> all_;  // for each row, the size of its whole message
-  // The largest size of gradients in any round of a call, as estimated from messages.
-  std::map<std::uint64_t, std::array<double, 2>> remembered_;  // by norm
+  // The largest size of gradients in any round with the same vectors, as estimated from messages.
+  std::map<std::vector<std::uint64_t>, std::array<double, 2>> remembered_;  // by dtypes and lengths; by norm
   std::set<std::size_t> wrong_;  // children that were wrong in their latest comparison
-  std::uint64_t call_ = 0;
+  std::vector<std::uint64_t> vectors_ = {};  // the dtype and the length of each vector
   double program_eps_ = 0;
 };
 
