@@ -64,6 +64,7 @@ struct Header {
   std::uint8_t flags = 0;
   std::uint32_t segments = 0;
   std::uint32_t ready = 0;
+  std::uint32_t before = 0;  // bytes of the body that earlier messages have brought (wires only)
   Round round = 0;
   Round last = 0;
   Round done = 0;  // up: the first round whose result the sender or a rank below it still lacks

@@ -171,6 +171,7 @@ void MpiWire::send(Rank to, const Message& message) {
     first.flags |= continued;
     parts.push_back({to, tag::control, Message::bytes(first, body.first(most))});
     body = body.subspan(most);
+    header.before += static_cast<std::uint32_t>(most);
   }
   parts.push_back({to, tag::control, Message::bytes(header, body)});
   post(std::move(parts));
@@ -341,6 +342,9 @@ void MpiWire::understand(Rank from, Peer& its, Node& node) {
   try {
     Message message = Message::from(std::span(its.inbox.get(), its.bytes));
     if (message.header.session != session_) return;
+    const std::size_t before = message.header.before;
+    if (its.begun.size() != before) its.begun = {};  // MPI has lost a part, and has reported this to one of the ranks
+    if (its.begun.size() != before) return;
     const bool more = (message.header.flags & continued) != 0;
     if (more || !its.begun.empty()) {
       if (its.begun.size() + message.body.size() > longest_body) throw Damaged();
