@@ -28,6 +28,8 @@ _OF_EACH = 256  # how many numbers of a leaf are compared
 # log2 of numbers so small that they may consist of rounding errors only
 _SMALL, _SMALLER = math.log2(0.01), -20
 _SWING = 16  # the largest change of the key by one leaf's numbers
+_DRAWS = 32  # draws of marks, of which one is chosen
+_MOST_SEARCHED = 64  # ranks; with more ranks the search would take too long
 
 
 def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarray:
@@ -39,10 +41,39 @@ def of_rank(plan: Plan, rank: int, batch_size: int, rounding: float) -> np.ndarr
             must be a larger fraction, but so small that marks increase rounding only a
             little.
     """
-    weighed = atoms.coefficients(plan, rank)[:, :, 0]
-    marks = np.random.default_rng(0).uniform(-1, 1, len(weighed))
     largest = min(max(_LEAST, 2 * rounding), _LARGEST)
-    return largest * batch_size * (marks - marks.mean()) @ weighed
+    return (
+        largest * batch_size * _of_atoms(plan) @ atoms.coefficients(plan, rank)[:, :, 0]
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _of_atoms(plan: Plan) -> np.ndarray:
+    """Return the mark of each atom, float64 ``(atoms,)``, at most 1. The marks add up to 0.
+
+    The hardest to notice is a rank whose marks add up to nearly 0. So of several draws, return the draw in which the
+    smallest of the ranks' sums is largest.
+    """
+    ranks = range(plan.size if plan.size <= _MOST_SEARCHED else 1)
+    weighed = [
+        each
+        for rank in ranks
+        if (each := atoms.coefficients(plan, rank)[:, :, 0]).any()
+    ]
+    length = len(atoms.coefficients(plan, 0))
+    best, out = -1.0, np.zeros(length)
+    for seed in range(_DRAWS if length > 1 else 0):
+        random = np.random.default_rng(seed)
+        marks = random.choice([-1, 1], length) * random.uniform(0.5, 1, length)
+        marks -= marks.mean()
+        marks /= abs(marks).max()
+        # rounded, as another processor may round the sums in another way
+        least = round(
+            min((abs(marks @ each).max() for each in weighed), default=0.0), 9
+        )
+        if least > best:
+            best, out = least, marks
+    return out
 
 
 def of_blocks(placement: Placement, batch_size: int) -> np.ndarray:

@@ -54,7 +54,7 @@ def summed(
             # Messages that a check compares may differ in rounding.
             same_bits &= group.options.check == DEBUG and not transport.compares
             key = marks.key(weights.number, alike, moving, to_the_bit=same_bits)
-            key = key + weights.likeness
+            key = key + jax.lax.convert_element_type(weights.likeness, key.dtype)
             # Every device of a split batch has a part of the count; the parts are added
             # up, so add up their keys, too.
             key = over_devices(key, _jax_compat.varying(key))

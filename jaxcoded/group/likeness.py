@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import _jax_compat
+from jaxcoded.transport.leaves import is_key
 
 _OF_EXAMPLE = 1024  # the most numbers of one example that are compared; three examples of each array are compared
 _SWING = 16  # the largest change of the likeness by one array
@@ -20,9 +21,9 @@ _KINDS = np.bool_, np.integer, jnp.inexact
 
 
 def of_data(data: Any) -> tuple[int, np.float32]:
-    """Return a checksum of some of the data's integers, and a number that depends on some of its other numbers.
+    """Return a checksum of some of the data's integers, and a number that depends on some of the data's numbers.
 
-    The number is a float32, mostly from −16 to 16. Rounding in the dtype of the data changes it little. NaN and
+    The number is a float32, mostly from −16 to 16, and also depends on the checksum. Rounding in the dtype of the data changes it little. NaN and
     infinities are left out, and so are traced arrays and arrays on several hosts.
 
     Args:
@@ -40,6 +41,8 @@ def of_data(data: Any) -> tuple[int, np.float32]:
         elif some.size:
             fineness = min(1, _COARSE / float(jnp.finfo(some.dtype).eps))
             sines.append(fineness * math.sin(2 * _across(some, len(sines))))
+    if checksum:  # if two checksums have the same key, the batches differ by this
+        sines.append(checksum / 2**31 - 1)
     largest = _SWING / math.sqrt(len(sines) or 1)
     return checksum, np.float32(largest * sum(sines))
 
@@ -49,21 +52,32 @@ def _is_known(leaf: Any) -> bool:
     if isinstance(leaf, _jax_compat.Tracer):
         return False
     here = getattr(leaf, "is_fully_addressable", True)
-    return here and any(jnp.issubdtype(leaf.dtype, kind) for kind in _KINDS)
+    return here and (
+        is_key(leaf.dtype) or any(jnp.issubdtype(leaf.dtype, kind) for kind in _KINDS)
+    )
 
 
 def _some(leaf: Any) -> np.ndarray:
     """Return some numbers of the first, the middle and the last example: ``(numbers,)``."""
-    n, of_example = len(leaf), math.prod(leaf.shape[1:])
+    examples = [0, len(leaf) // 2, len(leaf) - 1]
+    if isinstance(leaf, jax.Array):
+        # inside `jit`, reads of a concrete array would be traced
+        with (
+            jax.ensure_compile_time_eval(),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+        ):
+            leaf = leaf[np.array(examples)]
+            leaf = np.asarray(jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf)
+        examples = [0, 1, 2]
+    of_example = math.prod(leaf.shape[1:])
     places = np.arange(of_example)
     if of_example > _OF_EXAMPLE:
         # random places, as the numbers at regular distances may be equal, like those at the border of images
         places = np.random.default_rng(0).integers(of_example, size=_OF_EXAMPLE)
-    rows, places = np.meshgrid([0, n // 2, n - 1], places, indexing="ij")
+    rows, places = np.meshgrid(examples, places, indexing="ij")
     inside = np.unravel_index(places.ravel(), leaf.shape[1:]) if leaf.ndim > 1 else ()
-    # inside `jit`, reads of a concrete array would be traced
-    with jax.ensure_compile_time_eval(), jax.debug_nans(False), jax.debug_infs(False):
-        return np.asarray(leaf[(rows.ravel(), *inside)]).reshape(-1)
+    return np.asarray(leaf[(rows.ravel(), *inside)]).reshape(-1)
 
 
 def _across(some: np.ndarray, number: int) -> float:
@@ -79,9 +93,12 @@ def _across(some: np.ndarray, number: int) -> float:
     some = some.astype(np.float64)
     some = some[np.isfinite(some)]
     size = abs(some)
-    least = _LEAST * np.median(size[size > 0]) if size.any() else 0.0
     out = 0.0
-    for place, scale in enumerate(_SCALES):
-        signs = np.random.default_rng([number, place]).choice([-1.0, 1.0], some.size)
-        out += float(signs @ (some / (size + math.hypot(scale, least))))
+    with np.errstate(over="ignore", under="ignore"):
+        least = _LEAST * np.median(size[size > 0]) if size.any() else 0.0
+        for place, scale in enumerate(_SCALES):
+            signs = np.random.default_rng([number, place]).choice(
+                [-1.0, 1.0], some.size
+            )
+            out += float(signs @ (some / (size + math.hypot(scale, least))))
     return out / math.sqrt(max(some.size, 1))
