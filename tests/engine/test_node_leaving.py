@@ -93,6 +93,46 @@ def test_a_rank_that_leaves_before_the_others_is_named():
     )
 
 
+def test_a_rank_that_leaves_out_its_last_call_is_named():
+    """Its parent has closed the group before it."""
+    plan = make_plan(4, Coded(fanout=3, stragglers=1))
+    script = [Call((("float32", 6),), seed) for seed in range(5)]
+    world = World(plan, script, random.Random(0))
+    world.open = 4
+    world.settle()
+    world.idle.add(3)
+    world.open = 5
+    world.settle()
+    for rank in range(4):
+        world.leave(rank)
+    world.settle()
+    words = "rank 3 has closed the group; the last call that is known is that of round 4, and "
+    assert world.news == [[words + "rounds up to 5 are decided without it"], [], [], []]
+
+
+def test_a_rank_that_is_behind_and_advances_is_not_called_stuck():
+    """It gets the results from its own memory or from its parent's."""
+    plan = make_plan(4, Coded(fanout=3, stragglers=1))
+    script = [Call((("float32", 6),), seed) for seed in range(30)]
+    limits = {"stuck_seconds": 1e4}
+    world = World(plan, script, random.Random(0), limits=limits)
+    world.idle.add(3)
+    world.open = 30
+    world.settle()
+    assert world.nodes[3].lag() == 30
+    for _ in range(29):
+        world.submit(3)
+        for _ in range(4):
+            world.sweep_all()
+            world.clock += 1e3
+    assert world.nodes[3].lag() == 1 and world.news == [[], [], [], []]
+    for _ in range(3):
+        world.clock += 1e4
+        world.settle()
+    (text,) = world.news[0]
+    assert "busy or stuck at round 30" in text
+
+
 @pytest.mark.parametrize("failing", [3, 6])
 def test_a_rank_that_leaves_after_a_failure_is_named_with_it(failing):
     """The log of the rank's parent names the failure. So does the error of a call for

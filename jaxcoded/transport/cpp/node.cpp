@@ -462,7 +462,6 @@ void Node::understand(Rank from, const Message& message) {
       child->behind.in_program = !(head.flags & calls);
       child->behind.next = head.last;
       if (head.last) child->told = std::max(child->told, head.last - !(head.flags & calls));
-      child->behind.called = child->called();  // an answer is not a new call
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);

@@ -49,7 +49,7 @@ void Node::on_bye(Child& child, const Message& message) {
 // existed.
 Message Node::bye(Round round) const {
   Message message{header(Kind::bye, round)};
-  message.header.last = next_ - 1;
+  message.header.last = calling() ? next_ : next_ - 1;
   return message;
 }
 

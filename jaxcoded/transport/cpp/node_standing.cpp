@@ -71,7 +71,7 @@ void Node::watch_children() {
     Child::Behind& it = child.behind;
     const Round called = child.called();
     const bool leaves = child.left || child.retired;
-    if (called >= newest_ || (leaves && departures_.leaving())) {
+    if (called >= newest_) {
       it = {};
       continue;
     }
