@@ -104,7 +104,7 @@ def number_of_examples(data: Any) -> int:
         if isinstance(leaf, np.ndarray | jax.Array) or np.isscalar(leaf):
             raise ValueError(
                 f"{name} is {_require.kind(leaf)}, which has no leading axis of examples: data are arrays of all "
-                "examples, such as (x, y)"
+                "examples, such as (x, y); convert lists with numpy.asarray"
             )
         raise TypeError(
             f"{name} is {_require.kind(leaf)}, not an array of NumPy or JAX: convert it with numpy.asarray; {_LOADER}"
