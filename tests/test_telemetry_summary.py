@@ -131,7 +131,7 @@ def test_summary():
     assert lines[2] == "approximate: 1 of 4 rounds"
     assert lines[3] == (
         "child 3 was too late in 50% of 4 rounds by 400 ms (median)"  # still alive
-        "; each of equally fast children is late in 33%"
+        "; if all children were equally fast, each would be late in 33%"
     )
     assert lines[4] == (
         "rank 3 is slow: it takes 4 times as long for its data as the median rank, 400 ms "

@@ -327,9 +327,9 @@ class GradientCode:
         A row of ``H`` covers only children with common partitions, so an error in the
         row comes from one of these children. The rows of ``H`` are orthonormal after
         each message is expressed in a unit: the largest power of 2 that is at most the
-        largest absolute entry of the message's row of ``B``. Singular values below
-        1e-11 of the largest singular value count as 0, and entries below 1e-12 are
-        rounded to 0.
+        largest absolute entry of the message's row of ``B``. In these units,
+        singular values of ``B`` below 1e-11 of the largest one count as 0, and entries of
+        ``H`` below 1e-12 become 0.
 
         Example:
             >>> from jaxcoded import codes

@@ -69,8 +69,8 @@ def coded_value_and_grad(
             coefficient ``c_k``; see `coded_allreduce`.
         wire_dtype: ``"bfloat16"`` or ``"float16"``, the dtype in which float32
             gradients of arrays are sent; see `coded_allreduce`. The option does not
-            affect how gradients are computed and encoded. Loss and count are not
-            rounded.
+            affect how gradients are computed and encoded. The loss and the
+            number of examples keep their dtype.
 
     Returns:
         A function ``(params, batch, *, erasures=None, token=None) -> (loss, grads)``, or ``((loss, aux), grads)``.

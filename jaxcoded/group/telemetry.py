@@ -348,7 +348,9 @@ class Telemetry:
             if not lines:
                 lines.append("no child was late in more than 10% of the rounds")
             elif usual := self._usually_late():
-                lines[-1] += f"; each of equally fast children is late in {usual:.0%}"
+                lines[-1] += (
+                    f"; if all children were equally fast, each would be late in {usual:.0%}"
+                )
         return lines
 
     def _usually_late(self) -> float:

@@ -330,8 +330,8 @@ class Plan:
 
     @functools.cached_property
     def amplification(self) -> float:
-        """The factor by which rounding can grow on the way to the root: the largest
-        product of the codes' ``κ`` along a path downwards.
+        """The factor by which rounding can grow on the way to the root. Each rank has the
+        product of the ``κ`` of its ancestors' codes; the factor is the largest product.
         """
         return float(max(self._product_above(lambda code: code.amplification)))
 

@@ -1,6 +1,4 @@
-"""Information on a process's end that only Python has. ``cpp/end_of_job.h`` has all
-other information on this end.
-"""
+"""What only Python knows about how this process ends. ``cpp/end_of_job.h`` does the rest."""
 
 import sys
 from collections.abc import Callable

@@ -92,7 +92,7 @@ class NewRank:
                     return said
         except Gone:
             raise CodedError(
-                f"{_WHO} has died, or has not accepted this process: see the errors of its group"
+                f"{_WHO} has died, or has not accepted this process: see the errors on the ranks of the group"
             ) from None
         raise CodedError(f"{_WHO} has not accepted this process in time")
 
@@ -109,7 +109,7 @@ def joined() -> Session | None:
         session = _taken_by(new_rank)
     except MPI.Exception as error:
         raise CodedError(
-            f"this process has not joined, as a rank died meanwhile ({error}): see the errors of its group"
+            f"this process has not joined, as a rank died meanwhile ({error}): see the errors on the ranks of the group"
         ) from None
     session.transport.enter()
     return session

@@ -75,7 +75,7 @@ double Node::cost_of(Block block) const {
 
 std::optional<Work> Node::take_block() {
   if (no_more_blocks()) {
-    // a late rank may still form a section from these vectors; if the call is over, they are withdrawn
+    // another rank, late in this round, may still form a section from these vectors; the end of a call withdraws them
     if (calling()) withdraw(Object::What::message, next_ + 1);
     stop_lending();
     return std::nullopt;

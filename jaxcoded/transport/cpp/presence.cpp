@@ -19,7 +19,7 @@ Presence::~Presence() {
 void Presence::listen() { MPI_Irecv(nullptr, 0, MPI_BYTE, root_, tag::question, comm_, &question_); }
 
 bool Presence::answer() {
-  // After MPI has reported the root's end, no questions come.
+  // After MPI has reported that the root is dead, no question can come.
   if (question_ == MPI_REQUEST_NULL) return false;
   int asked = 0;
   if (MPI_Test(&question_, &asked, MPI_STATUS_IGNORE) != MPI_SUCCESS || !asked) return false;
