@@ -16,6 +16,8 @@ from simulation import (
     DESYNCHRONIZED,
     DONE,
     FAILED,
+    GONE,
+    HEADER,
     NOTE,
     OFFER,
     RESULTS,
@@ -332,6 +334,39 @@ def test_a_lost_offer_of_a_round_that_its_receiver_does_not_know():
     for rank in range(4):
         outcomes = [end.outcome for end in world.ends[rank].values()]
         assert outcomes == [DONE, FAILED, FAILED, DONE, DONE, DONE]
+
+
+def test_an_announcement_from_before_its_rank_lost_the_result():
+    """A rank further away has the result, and the late announcement does not hide this."""
+    plan = make_plan(3, Coded(parents=[-1, 0, 1], stragglers=0))
+    script = [Call((("float64", 64),), 0)]
+    world = World(plan, script, random.Random(0), limits={"piece_bytes": 64})
+    world.open = 1
+    near, far, node = world.queues[1, 2], world.queues[0, 2], world.nodes[2]
+    while not near or near[-1][0] != RESULTS:
+        world.step()
+    world.frozen.add(2)
+    world.settle()
+    head = list(HEADER.unpack_from(near[-1]))
+    assert head[0] == RESULTS and head[3] == 8
+    head[3] = 1
+    first_piece = HEADER.pack(*head) + near[-1][HEADER.size :]
+    near.clear()
+    node.deliver(1, first_piece)
+    world.advance(2)
+    world.frozen = {1}
+    gone = HEADER.pack(GONE, 0, 0, 0, 1, 2, 1, 0, head[-1])
+    node.deliver(1, gone)
+    world.deliver((2, 0))
+    world.advance(0)
+    while far:
+        node.deliver(0, far.popleft())
+    node.deliver(1, first_piece)
+    for _ in range(50):
+        world.sweep_all()
+        node.deliver(1, gone)
+        world.clock += TICK
+    world.assert_done({2})
 
 
 @pytest.mark.parametrize("dead", [False, True])

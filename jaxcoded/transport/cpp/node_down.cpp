@@ -61,6 +61,8 @@ void Node::on_result(Rank from, const Message& message) {
   // A rank further up was asked for this result while a nearer rank was silent. The nearer rank has sent
   // something since. If all ranks below fetched from further up, they would crowd each other out.
   if (!(head.flags & failed) && !upstream_.may_use(height(from))) return;
+  // The rank has announced the result before it lost it. It may be nearer than the ranks that have the result.
+  if (!(head.flags & failed) && head.round == frontier_ && upstream_.gone_from(from)) return;
   const auto known = announced_.find(head.round);
   if (known == announced_.end() && announced_.size() >= most_announced) return;
   if (known != announced_.end()) {

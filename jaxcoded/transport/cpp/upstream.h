@@ -125,6 +125,7 @@ class Upstream {
   }
   // Whether to use a result from a rank at this height: if the source is not nearer, or no longer has it.
   bool may_use(std::size_t height) const { return height <= source_ || gone_from_.contains(source()); }
+  bool gone_from(Rank rank) const { return gone_from_.contains(rank); }
   bool gone_somewhere() const { return !gone_from_.empty(); }
   bool gone_everywhere() const { return gone_from_.size() == above_.size(); }
   Round oldest() const { return oldest_; }  // the first result that the ranks in `gone_from_` still have
