@@ -465,7 +465,8 @@ class CodedGroup:
 
         Raises:
             ValueError: ``every`` is not an integer ≥ 1.
-            CodedError: this rank lacks the new root's state; see `alike`.
+            CodedError: this rank lacks the new root's state, see `alike`; or a round that
+                this rank has started is not done.
             TypeError: a leaf is not an array of numbers or random keys.
         """
         check_open(self)
@@ -476,7 +477,7 @@ class CodedGroup:
             return False
         # every round that was started before this call belongs to the state
         primitive.effects_barrier()
-        snapshots.keep(self._session.transport, state)
+        snapshots.keep(self._session.transport, self._session.words, state)
         return True
 
     def resync(self, like: Any, *, timeout: float = 60.0) -> Any:
@@ -505,7 +506,9 @@ class CodedGroup:
         check_open(self)
         primitive.effects_barrier()
         timeout = _require.not_negative("timeout", timeout)
-        return snapshots.newest(self._session.transport, like, timeout)
+        return snapshots.newest(
+            self._session.transport, self._session.words, like, timeout
+        )
 
     def telemetry(self) -> Telemetry:
         """Return this rank's record of the latest rounds: which ranks were late and by how much, which message decided

@@ -23,16 +23,22 @@ _IN_FLIGHT = (
 )
 
 
-def keep(transport: Transport, state: Any) -> None:
-    """Keep a snapshot of a rank's state, see `CodedGroup.snapshot`."""
-    copy = np.concatenate([_digest_of_plan(transport), to_bytes(state)])
+def keep(transport: Transport, words: str, state: Any) -> None:
+    """Keep a snapshot of a rank's state, see `CodedGroup.snapshot`. ``words``: see `newest`."""
+    copy = np.concatenate([_digest_of_plan(transport, words), to_bytes(state)])
     if isinstance(transport, Engine):  # with other transports no rank can be late
+        if undone := transport.undone():
+            raise CodedError(
+                f"a snapshot would lack the sums of {undone} rounds that coded_allreduce_start has started: call "
+                "coded_allreduce_done for them first"
+            )
         transport.keep_state(copy)
 
 
-def newest(transport: Transport, like: Any, timeout: float) -> Any:
+def newest(transport: Transport, words: str, like: Any, timeout: float) -> Any:
     """Return the newest snapshot of the nearest rank above that has a usable snapshot;
-    see `CodedGroup.resync`."""
+    see `CodedGroup.resync`. ``words``: the words on the plan in the session's calls, which
+    differ after each `replan`."""
     above = Engine.of(transport, "resync needs")
     if not above.drained(timeout):
         raise CodedError(_IN_FLIGHT)
@@ -44,7 +50,7 @@ def newest(transport: Transport, like: Any, timeout: float) -> Any:
             "so small that the rounds since a snapshot are kept. Only a rank whose calls raise Desynchronized needs to "
             "resync"
         )
-    plan = _digest_of_plan(transport)
+    plan = _digest_of_plan(transport, words)
     if data[: len(plan)] != plan.tobytes():
         raise Desynchronized(
             f"the group has replanned since rank {transport.rank} fell out of its history: "
@@ -57,8 +63,8 @@ def newest(transport: Transport, like: Any, timeout: float) -> Any:
     return state
 
 
-def _digest_of_plan(transport: Transport) -> np.ndarray:
-    text = transport.plan.fingerprint.encode()
+def _digest_of_plan(transport: Transport, words: str) -> np.ndarray:
+    text = (transport.plan.fingerprint + words).encode()
     return np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
 
 

@@ -390,6 +390,10 @@ class Engine(Transport):
         round_ = self._ask("fetch_state", seconds)
         return round_, self._ask("state") if round_ else b""
 
+    def undone(self) -> int:
+        """Return for how many rounds that this rank has started ``done`` was not called."""
+        return self._ask("undone")
+
     def resume(self) -> bool:
         """Continue at the round of the fetched snapshot. Return whether this is possible:
         this rank has no round in flight."""

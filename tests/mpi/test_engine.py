@@ -725,6 +725,33 @@ def test_a_snapshot_of_another_state(comm, group, transport, like):
         wait_for_all(comm)
 
 
+@pytest.mark.skipif(SIZE < 4, reason="no redundancy")
+def test_a_snapshot_from_after_two_replans(comm, transport):
+    """The other ranks are back at their first plan, but calls name each replan."""
+    state = {"x": np.arange(3.0)}
+    strategy = jaxcoded.Coded(stragglers=1)
+    first = jaxcoded.CodedGroup(comm, strategy, transport=transport)
+    uncounted.allreduce(np.zeros(2), first)
+    wait_for_all(comm)
+
+    def replanned():
+        other = first.replan(1.0 + np.arange(SIZE) % 2).replan(np.ones(SIZE))
+        assert other.plan.fingerprint == first.plan.fingerprint
+        return other
+
+    late = RANK == SIZE - 1
+    if not late:
+        other = replanned()
+        other.snapshot(state)
+    wait_for_all(comm)
+    if late:
+        with pytest.raises(jaxcoded.Desynchronized, match="has replanned since"):
+            first.resync(state)
+        other = replanned()
+    wait_for_all(comm)
+    other.close()
+
+
 # What users can observe.
 
 

@@ -793,14 +793,18 @@ def test_close_without_a_rank_that_never_starts(comm, transport, own):
 
 
 @engine_only
-def test_resync_with_a_round_in_flight(comm, group, own):
-    """The call is refused, and the round still gets its sum."""
+def test_resync_and_snapshot_with_a_round_in_flight(comm, group, own):
+    """The calls are refused, and the round still gets its sum."""
     comm.Barrier()
     if RANK != group.plan.root:
         handle = coded_allreduce_start(own, group)
         jax.block_until_ready(handle)
         with pytest.raises(jaxcoded.CodedError, match="coded_allreduce_done"):
             group.resync(own, timeout=0.1)
+        with pytest.raises(
+            jaxcoded.CodedError, match="1 rounds that coded_allreduce_start"
+        ):
+            group.snapshot(own)
     comm.Barrier()
     if RANK == group.plan.root:
         handle = coded_allreduce_start(own, group)

@@ -398,3 +398,30 @@ def test_blocks_that_only_a_dead_rank_may_compute():
     ledger.lost(0)
     assert not ledger.orders(1.0)
     assert ledger.orphans == [0, 1]
+
+
+@pytest.mark.parametrize("cheap", [0.5, 0.01])
+def test_programs_that_are_stuck_in_cheap_blocks(cheap):
+    """Closed rounds wait no longer than if all blocks cost the same."""
+    members, blocks, closes = 3, 4, 0.3
+
+    def steps(costs):
+        stuck = set()
+        run = World(
+            spread(members, blocks, 1),
+            members,
+            lambda m, _: 1e8 if m in stuck else BLOCK,
+            latency=lambda: 1e-4,
+            empties=False,
+            costs=costs,
+        )
+        run.run()
+        stuck |= {1, 2}
+        return [run.run(faults=[(closes, "close", 0)], most=1e9) for _ in range(4)]
+
+    costs = [
+        cheap if n % blocks in (0, blocks - 1) else 1.0 for n in range(members * blocks)
+    ]
+    equal = steps(())
+    assert equal[-1] < 5 * closes
+    assert all(one < 1.1 * other for one, other in zip(steps(costs), equal))

@@ -165,7 +165,9 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
 void Ledger::give_up(std::size_t m, double now) {
   Member& member = members_[m];
   if (!member.here()) return;
-  const double block = member.left() ? (now - member.since) / cost(member.blocks[member.added]) : 0;
+  // A stall in a cheap block says little about the member's pace.
+  const double block =
+      member.left() ? (now - member.since) / std::max(1.0, cost(member.blocks[member.added])) : 0;
   count_unused(m);
   release(member);
   member = {.state = Member::State::given_up,

@@ -521,6 +521,7 @@ NB_MODULE(_engine, module) {
   };
   query("lag", [](Member& its) { return its.lag(); });
   query("next_round", [](Member& its) { return its.next(); });
+  query("undone", [](Member& its) { return its.started.size(); });
   query("alike", [](Member& its) { return its.node->alike(); });
   query("decided", [](Member& its) { return its.node->decided(); });
   query("departed", [](Member& its) { return its.node->departed(); });
