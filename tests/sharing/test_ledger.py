@@ -402,7 +402,9 @@ def test_blocks_that_only_a_dead_rank_may_compute():
 
 @pytest.mark.parametrize("cheap", [0.5, 0.01])
 def test_programs_that_are_stuck_in_cheap_blocks(cheap):
-    """Closed rounds wait no longer than if all blocks cost the same."""
+    """Closed rounds wait no longer than if all blocks cost the same, and no longer in each
+    round.
+    """
     members, blocks, closes = 3, 4, 0.3
 
     def steps(costs):
@@ -417,11 +419,11 @@ def test_programs_that_are_stuck_in_cheap_blocks(cheap):
         )
         run.run()
         stuck |= {1, 2}
-        return [run.run(faults=[(closes, "close", 0)], most=1e9) for _ in range(4)]
+        return [run.run(faults=[(closes, "close", 0)], most=1e9) for _ in range(6)]
 
     costs = [
         cheap if n % blocks in (0, blocks - 1) else 1.0 for n in range(members * blocks)
     ]
     equal = steps(())
-    assert equal[-1] < 5 * closes
+    assert max(equal) < 2.5 * closes
     assert all(one < 1.1 * other for one, other in zip(steps(costs), equal))

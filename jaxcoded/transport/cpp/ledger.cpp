@@ -165,9 +165,11 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
 void Ledger::give_up(std::size_t m, double now) {
   Member& member = members_[m];
   if (!member.here()) return;
-  // A stall in a cheap block says little about the member's pace.
+  // A stall in a cheap block says little about the member's pace. The time after the close does not count, since it
+  // lasts as long as usual blocks: it would grow with each round in which most members are stuck.
+  const double until = closed() ? std::min(now, *closed_at_) : now;
   const double block =
-      member.left() ? (now - member.since) / std::max(1.0, cost(member.blocks[member.added])) : 0;
+      member.left() ? (until - member.since) / std::max(1.0, cost(member.blocks[member.added])) : 0;
   count_unused(m);
   release(member);
   member = {.state = Member::State::given_up,
