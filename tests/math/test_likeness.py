@@ -162,7 +162,7 @@ STRATEGIES = pytest.mark.parametrize(
 @STRATEGIES
 def test_weights_of_a_batch_under_strict_promotion(strategy):
     def summed(batch):
-        own = batch.weights @ jnp.sum(batch.data, 1)
+        own = batch.weights @ jnp.sum(batch.data, 1).astype(batch.weights.dtype)
         return jaxcoded.coded_allreduce(own, group, batch.weights)
 
     with jaxcoded.CodedGroup(MPI.COMM_SELF, strategy) as group:

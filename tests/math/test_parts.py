@@ -267,7 +267,7 @@ def test_misuse():
     with pytest.raises(ValueError, match=r"parts <= 2, got \(1, 3, 0\)"):
         GradientCode(np.eye(4), 0, parts=2, promises=((1, 3, 0),))
     with pytest.raises(
-        ValueError, match=r"not from the sets that it promises, \[\(1, 2, 1\)\]"
+        ValueError, match=r"or from every set of its promises, \[\(1, 2, 1\)\]"
     ):
         GradientCode(np.eye(4), 0, parts=2, promises=((1, 2, 1),))
 
