@@ -116,15 +116,12 @@ def count(
             its = _key_on_host(int(each.number)) + each.likeness
             total = total + its * mark
         elif exact:
-            number = jnp.asarray(each.number).astype(np.uint32)
-            its = (
-                marks.of_batch(number).astype(held.dtype)
-                if key is None
-                else key.astype(held.dtype)
-            )
+            its = key
             if key is None:
-                its = its + jnp.asarray(each.likeness, held.dtype)
-            total = total + its * mark.astype(held.dtype)
+                number = jnp.asarray(each.number).astype(np.uint32)
+                likeness = jnp.asarray(each.likeness, held.dtype)
+                its = marks.of_batch(number).astype(held.dtype) + likeness
+            total = total + its.astype(held.dtype) * mark.astype(held.dtype)
     # The vector starts with the count, and is padded so that it can be cut into slices.
     numbers = [total, there] if present else [total]
     length = len(numbers) * (plan.padding_multiple // slices - 1)

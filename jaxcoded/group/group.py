@@ -545,8 +545,8 @@ class CodedGroup:
         `jaxcoded.group.telemetry.RoundSeen`, for example to log it.
 
         The function runs on a separate thread, in the order of the rounds, and delays no round. If more than
-        65,536 rounds wait for the function, it misses the oldest. Errors that it raises are logged. A group has only one such function:
-        the latest. After the group is closed, the function still gets all remaining rounds. A group returned by
+        65,536 rounds wait for the function, it misses the oldest. Errors that it raises are logged. A group has only
+        one such function: the latest. After the group is closed, the function still gets all remaining rounds. A group returned by
         `replan`, `recovered` or `extended` continues to call the function.
         """
         check_open(self)
