@@ -87,7 +87,7 @@ def test_a_rank_that_flips_a_bit_of_its_gradient(comm, caplog, action):
     if RANK == 0:
         assert compared == 3
         (text,) = set(texts)
-        assert f"what rank {LIAR} has sent to rank 0 does not fit with what its" in text
+        assert f"what rank {LIAR} has sent to rank 0 does not fit with what the" in text
         assert action != "drop" or "; the sum does without it. So do later" in text
     elif action != "raise":
         assert not texts

@@ -167,7 +167,7 @@ bool Node::accepted(const Contradiction& wrong) {
   const std::string text =
       about_round() + "what " + listed(ranks) + (ranks.size() == 1 ? " has" : " have") + " sent to rank " +
       std::to_string(family_.rank) +
-      (one             ? " does not fit with what its other children have sent"
+      (one             ? " does not fit with what the others have sent there"
        : alone.empty() ? " does not fit together (several of them are wrong)"
                        : " does not fit together (which of them is wrong, more redundancy would tell)") +
       ": it is off by " + percent(wrong.mismatch) + ", and rounding explains " + percent(wrong.allowed);
