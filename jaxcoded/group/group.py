@@ -796,6 +796,7 @@ class CodedGroup:
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
 
     def __enter__(self) -> Self:
+        check_open(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:

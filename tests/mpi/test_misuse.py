@@ -621,6 +621,8 @@ def test_use_after_close(comm, group, transport):
     for collective in (coded_reduce, tree_bcast):
         with pytest.raises(GroupClosed, match=message):
             collective(own, closed)
+    with pytest.raises(GroupClosed, match=message), closed:
+        pass
     with pytest.raises(JaxRuntimeError, match=f"GroupClosed: {message}"):
         compiled(own)
     # a group made later is not confused with the closed group
