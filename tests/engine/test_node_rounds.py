@@ -2,7 +2,6 @@
 ranks.
 """
 
-import dataclasses
 import random
 import re
 
@@ -24,30 +23,13 @@ from simulation import (
     World,
     _engine,
     comparing,
-    erasable,
     random_plan,
     random_script,
     random_world,
-    tolerated,
     too_many,
 )
 
 from jaxcoded import DEBUG, Coded, make_plan
-
-
-@many
-@given(seeds)
-def test_every_sum_is_exact(seed):
-    rng = random.Random(seed)
-    plan, rounds = random_plan(rng), rng.randint(1, 6)
-    repeats = rng.choice([{}, {}, {"twice": 0.2}, {"again": 0.1}])
-    world = random_world(plan, rounds, rng, **repeats, **comparing(plan, rng))
-    pace = [rng.choice([0.02, 0.3, 1, 1, 1]) for _ in range(plan.size)]
-    for _ in range(rng.choice([0, 200, 1000, 4000])):
-        world.step(pace)
-    world.settle()
-    world.assert_done()
-    assert len(world.results) == rounds
 
 
 @many
@@ -124,26 +106,6 @@ def test_a_stop_at_any_moment(hosts, slices):
         world.assert_done()
     # some ranks were stopped between their first piece and their last
     assert len(cut) > 2
-
-
-@pytest.mark.slow
-@many
-@given(seeds)
-def test_stops_and_goes(seed):
-    """Any number of ranks stop and continue all the time."""
-    rng = random.Random(seed)
-    plan, rounds = random_plan(rng), rng.randint(1, 8)
-    world = random_world(plan, rounds, rng, **comparing(plan, rng))
-    for _ in range(rng.randint(1, 40)):
-        for ranks in (world.frozen, world.idle):
-            ranks.clear()
-            ranks.update(rng.sample(range(plan.size), rng.randint(0, plan.size)))
-        for _ in range(rng.randint(0, 100)):
-            world.step()
-    world.frozen.clear()
-    world.idle.clear()
-    world.settle()
-    world.assert_done()
 
 
 def test_a_late_rank_is_needed_until_a_sum_is_whole():
@@ -381,50 +343,6 @@ def test_any_ranks_die_at_any_moment(seed):
 
 
 # Calls other than the all-reduce.
-
-
-@many
-@given(seeds)
-def test_calls_of_all_kinds(seed):
-    """Reduce, broadcast, erased, refused and skipped calls follow each other."""
-    rng = random.Random(seed)
-    plan, rounds = random_plan(rng), rng.randint(1, 10)
-    script = []
-    for (call,) in (random_script(plan, rng, 1) for _ in range(rounds)):
-        kind = rng.choice(["allreduce", "reduce", "broadcast", "erased", "refused"])
-        if kind == "broadcast":
-            segments = tuple(
-                ("uint8", rng.randrange(60)) for _ in range(rng.randint(0, 2))
-            )
-            call = Call(segments, call.seed, kind)
-        elif kind == "erased":
-            call = dataclasses.replace(call, erased=frozenset(erasable(plan, rng)))
-        elif kind == "refused":
-            call = dataclasses.replace(call, why_not=f"refused: no. {call.seed}")
-        else:
-            call = dataclasses.replace(call, kind=kind)
-        script.append(call)
-    world = random_world(plan, rounds, rng, script=script, **comparing(plan, rng))
-    for round, call in enumerate(script, 1):
-        if call.kind != "broadcast" and not call.erased and rng.random() < 0.4:
-            world.skips |= {(rank, round) for rank in tolerated(plan, rng)}
-    late = tolerated(plan, rng) if rng.random() < 0.3 else set()
-    late -= {rank for call in script for rank in call.erased} | {
-        r for r, _ in world.skips
-    }
-    if any(call.erased for call in script) or world.skips:
-        late = set()  # late and erased ranks together may exceed the tolerance
-    world.idle |= late
-    for _ in range(rng.choice([0, 200, 1000])):
-        world.step()
-    world.settle()
-    world.idle.clear()
-    world.settle()
-    for rank in range(plan.size):
-        for round, call in enumerate(script, 1):
-            end = world.ends[rank][round]
-            expected = (FAILED, call.why_not) if call.why_not else (DONE, "")
-            assert (end.outcome, end.error) == expected, (rank, round, call.kind)
 
 
 def test_erased_children_get_no_requests():
