@@ -1,5 +1,6 @@
 """Groups of ranks that `_nodes` simulates. Everything is drawn from one seed."""
 
+import dataclasses
 import random
 from fractions import Fraction
 
@@ -33,9 +34,9 @@ def shares(plan):
     return out
 
 
-def group(plan, hosts, rng=None):
+def group(plan, hosts, rng=None, replanned=()):
     """Return a `_nodes.Group` of a plan's ranks on these hosts. ``rng`` draws ranks that some sums leave out; without
-    it, sums leave out no rank.
+    it, sums leave out no rank. ``replanned`` has the group's other plan, if a call replans.
     """
     cut = pieces.delegating(plan, hosts)
     ranks = range(plan.size)
@@ -75,7 +76,18 @@ def group(plan, hosts, rng=None):
         multiple=plan.padding_multiple,
         holders=placement.holders if placement else [],
         starts=placement.examples(EXAMPLES).tolist() if placement else [],
+        replanned=[group(other, hosts, rng) for other in replanned],
     )
+
+
+def replanned(plan, rng):
+    """Draw the plan after a `replan`, if there is one."""
+    try:
+        speeds = [rng.choice([1, 1, 2, 5]) for _ in range(plan.size)]
+        other = dataclasses.replace(plan, strategy=plan.strategy.with_speeds(speeds))
+    except ValueError:  # the strategy takes no speeds
+        return []
+    return [other] if other.amplification < 1e4 else []
 
 
 def drawn(number, most=14, **faults):
@@ -103,7 +115,7 @@ def drawn(number, most=14, **faults):
     )
     calm = rng.random() < 0.3 or bool(faults)
     first = _nodes.Schedule(number * SCHEDULES, calm=calm, **faults)
-    return group(plan, hosts, rng), first
+    return group(plan, hosts, rng, replanned(plan, rng)), first
 
 
 def play(number, most=14, seen=None):

@@ -19,7 +19,7 @@ void add_schedules(nb::module_& module) {
               const std::vector<CombinationTuple>& combinations, std::vector<std::size_t> tolerances,
               std::vector<std::vector<std::vector<bool>>> erasures, double amplification,
               std::uint64_t multiple, std::vector<std::vector<Rank>> holders,
-              std::vector<std::size_t> starts) {
+              std::vector<std::size_t> starts, std::vector<Group> replanned) {
              Group* const its = new (self) Group{.parents = std::move(parents),
                                                  .hosts = std::move(hosts),
                                                  .families = std::move(families),
@@ -34,7 +34,8 @@ void add_schedules(nb::module_& module) {
                                                  .amplification = amplification,
                                                  .multiple = multiple,
                                                  .holders = std::move(holders),
-                                                 .starts = std::move(starts)};
+                                                 .starts = std::move(starts),
+                                                 .replanned = std::move(replanned)};
              for (const auto& [held, coefficients, parts, slices] : shares) {
                its->shares.push_back({held, coefficients, parts, slices});
              }
@@ -45,7 +46,7 @@ void add_schedules(nb::module_& module) {
            nb::kw_only(), nb::arg("parents"), nb::arg("hosts"), nb::arg("families"), nb::arg("delegating"),
            nb::arg("decoders"), nb::arg("comparing"), nb::arg("deadline_shares"), nb::arg("shares"),
            nb::arg("combinations"), nb::arg("tolerances"), nb::arg("erasures"), nb::arg("amplification"),
-           nb::arg("multiple"), nb::arg("holders"), nb::arg("starts"));
+           nb::arg("multiple"), nb::arg("holders"), nb::arg("starts"), nb::arg("replanned"));
   nb::class_<Report>(module, "Report")
       .def_ro("finding", &Report::finding)
       .def_ro("happened", &Report::happened);

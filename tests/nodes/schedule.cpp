@@ -22,25 +22,27 @@ constexpr const char* names[] = {
     "calls are broken off", "a rank raises an alarm", "ranks watch the ranks above"};
 
 // Return the calls of a group without shared work.
-std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
+std::vector<Planned> sums(const Group& group, Random& random, const Settings& settings) {
   constexpr std::uint64_t most = 20;
   std::vector<Planned> out;
+  const std::size_t last = settings.replans ? random.between(1, rounds - 2) : rounds;  // round with the first plan
   for (std::size_t round = 1; round <= rounds; ++round) {
+    const Group& plan = round > last ? group.replanned.front() : group;
     Planned call;
     call.seed = random.bits() >> 40;
     const std::vector<DType> types{DType::float16, DType::bfloat16, DType::float32, DType::float64};
-    const auto multiple = group.multiple;
+    const auto multiple = plan.multiple;
     for (const DType dtype : random.sample(types, random.pick({0u, 1u, 1u, 1u, 2u, 3u}))) {
       const auto times = random.pick({std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{2},
                                       std::uint64_t{random.below(most / multiple + 1)}});
       call.segments.push_back({dtype, multiple * times});
     }
-    if (wide) {
+    if (settings.compares) {
       // Keep vectors so long, and numbers so wide, that compared elements of honest messages never consist of
       // rounding alone (docs/theory.md, "What rounding explains").
       std::map<DType, std::uint64_t> longest;
       for (const auto& [dtype, count] : call.segments) {
-        const bool narrow = size_of(dtype) < 4 && group.amplification > 10;
+        const bool narrow = size_of(dtype) < 4 && plan.amplification > 10;
         std::uint64_t& length = longest[narrow ? DType::float32 : dtype];
         length = std::max(length, count ? std::max(count, 8 * multiple) : 0);
       }
@@ -52,9 +54,15 @@ std::vector<Planned> sums(const Group& group, Random& random, bool wide) {
       case 1: call.kind = Planned::Kind::broadcast; break;
       case 2: call.why_not = "refused: no. " + std::to_string(round); break;
       case 3:
-        if (!group.erasures.empty()) call.erased = &random.pick(group.erasures);
+        if (!plan.erasures.empty()) call.erased = &random.pick(plan.erasures);
         break;
       default: break;
+    }
+    call.replans = round == last && last < rounds;
+    if (call.replans) {
+      call.kind = Planned::Kind::broadcast;
+      call.why_not = {};
+      call.erased = nullptr;
     }
     out.push_back(std::move(call));
   }
@@ -85,10 +93,12 @@ std::vector<Planned> shared_work(const Group& group, Random& random) {
 Settings settings(const Group& group, const Schedule& schedule, Random& random) {
   const bool calm = schedule.theme == Theme::calm, shares = !group.holders.empty();
   Settings out;
+  out.replans = !group.replanned.empty() && random.chance(0.5);
+  const Group& last = out.replans ? group.replanned.front() : group;
   Limits& limits = out.limits;
   limits.history_bytes = 0;
   // if ranks compute blocks on the host, the next round sums the blocks
-  limits.history_rounds = random.pick({shares ? 2u : 1u, 3u, 100u});
+  limits.history_rounds = out.replans ? 100 : random.pick({shares ? 2u : 1u, 3u, 100u});
   limits.piece_bytes = random.pick({8u, 8u, 16u, 24u, 64u, 1u << 18});
   limits.announced_bytes = random.pick({8u, 32u, 64u, 1u << 20});
   limits.sections_from = random.pick({0u, 1u, 1u, 64u});
@@ -109,7 +119,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
     }
   }
   out.partial = limits.on_deadline == OnDeadline::approximate;
-  out.compares = !shares && !out.partial && !group.comparing.empty() && random.chance(0.4);
+  out.compares = !shares && !out.partial && !group.comparing.empty() && !last.comparing.empty() && random.chance(0.4);
   if (out.compares) {
     limits.compares = random.pick({Compares::what_has_come, Compares::until_deadline, Compares::all});
     limits.on_contradiction =
@@ -125,9 +135,10 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   out.staged = random.pick({0.0, 0.5, 1.0});
   out.rests = calm ? random.pick({0.0, 0.2}) : 0;
   out.sleeps = calm;
-  out.recovers = calm || shares || random.chance(0.5);
+  // no rank continues from a snapshot of another plan
+  out.recovers = !out.replans && (calm || shares || random.chance(0.5));
   // with more steps, float16 would overflow
-  out.chained = calm && !shares && group.amplification < 1e3;
+  out.chained = calm && !shares && group.amplification < 1e3 && last.amplification < 1e3;
   if (!calm) {
     out.failures = random.pick({0u, 1u, 2u});
     out.failing = random.pick({0.002, 0.01, 0.05});
@@ -186,8 +197,8 @@ class Player {
     for (Round round = 1; round <= world_.rounds(); ++round) {
       const Planned& call = world_.planned(round);
       if (call.kind != Planned::Kind::allreduce || call.erased || !random_.chance(0.1)) continue;
-      for (const Family& family : group_.families) {
-        const std::size_t most = group_.tolerances[static_cast<std::size_t>(family.rank)];
+      for (const Family& family : call.group->families) {
+        const std::size_t most = call.group->tolerances[static_cast<std::size_t>(family.rank)];
         for (const Rank child : random_.sample(family.children, random_.between(0, most))) {
           world_.skips.insert({child, round});
         }
@@ -304,7 +315,9 @@ class Player {
     const bool plain = call.kind == Planned::Kind::allreduce && call.why_not.empty() && !call.erased;
     if (!plain || call.shared || call.sums_blocks) return;
     Planned other;
-    other.segments = {{DType::float32, 5 * group_.multiple}};
+    other.segments = {{DType::float32, 5 * call.group->multiple}};
+    other.group = call.group;
+    other.replanned = call.replanned;
     other.seed = 1'000'000 + round;
     world_.deviations.try_emplace({rank, round}, std::move(other));
   }
@@ -389,7 +402,7 @@ Report play(const Group& group, const Schedule& schedule, bool traced) {
   Report report;
   Random random(schedule.seed);
   const Settings drawn = settings(group, schedule, random);
-  auto script = group.holders.empty() ? sums(group, random, drawn.compares) : shared_work(group, random);
+  auto script = group.holders.empty() ? sums(group, random, drawn) : shared_work(group, random);
   World world(group, std::move(script), drawn, random);
   world.traced = traced;
   try {

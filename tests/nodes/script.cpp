@@ -71,6 +71,7 @@ std::string Planned::signature() const {
     out += std::string(1, static_cast<char>('a' + static_cast<int>(segment.dtype)));
     out += std::to_string(segment.count);
   }
+  if (replanned) out += ", replanned";
   return out;
 }
 
@@ -101,7 +102,7 @@ Numbers Planned::absolute_sum(std::size_t segment) const {
   return out;
 }
 
-std::vector<Numbers> Planned::own(const Group& group, Rank rank) const {
+std::vector<Numbers> Planned::own(Rank rank) const {
   std::vector<Numbers> out;
   if (kind == Kind::broadcast) {
     for (std::size_t s = 0; s < segments.size(); ++s) {
@@ -110,7 +111,7 @@ std::vector<Numbers> Planned::own(const Group& group, Rank rank) const {
     }
     return out;
   }
-  const Group::Shares& shares = group.shares[static_cast<std::size_t>(rank)];
+  const Group::Shares& shares = group->shares[static_cast<std::size_t>(rank)];
   for (std::size_t part = 0; part < shares.parts; ++part) {
     for (std::size_t s = 0; s < segments.size(); ++s) {
       const std::uint64_t count = segments[s].count / shares.slices;
@@ -145,7 +146,7 @@ double Expected::rounding(DType dtype) const {
 
 void Expected::check_result(Rank rank, std::size_t segment, const Numbers& actual) const {
   const bool passed_on = call_.kind == Planned::Kind::broadcast;
-  const Numbers exact = passed_on ? call_.own(group_, group_.root())[segment] : call_.sum(segment);
+  const Numbers exact = passed_on ? call_.own(group_.root())[segment] : call_.sum(segment);
   const Numbers size = call_.absolute_sum(segment);
   const double bound = passed_on ? 0 : rounding(call_.segments[segment].dtype);
   check(actual.size() == exact.size(), "rank", rank, "has a result of another length");
@@ -160,7 +161,7 @@ void Expected::form_messages() {
   const std::size_t count = call_.segments.size();
   scale_.assign(count, 1);
   for (std::size_t rank = 0; rank < group_.size(); ++rank) {
-    messages_.push_back(call_.own(group_, static_cast<Rank>(rank)));
+    messages_.push_back(call_.own(static_cast<Rank>(rank)));
   }
   std::vector<std::size_t> order;
   for (std::size_t rank = 0; rank < group_.size(); ++rank) order.push_back(rank);

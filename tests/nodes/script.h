@@ -27,6 +27,9 @@ struct Planned {
   bool audited = false;                // two ranks report on one of the shared blocks, in the last segment
   std::vector<double> costs = {};      // of the blocks of shared work; empty: all have the usual cost
   bool sums_blocks = false;            // the call sums the vectors that were computed in the previous round
+  bool replans = false;                // ranks that have the result use the other plan from then on
+  bool replanned = false;              // the caller uses the other plan
+  const Group* group = nullptr;        // with the caller's plan
 
   std::size_t summed() const { return segments.size() - audited; }  // segments that are sums of gradients
   std::string signature() const;
@@ -38,13 +41,13 @@ struct Planned {
   Numbers sum(std::size_t segment, std::size_t first = 0, std::size_t end = examples) const;
   Numbers absolute_sum(std::size_t segment) const;
   // Return a rank's vectors, one part after the other, before they are rounded.
-  std::vector<Numbers> own(const Group& group, Rank rank) const;
+  std::vector<Numbers> own(Rank rank) const;
 };
 
 // The right values of one call, computed in double when they are first needed.
 class Expected {
  public:
-  Expected(const Group& group, const Planned& call) : group_(group), call_(call) {}
+  explicit Expected(const Planned& call) : group_(*call.group), call_(call) {}
 
   void check_result(Rank rank, std::size_t segment, const Numbers& actual) const;
   // Check a part of a rank's message to its parent.

@@ -113,8 +113,15 @@ World::World(const Group& group, std::vector<Planned> script, const Settings& se
       dead(group.size()), reported(group.size()), short_of_memory(group.size()), ends(group.size()), costs(group.size()),
       group_(group), script_(std::move(script)), settings_(settings), random_(random),
       links_seed_(random.bits()), inboxes_(group.size()), requests_(group.size()), answers_(group.size()),
-      running_(group.size()), left_behind_(group.size()), given_back_(group.size()), steps_(group.size()),
+      running_(group.size()), left_behind_(group.size()), given_back_(group.size()), must_replan_(group.size()),
+      replanned_(group.size()), steps_(group.size()),
       restored_(group.size()), lacked_memory_(group.size()) {
+  const Group* plan = &group_;
+  for (Planned& call : script_) {
+    call.group = plan;
+    call.replanned = plan != &group_;
+    if (call.replans) plan = &group_.replanned.front();
+  }
   const auto& families = settings.limits.sections_from ? group.delegating : group.families;
   for (Rank rank = 0; rank < size(); ++rank) {
     Limits limits = settings.limits;
@@ -285,7 +292,7 @@ const World::Running* World::offering(Rank rank) const {
 }
 
 Expected& World::expected(const Planned& call) {
-  return expected_.try_emplace(&call, group_, call).first->second;
+  return expected_.try_emplace(&call, call).first->second;
 }
 
 // Every piece that is sent must be right, even if the receiver does not use it.
@@ -328,7 +335,7 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
     } else if (sums_blocks) {
       exact = computed_.at(its->round).at(request.source)[piece.segment];
     } else {
-      exact = its->call->own(group_, request.source)[piece.segment];
+      exact = its->call->own(request.source)[piece.segment];
       for (double& number : exact) number = rounded(dtype, number) * its->scale;
     }
     const Bytes right = narrowed(dtype, exact);
@@ -352,7 +359,7 @@ bool World::may_be_overwritten(const Request& request) const {
   if (settings_.compares || !(its->in_place || !family.children.empty())) return false;
   const Node& root = *nodes_[index(group_.root())];
   return root.next() > request.object.round ||
-         (group_.shares[index(request.source)].slices == 1 &&
+         (its->call->group->shares[index(request.source)].slices == 1 &&
           root.read({Object::What::result, request.object.round}, request.piece));
 }
 
@@ -393,6 +400,10 @@ void World::check_end(Rank rank) {
     check(node(rank).error().empty() && node(rank).next() == ended.round + 1, "rank", rank,
           "ended round", ended.round, "and is in round", node(rank).next());
     check_result(rank, ended);
+    if (ended.call->replans) {
+      must_replan_.set(rank);
+      if (random_.chance(0.5)) replan(rank);
+    }
     if (settings_.chained) {
       check(steps_[index(rank)] == steps_before(ended.round), "rank", rank, "has a sum of round", ended.round,
             "after", steps_[index(rank)], "sums in place of", steps_before(ended.round));
@@ -546,9 +557,28 @@ State World::state(Round round) const {
 
 // --- Programs ---
 
-const Planned& World::call_of(Rank rank, Round round) const {
+const Planned& World::call_of(Rank rank, Round round) {
   const auto other = deviations.find({rank, round});
-  return other == deviations.end() ? planned(round) : other->second;
+  const Planned& call = other == deviations.end() ? planned(round) : other->second;
+  if (call.replanned == replanned_.has(rank)) return call;
+  Planned& stale = stale_.try_emplace({rank, &call}, call).first->second;
+  stale.replanned = !call.replanned;
+  stale.group = stale.replanned ? &group_.replanned.front() : &group_;
+  stale.erased = nullptr;
+  for (Segment& segment : stale.segments) {
+    segment.count = (segment.count + stale.group->multiple - 1) / stale.group->multiple * stale.group->multiple;
+  }
+  return stale;
+}
+
+// Let a rank's program use the other plan, which it learned from its last call.
+void World::replan(Rank rank) {
+  const Group& other = group_.replanned.front();
+  const auto& decoders = settings_.compares ? other.comparing : other.decoders;
+  node(rank).replan(other.families[index(rank)].children, decoders[index(rank)]);
+  must_replan_.set(rank, false);
+  replanned_.set(rank);
+  ++seen.replanned;
 }
 
 bool World::may_call(Rank rank) const {
@@ -558,6 +588,7 @@ bool World::may_call(Rank rank) const {
 }
 
 void World::submit(Rank rank) {
+  if (must_replan_.has(rank)) replan(rank);
   if (call_of(rank, node(rank).next()).shared) return submit_shared(rank);
   begin(rank, [rank, this](Call call) { node(rank).submit(std::move(call)); });
 }
@@ -577,7 +608,7 @@ void World::begin(Rank rank, Act act) {
   running = std::make_unique<Running>(Running{.round = round, .call = &call});
   if (settings_.chained) running->scale = std::ldexp(1.0, static_cast<int>(steps_[index(rank)] % 3));
   const auto& computed = computed_[round];
-  const std::vector<Numbers> own = call.sums_blocks ? computed.at(rank) : call.own(group_, rank);
+  const std::vector<Numbers> own = call.sums_blocks ? computed.at(rank) : call.own(rank);
   for (std::size_t v = 0; v < own.size(); ++v) {
     const DType dtype = call.segments[v % call.segments.size()].dtype;
     Numbers scaled = own[v];
@@ -1060,6 +1091,7 @@ void Seen::add(const Seen& other) {
   failed_allocations += other.failed_allocations;
   broken_off += other.broken_off;
   audits += other.audits;
+  replanned += other.replanned;
   steps += other.steps;
 }
 
@@ -1069,7 +1101,7 @@ std::map<std::string, std::uint64_t> Seen::by_name() const {
       {"skipped calls", skipped},            {"returns by a snapshot", restored},
       {"ranks that die", deaths},            {"messages that are lost", losses},
       {"allocations that fail", failed_allocations}, {"steps", steps},
-      {"calls broken off", broken_off},      {"audits of two reports", audits},
+      {"calls broken off", broken_off},      {"audits of two reports", audits}, {"ranks that replan", replanned},
       {"calls done", outcomes[1]},
       {"calls failed", outcomes[2]},         {"calls of ranks out of the history", outcomes[3]}};
   for (std::size_t kind = 0; kind < messages.size(); ++kind) {

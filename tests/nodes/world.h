@@ -32,6 +32,7 @@ struct Settings {
   double rests = 0;        // the probability that time passes without messages and calls
   bool sleeps = true;      // check that ranks sleep once nothing happens. Not if memory runs out: ranks then try again
   bool chained = false;    // contributions depend on the number of sums so far, as gradients depend on parameters
+  bool replans = false;    // a call replans
   bool recovers = false;   // ranks keep snapshots, and continue from one if they are too far behind
   bool partial = false;    // after a deadline a sum may be the sum of only some ranks
   bool checks = true;  // check every piece and vector; if not, only the root's results, and that all ranks have them
@@ -62,7 +63,7 @@ struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
   std::uint64_t pieces_sent = 0, pieces_gone = 0, skipped = 0, restored = 0, deaths = 0, losses = 0, steps = 0;
-  std::uint64_t failed_allocations = 0, broken_off = 0, audits = 0;
+  std::uint64_t failed_allocations = 0, broken_off = 0, audits = 0, replanned = 0;
 
   void add(const Seen& other);
   std::map<std::string, std::uint64_t> by_name() const;
@@ -196,7 +197,8 @@ class World {
   State state(Round round) const;
 
   // Programs.
-  const Planned& call_of(Rank rank, Round round) const;
+  const Planned& call_of(Rank rank, Round round);
+  void replan(Rank rank);
   bool may_call(Rank rank) const;
   void submit(Rank rank);
   template <class Act>
@@ -230,6 +232,8 @@ class World {
   std::map<Round, Bytes> results_;
   std::map<std::tuple<int, Round, std::uint32_t, std::uint64_t, Rank>, Bytes> pieces_;  // pieces that were fetched
   std::map<const Planned*, Expected> expected_;
+  Ranks must_replan_, replanned_;
+  std::map<std::pair<Rank, const Planned*>, Planned> stale_;  // calls of ranks that have not replanned with the others
   std::map<Round, std::map<Rank, std::vector<Numbers>>> computed_;  // vectors computed for the round that sums them
   std::map<Rank, std::uint64_t> versions_;  // of vectors whose work is shared: ranks may change all earlier ones
   std::map<std::pair<Rank, Rank>, std::tuple<Round, std::uint32_t, std::uint8_t>> results_told_;  // last, by link
