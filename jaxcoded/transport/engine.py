@@ -292,7 +292,10 @@ class Engine(Transport):
         skip: bool = False,
         erasures: np.ndarray | None = None,
     ) -> None:
-        """Carry out a round on NumPy arrays, without XLA, and write the ``results``."""
+        """Carry out a round on NumPy arrays, without XLA, and write the ``results``. Rounds
+        that JAX's effects order, and that are still pending, come first.
+        """
+        _jax_compat.effects_barrier()
         own = [_vector(v) for v in vectors]
         outcome = self._ask(
             "run",

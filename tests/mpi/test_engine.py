@@ -551,6 +551,28 @@ def test_a_group_for_each_thread(comm, group, transport, own):
     assert_same_bits(comm, [totals[key] for key in sorted(totals)])
 
 
+def test_a_call_on_numpy_arrays_comes_after_pending_calls(group, own):
+    """On rank 0, JAX still computes what an earlier call sums."""
+
+    @jax.jit
+    def slowly(x, m):
+        times = 20 if RANK == 0 else 1
+        m = jax.lax.fori_loop(0, times, lambda _, m: jnp.tanh(m @ m), m)
+        return x + 0 * m[0, 0]
+
+    reduce = jax.jit(lambda x: coded_allreduce(x, group))
+    m = jnp.ones((400, 400))
+    mine = np.asarray(own)
+    for _ in range(3):
+        part = slowly(own, m)
+        if RANK:
+            jax.block_until_ready(part)
+        total = reduce(part)
+        double = uncounted.allreduce(2 * mine, group)
+        assert_sum(group, total, VECTOR)
+        assert_sum(group, double, 2 * VECTOR)
+
+
 @several
 @pytest.mark.parametrize("second", ["collective", "started"])
 @pytest.mark.parametrize("culprit", sorted({0, SIZE - 1}))

@@ -43,7 +43,7 @@ constexpr double answer_seconds = 0.2;
 constexpr const char* two_threads =
     "two threads called collectives of one group at the same time, and nobody knows what was summed with "
     "what: let one thread call them, or make a group for each thread (a new one, this one ends here); a "
-    "program on several devices calls from threads of its own until its results are ready";
+    "compiled function whose calls have tokens calls from another thread until its results are ready: wait for them";
 constexpr const char* broken_off =
     "a collective of the group was called before another one was over: let the first one end before "
     "the next begins, such as a loop over group.blocks; with tokens, hand on the one that the first "
