@@ -13,7 +13,7 @@ from schedules import many, seeds
 
 pytest.importorskip("_nodes", reason="built without the engine")
 
-from simulation import FAILED, PENDING, Call, random_plan, random_world
+from simulation import DONE, FAILED, PENDING, Call, World, random_plan, random_world
 
 from jaxcoded import DEBUG, Coded, make_plan
 
@@ -143,6 +143,28 @@ def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
                 assert named == f" {culprit} has", text
             else:
                 assert str(culprit) in named and named.startswith("s "), text
+
+
+@dataclasses.dataclass(frozen=True)
+class Large(Wrong):
+    """A sum of numbers whose squares are infinite."""
+
+    @functools.cached_property
+    def gradients(self):
+        return [1e200 * g for g in Call(self.segments, self.seed).gradients]
+
+
+@pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
+def test_numbers_with_infinite_squares_are_compared(code):
+    plan = make_plan(5, Coded(stragglers=1, code=code))
+    segments = (("float64", 12 * plan.padding_multiple),)
+    for culprits in ((), (2,)):
+        call = Large(segments, 5, culprits=culprits)
+        world = World(plan, [call], random.Random(1), check=DEBUG)
+        world.settle()
+        for ends in world.ends:
+            assert ends[1].outcome == (FAILED if culprits else DONE), ends
+            assert "InconsistentMessages" in ends[1].error or not culprits
 
 
 @dataclasses.dataclass(frozen=True)

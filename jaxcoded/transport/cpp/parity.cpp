@@ -326,8 +326,8 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
     const Below& below = below_[row / parts()];
     const double share =
         of_programs(std::max(eps(sums.dtype), program_eps_)) + carried(sums.dtype, below);
-    out += std::abs(check[row]) * sizes_[row] * below.amplification *
-           (share * here + noise(sums.dtype, below) * everywhere);
+    const double factor = std::abs(check[row]) * sizes_[row] * below.amplification;
+    if (factor > 0) out += factor * (share * here + noise(sums.dtype, below) * everywhere);  // may be infinite
   }
   return out;
 }
@@ -345,13 +345,15 @@ std::optional<Contradiction> Parity::contradiction() {
         if (found <= allowed) continue;  // false for NaN
         double added = 0;
         for (std::size_t row = 0; row < check.size(); ++row) {
+          if (check[row] != 0) added += std::abs(check[row]) * in(norm, sums.rows[row]);
+        }
+        if (!std::isfinite(added)) continue;  // if squares are too large for a double, the other norm decides
+        for (std::size_t row = 0; row < check.size(); ++row) {
           if (check[row] != 0) concerned[row / parts()] = true;
-          added += std::abs(check[row]) * in(norm, sums.rows[row]);
         }
         const double excess =
             allowed > 0 ? found / allowed : std::numeric_limits<double>::infinity();
-        // if squares of numbers are too large for a double, the other norm decides
-        if (excess <= worst || !std::isfinite(found / added)) continue;
+        if (excess <= worst) continue;
         worst = excess;
         out.mismatch = found / added;
         out.allowed = allowed / added;
