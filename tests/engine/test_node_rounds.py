@@ -21,6 +21,7 @@ from simulation import (
     RESULT,
     Call,
     World,
+    Zeros,
     _engine,
     comparing,
     random_plan,
@@ -375,6 +376,44 @@ def test_a_piece_is_sent_up_while_the_next_arrives():
     assert world.parts(1) == [1]
     world.settle()
     world.assert_done()
+
+
+@pytest.mark.parametrize("deadline", [10.0, 700.0])
+@pytest.mark.parametrize("code", ["cyclic_repetition", "fractional_repetition"])
+def test_a_long_wait_for_calls_does_not_extend_the_wait_for_a_stopped_child(
+    code, deadline
+):
+    """A child stops within its message. The other messages suffice."""
+    plan = make_plan(5, Coded(stragglers=1, code=code))
+    world = World(
+        plan,
+        [Zeros((("float32", 256 * plan.padding_multiple),), 1)],
+        random.Random(3),
+        hosts=list(range(5)),
+        limits={
+            "piece_bytes": 64,
+            "announced_bytes": 64,
+            "deadline_seconds": deadline,
+        },
+    )
+    world.idle = {1, 2, 3, 4}
+    world.sweep_all()
+    world.clock += 600
+    world.idle = set()
+    sources = []
+    while len(sources) < 8:
+        world.step()
+        sources = [
+            source
+            for to, source, what, *_ in world.fetched
+            if (to, what) == (0, MESSAGE)
+        ]
+    world.frozen = {sources[-1]}
+    begun = world.clock
+    while not world.done(0):
+        world.sweep_all()
+        world.clock += 0.05
+        assert world.clock < begun + 10
 
 
 @pytest.mark.parametrize("calls", [True, False])

@@ -19,6 +19,7 @@ from simulation import (
     SECTION,
     Call,
     World,
+    Zeros,
 )
 from test_node_deadline import SECONDS, limits
 from test_node_sharing import Partial
@@ -324,6 +325,43 @@ def test_patience_for_late_ranks_excludes_the_roots_stop(rounds_before):
     world.idle = set()
     world.settle()
     world.assert_done()
+
+
+@pytest.mark.parametrize(
+    ("code", "action"),
+    [("cyclic_repetition", "raise"), ("fractional_repetition", "approximate")],
+)
+def test_a_stop_in_a_short_sum_does_not_extend_the_wait_in_a_long_sum(code, action):
+    """Rank 12 stops while it forms its section. The next sum is a thousand times longer, and does not need it."""
+    plan = make_plan(13, Coded(fanout=12, stragglers=1, code=code))
+    short = 64 * plan.padding_multiple
+    world = World(
+        plan,
+        [Zeros((("float32", short * times),), times) for times in (1, 1000, 1000)],
+        random.Random(3),
+        hosts=list(range(13)),
+        limits={
+            "piece_bytes": 1 << 18,
+            "sections_from": 1,
+            "section_pieces": 40,
+            "least_piece_bytes": 16,
+            "deadline_seconds": 5.0,
+            "on_deadline": getattr(_engine.OnDeadline, action),
+        },
+    )
+    world.open = 1
+    while not any(
+        asker == 12 and what == MESSAGE for asker, _, what, *_ in world.fetched
+    ):
+        world.step()
+    world.frozen = {12}
+    others = set(range(12))
+    for world.open, most in ((1, 5), (2, 1), (3, 1)):
+        begun = world.clock
+        while not all(world.done(rank) for rank in others):
+            world.sweep_all()
+            world.clock += 0.01
+            assert world.clock < begun + most, world.describe(0)
 
 
 def test_long_rounds_do_not_extend_the_wait_for_a_stopped_maker():

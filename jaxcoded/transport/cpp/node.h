@@ -666,7 +666,9 @@ class Node {
   Sections sections_;  // the sections of the round at the frontier, if it has any
   std::vector<std::pair<Rank, Message>> early_ = {};  // messages about sections that overtook the plan
   SectionVersions section_versions_;  // counted across rounds, as a round may be repeated
-  double section_seconds_ = 0;  // for each byte of a sum in sections, measured from its plan
+  // How long a sum in sections took from its plan on, and its bytes: the latest one that was about as long as the
+  // longest.
+  double section_seconds_ = 0, section_bytes_ = 0;
   // How many pieces to request at a time, if a fetch takes time: pieces to form a section from, and pieces of
   // formed sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};

@@ -66,9 +66,9 @@ std::optional<bool> Node::delegate() {
 
 // Return the time until which to wait for latecomers: no longer than the time saved if they also send and form a
 // part. Between hosts the wait is at least `stall_seconds`, as no child arrives sooner. Only the root waits: a
-// parent that fetches its sum alone saves no time.
+// parent that fetches its sum alone saves no time. After the deadline no rank waits for what it can do without.
 double Node::latecomers_until() const {
-  if (!root()) return up_.sufficient_at;
+  if (!root() || up_.overdue) return up_.sufficient_at;
   // children that were reported as stuck are not expected
   const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.said; };
   const auto here = [&](const Child& child) { return takes_part(child); };
@@ -78,7 +78,9 @@ double Node::latecomers_until() const {
   const double messages = static_cast<double>(decoder_.enough()) / limits_.slices;
   const double before = evenly_shared(messages, now + 1);
   const double after = evenly_shared(messages, most + 1);
-  const double lasts = section_seconds_ * static_cast<double>(up_.outgoing.bytes());
+  // a short sum says little about a longer one, since a child may have stopped in it
+  const double share = section_bytes_ > 0 ? static_cast<double>(up_.outgoing.bytes()) / section_bytes_ : 0;
+  const double lasts = section_seconds_ * std::min(share, 1.0);
   const double saved = lasts * (before / after - 1);
   const bool near = std::ranges::all_of(children_, [&](const Child& it) { return wire_.direct(it.rank); });
   return up_.sufficient_at + (near ? saved : std::max(limits_.stall_seconds, saved));
@@ -311,10 +313,14 @@ bool Node::oversee() {
   const bool more = take_sections(destination());
   if (!all_taken()) return more;
   if (!up_.all_decoded()) {
-    // this process may have been stopped meanwhile
-    const double lasted = std::min(wire_.now() - up_.delegated->since, Flow::most);
-    const double seconds = lasted / static_cast<double>(up_.outgoing.bytes());
-    section_seconds_ = section_seconds_ > 0 ? std::min(seconds, 2 * section_seconds_) : seconds;
+    const auto bytes = static_cast<double>(up_.outgoing.bytes());
+    if (bytes >= section_bytes_ / 2) {
+      // this process may have been stopped meanwhile
+      double lasted = std::min(wire_.now() - up_.delegated->since, Flow::most);
+      if (section_bytes_ > 0) lasted = std::min(lasted, 2 * section_seconds_ * bytes / section_bytes_);
+      section_seconds_ = lasted;
+      section_bytes_ = bytes;
+    }
   }
   while (!up_.all_decoded()) skip_piece();
   if (root() && !counted()) return false;

@@ -278,6 +278,7 @@ bool Node::gather() {
       if (up_.overdue) miss_the_deadline();
       return false;
     }
+    if (!up_.moving_since) up_.moving_since = wire_.now();
     const std::vector<std::size_t>& rows = decoder_.checked() ? up_.brought : decoding->rows;
     std::vector<const std::byte*> inputs;
     for (std::size_t row : rows) {
@@ -432,7 +433,9 @@ void Node::watch_for_stalls() {
   const bool others_only = !up_.overdue;
   if (others_only && awaits_all()) return;
   const double now = wire_.now();
-  const double least = std::max(limits_.stall_seconds, up_.waiting_since - up_.started);
+  // A piece may take as long as all pieces before it. The time before the children called says little about pieces.
+  const double moving = std::max(limits_.silent_seconds, up_.waiting_since - up_.moving_since.value_or(now));
+  const double least = std::max(limits_.stall_seconds, std::min(up_.waiting_since - up_.started, moving));
   if (now - up_.waiting_since < least) return;
   up_.waiting_since = now;
   if (pinned()) {

@@ -50,6 +50,7 @@ struct WayUp : Incoming {
   };
   std::vector<Without> without = {};
   double waiting_since = 0;               // when this rank began to wait for a piece
+  std::optional<double> moving_since = {};  // when the messages that had come sufficed for the first time
   std::set<Rank> stalled = {};            // children whose pieces do not come
 
   // With shared work: what this rank computes.
