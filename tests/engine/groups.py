@@ -34,6 +34,18 @@ def shares(plan):
     return out
 
 
+def watched(plan, rank):
+    """Return whether a parent with all messages finds a large mistake in each part of a rank's message."""
+    parent = plan.tree.parents[rank]
+    if parent not in plan.checked:
+        return False
+    code = plan.codings[parent].code
+    place = plan.coded_children(parent).index(rank) * code.parts
+    return bool(
+        abs(code.parity_checks[:, place : place + code.parts]).max(0).min() > 0.01
+    )
+
+
 def group(plan, hosts, rng=None, replanned=()):
     """Return a `_nodes.Group` of a plan's ranks on these hosts. ``rng`` draws ranks that some sums leave out; without
     it, sums leave out no rank. ``replanned`` has the group's other plan, if a call replans.
@@ -76,6 +88,7 @@ def group(plan, hosts, rng=None, replanned=()):
         multiple=plan.padding_multiple,
         holders=placement.holders if placement else [],
         starts=placement.examples(EXAMPLES).tolist() if placement else [],
+        watched=[watched(plan, rank) for rank in ranks],
         replanned=[group(other, hosts, rng) for other in replanned],
     )
 

@@ -19,7 +19,7 @@ void add_schedules(nb::module_& module) {
               const std::vector<CombinationTuple>& combinations, std::vector<std::size_t> tolerances,
               std::vector<std::vector<std::vector<bool>>> erasures, double amplification,
               std::uint64_t multiple, std::vector<std::vector<Rank>> holders,
-              std::vector<std::size_t> starts, std::vector<Group> replanned) {
+              std::vector<std::size_t> starts, std::vector<bool> watched, std::vector<Group> replanned) {
              Group* const its = new (self) Group{.parents = std::move(parents),
                                                  .hosts = std::move(hosts),
                                                  .families = std::move(families),
@@ -35,6 +35,7 @@ void add_schedules(nb::module_& module) {
                                                  .multiple = multiple,
                                                  .holders = std::move(holders),
                                                  .starts = std::move(starts),
+                                                 .watched = std::move(watched),
                                                  .replanned = std::move(replanned)};
              for (const auto& [held, coefficients, parts, slices] : shares) {
                its->shares.push_back({held, coefficients, parts, slices});
@@ -46,7 +47,7 @@ void add_schedules(nb::module_& module) {
            nb::kw_only(), nb::arg("parents"), nb::arg("hosts"), nb::arg("families"), nb::arg("delegating"),
            nb::arg("decoders"), nb::arg("comparing"), nb::arg("deadline_shares"), nb::arg("shares"),
            nb::arg("combinations"), nb::arg("tolerances"), nb::arg("erasures"), nb::arg("amplification"),
-           nb::arg("multiple"), nb::arg("holders"), nb::arg("starts"), nb::arg("replanned"));
+           nb::arg("multiple"), nb::arg("holders"), nb::arg("starts"), nb::arg("watched"), nb::arg("replanned"));
   nb::class_<Report>(module, "Report")
       .def_ro("finding", &Report::finding)
       .def_ro("happened", &Report::happened);

@@ -61,6 +61,7 @@ struct Group {
   std::uint64_t multiple = 1;               // the lengths of vectors are multiples of this number
   std::vector<std::vector<Rank>> holders;   // of each block of shared work; empty: no work is shared
   std::vector<std::size_t> starts;          // the first example of each block, then the end of the last block
+  std::vector<bool> watched;                // whether a parent with all messages finds a mistake of this rank
   std::vector<Group> replanned;             // the same ranks with another plan, if some call replans
 
   std::size_t size() const { return parents.size(); }

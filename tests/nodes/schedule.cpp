@@ -64,7 +64,23 @@ std::vector<Planned> sums(const Group& group, Random& random, const Settings& se
       call.why_not = {};
       call.erased = nullptr;
     }
+    const bool sums = call.kind != Planned::Kind::broadcast && call.why_not.empty() && !call.erased;
+    if (settings.lies && sums && random.chance(0.3)) {
+      std::vector<Rank> watched;
+      for (std::size_t rank = 0; rank < plan.size(); ++rank) {
+        if (plan.watched[rank]) watched.push_back(static_cast<Rank>(rank));
+      }
+      const bool empty = std::ranges::all_of(call.segments, [](const Segment& it) { return !it.count; });
+      if (!watched.empty() && !empty) call.liar = random.pick(watched);
+    }
     out.push_back(std::move(call));
+  }
+  if (settings.joined) {
+    Planned& call = out[random.below(3)];
+    call.kind = Planned::Kind::broadcast;
+    call.why_not = {};
+    call.erased = nullptr;
+    call.liar = -1;
   }
   return out;
 }
@@ -94,11 +110,12 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   const bool calm = schedule.theme == Theme::calm, shares = !group.holders.empty();
   Settings out;
   out.replans = !group.replanned.empty() && random.chance(0.5);
+  out.joined = !shares && random.chance(0.2);
   const Group& last = out.replans ? group.replanned.front() : group;
   Limits& limits = out.limits;
   limits.history_bytes = 0;
   // if ranks compute blocks on the host, the next round sums the blocks
-  limits.history_rounds = out.replans ? 100 : random.pick({shares ? 2u : 1u, 3u, 100u});
+  limits.history_rounds = out.replans || out.joined ? 100 : random.pick({shares ? 2u : 1u, 3u, 100u});
   limits.piece_bytes = random.pick({8u, 8u, 16u, 24u, 64u, 1u << 18});
   limits.announced_bytes = random.pick({8u, 32u, 64u, 1u << 20});
   limits.sections_from = random.pick({0u, 1u, 1u, 64u});
@@ -124,6 +141,7 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
     limits.compares = random.pick({Compares::what_has_come, Compares::until_deadline, Compares::all});
     limits.on_contradiction =
         random.pick({OnContradiction::raise, OnContradiction::warn, OnContradiction::drop});
+    out.lies = calm && !out.joined && limits.compares == Compares::all && limits.on_contradiction == OnContradiction::raise;
   }
   limits.waits_for_all = shares && random.chance(0.3);
   limits.telemetry_rounds = random.pick({0u, 3u, 1024u});
@@ -135,8 +153,8 @@ Settings settings(const Group& group, const Schedule& schedule, Random& random) 
   out.staged = random.pick({0.0, 0.5, 1.0});
   out.rests = calm ? random.pick({0.0, 0.2}) : 0;
   out.sleeps = calm;
-  // no rank continues from a snapshot of another plan
-  out.recovers = !out.replans && (calm || shares || random.chance(0.5));
+  // no rank continues from a snapshot of another plan, or has one before it has the root's state
+  out.recovers = !out.replans && !out.joined && (calm || shares || random.chance(0.5));
   // with more steps, float16 would overflow
   out.chained = calm && !shares && group.amplification < 1e3 && last.amplification < 1e3;
   if (!calm) {
@@ -196,7 +214,7 @@ class Player {
     if (!group_.holders.empty()) return;
     for (Round round = 1; round <= world_.rounds(); ++round) {
       const Planned& call = world_.planned(round);
-      if (call.kind != Planned::Kind::allreduce || call.erased || !random_.chance(0.1)) continue;
+      if (call.kind != Planned::Kind::allreduce || call.erased || call.liar >= 0 || !random_.chance(0.1)) continue;
       for (const Family& family : call.group->families) {
         const std::size_t most = call.group->tolerances[static_cast<std::size_t>(family.rank)];
         for (const Rank child : random_.sample(family.children, random_.between(0, most))) {
@@ -312,7 +330,8 @@ class Player {
   void call_something_else(Rank rank, Round round) {
     if (round > world_.rounds()) return;
     const Planned& call = world_.planned(round);
-    const bool plain = call.kind == Planned::Kind::allreduce && call.why_not.empty() && !call.erased;
+    const bool plain =
+        call.kind == Planned::Kind::allreduce && call.why_not.empty() && !call.erased && call.liar < 0;
     if (!plain || call.shared || call.sums_blocks) return;
     Planned other;
     other.segments = {{DType::float32, 5 * call.group->multiple}};
@@ -375,15 +394,27 @@ class Player {
       }
       for (const auto& [round, end] : world_.ends[static_cast<std::size_t>(rank)]) {
         const bool fine = end.first == Outcome::done || end.first == Outcome::desynchronized ||
-                          end.second.starts_with("refused: no. ");
+                          end.second.starts_with("refused: no. ") || world_.planned(round).liar >= 0 ||
+                          lacks_state(round);
         check(!calm || fine, "rank", rank, "failed round", round, "for no reason:", end.second);
       }
     }
     for (Round round = 1; calm && round <= world_.rounds(); ++round) {
       const Planned& call = world_.planned(round);
       const bool blocks = call.shared && call.segments.empty();
-      check(blocks || world_.has_sum(round) == call.why_not.empty(), "round", round, "has a sum, or not");
+      const bool right = call.why_not.empty() && call.liar < 0 && !lacks_state(round);
+      check(blocks || world_.has_sum(round) == right, "round", round, "has a sum, or not");
     }
+  }
+
+  // Whether ranks have joined that do not have the root's state yet in this round.
+  bool lacks_state(Round round) const {
+    if (!world_.settings().joined) return false;
+    for (Round before = 1; before <= round; ++before) {
+      const Planned& call = world_.planned(before);
+      if (call.kind == Planned::Kind::broadcast && call.why_not.empty()) return false;
+    }
+    return true;
   }
 
   const Group& group_;

@@ -126,6 +126,13 @@ std::vector<Numbers> Planned::own(Rank rank) const {
       }
     }
   }
+  for (Numbers& vector : out) {
+    double largest = 1;
+    for (const double number : vector) largest = std::max(largest, std::abs(number));
+    for (std::uint64_t i = 0; i < vector.size() && rank == liar; ++i) {
+      vector[i] += largest * (static_cast<double>(mixed(seed + i) >> 11) * 0x1p-51 - 2);
+    }
+  }
   return out;
 }
 

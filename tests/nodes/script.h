@@ -27,6 +27,7 @@ struct Planned {
   bool audited = false;                // two ranks report on one of the shared blocks, in the last segment
   std::vector<double> costs = {};      // of the blocks of shared work; empty: all have the usual cost
   bool sums_blocks = false;            // the call sums the vectors that were computed in the previous round
+  Rank liar = -1;                      // a rank whose vectors are wrong
   bool replans = false;                // ranks that have the result use the other plan from then on
   bool replanned = false;              // the caller uses the other plan
   const Group* group = nullptr;        // with the caller's plan

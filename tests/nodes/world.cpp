@@ -132,6 +132,7 @@ World::World(const Group& group, std::vector<Planned> script, const Settings& se
         std::make_unique<Node>(families[index(rank)], decoders[index(rank)], limits, *wires_.back()));
     if (!group.holders.empty()) node(rank).share_blocks(group.holders);
     if (settings.recovers) node(rank).keep_state(1, state(1));
+    if (settings.joined) node(rank).expect_state();
   }
 }
 
@@ -374,6 +375,22 @@ bool World::may_change(const Request& request) const {
          (its->work || (version != versions_.end() && request.object.version < version->second));
 }
 
+// Return the ranks of which an error says that their messages do not fit.
+std::set<Rank> World::accused(const std::string& error) {
+  std::set<Rank> out;
+  const auto first = error.find("what rank"), last = error.find(" sent to ");
+  if (first == std::string::npos || last == std::string::npos) return out;
+  std::string number;
+  for (const char letter : error.substr(first, last - first)) {
+    if (letter >= '0' && letter <= '9') {
+      number += letter;
+    } else if (!number.empty()) {
+      out.insert(std::stoi(std::exchange(number, {})));
+    }
+  }
+  return out;
+}
+
 void World::check_end(Rank rank) {
   auto& running = running_[index(rank)];
   if (!running || node(rank).outcome() == Outcome::pending) {
@@ -417,7 +434,13 @@ void World::check_end(Rank rank) {
   }
   const bool accuses = error.find("cannot read a message") != std::string::npos ||
                        error.find("InconsistentMessages") != std::string::npos;
-  check(!accuses || settings_.damaged || settings_.vanishing, "rank", rank, "accuses an honest rank:", error);
+  if (ended.call->liar >= 0 && outcome != Outcome::desynchronized) {
+    ++seen.lies;
+    check(outcome == Outcome::failed && accused(error).contains(ended.call->liar), "rank", rank,
+          "does not name the liar", ended.call->liar, "in round", ended.round, error);
+  } else {
+    check(!accuses || settings_.damaged || settings_.vanishing, "rank", rank, "accuses an honest rank:", error);
+  }
   for (Rank other = 0; other < size() && error.find(" has too little memory") != std::string::npos; ++other) {
     const bool named = error.find("rank " + std::to_string(other) + " has too little memory") != std::string::npos;
     check(!named || lacked_memory_.has(other), "rank", rank, "has an error without a reason:", error);
@@ -1092,6 +1115,7 @@ void Seen::add(const Seen& other) {
   broken_off += other.broken_off;
   audits += other.audits;
   replanned += other.replanned;
+  lies += other.lies;
   steps += other.steps;
 }
 
@@ -1102,6 +1126,7 @@ std::map<std::string, std::uint64_t> Seen::by_name() const {
       {"ranks that die", deaths},            {"messages that are lost", losses},
       {"allocations that fail", failed_allocations}, {"steps", steps},
       {"calls broken off", broken_off},      {"audits of two reports", audits}, {"ranks that replan", replanned},
+      {"lies that are found", lies},
       {"calls done", outcomes[1]},
       {"calls failed", outcomes[2]},         {"calls of ranks out of the history", outcomes[3]}};
   for (std::size_t kind = 0; kind < messages.size(); ++kind) {

@@ -33,6 +33,8 @@ struct Settings {
   bool sleeps = true;      // check that ranks sleep once nothing happens. Not if memory runs out: ranks then try again
   bool chained = false;    // contributions depend on the number of sums so far, as gradients depend on parameters
   bool replans = false;    // a call replans
+  bool lies = false;       // one rank's vectors are wrong in some calls, and parents compare all messages
+  bool joined = false;     // the ranks do not have the root's state yet, as in a group that ranks have joined
   bool recovers = false;   // ranks keep snapshots, and continue from one if they are too far behind
   bool partial = false;    // after a deadline a sum may be the sum of only some ranks
   bool checks = true;  // check every piece and vector; if not, only the root's results, and that all ranks have them
@@ -63,7 +65,7 @@ struct Seen {
   std::array<std::uint64_t, 32> messages = {};  // by kind
   std::array<std::uint64_t, 4> outcomes = {};   // of calls
   std::uint64_t pieces_sent = 0, pieces_gone = 0, skipped = 0, restored = 0, deaths = 0, losses = 0, steps = 0;
-  std::uint64_t failed_allocations = 0, broken_off = 0, audits = 0, replanned = 0;
+  std::uint64_t failed_allocations = 0, broken_off = 0, audits = 0, replanned = 0, lies = 0;
 
   void add(const Seen& other);
   std::map<std::string, std::uint64_t> by_name() const;
@@ -185,6 +187,7 @@ class World {
   void check_vector(const Request& request, std::span<const std::byte> data);
   bool may_be_overwritten(const Request& request) const;
   bool may_change(const Request& request) const;
+  static std::set<Rank> accused(const std::string& error);
   void check_end(Rank rank);
   void check_result(Rank rank, const Running& running);
   void check_division(const Running& running);
