@@ -72,10 +72,9 @@ def thinned(proposed, fits):
 def decoded(scheme, late):
     """Return the round in which each job is decoded, whatever the master's rule; -1: never."""
     jobs = len(late) - scheme.delay
-    play, rounds = scheme.play(jobs), np.full(jobs, -1)
-    for number, row in enumerate(late):
-        row = row & (play.loads() > 0)
-        for job in play.end(row):
+    rounds = np.full(jobs, -1)
+    for number, (turn, row) in enumerate(zip(scheme.play(jobs), late)):
+        for job in turn.end(row & (turn.loads > 0)):
             if rounds[job] < 0:
                 rounds[job] = number
     return rounds
@@ -113,11 +112,10 @@ def test_every_bursty_pattern_is_decoded_in_time(kind, data):
     late = thinned(proposed, lambda late: bursty(late, burst, window, stragglers))
     scheme = kind(workers, stragglers, burst, window)
     assert_in_time(scheme, late)
-    play = scheme.play(len(late) - scheme.delay)
-    for row in late:
-        row = row & (play.loads() > 0)
-        assert play.tolerates(row)  # so the master does not wait
-        play.end(row)
+    for turn, row in zip(scheme.play(len(late) - scheme.delay), late):
+        row = row & (turn.loads > 0)
+        assert turn.tolerates(row)  # so the master does not wait
+        turn.end(row)
 
 
 @patient

@@ -1,10 +1,10 @@
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxcoded import _require
-from jaxcoded.tools.simulator.sequential import Play, Scheme
+from jaxcoded.tools.simulator.sequential import Scheme, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,21 +27,14 @@ class GradientCoding(Scheme):
     def delay(self) -> int:
         return 0
 
-    def play(self, jobs: int) -> Play:
-        return _OneRound(self)
+    def play(self, jobs: int) -> Iterator[Turn]:
+        loads = np.full(self.workers, self.load)
 
+        def turn(job: int) -> Turn:
+            return Turn(
+                loads,
+                tolerates=lambda late: bool(late.sum() <= self.stragglers),
+                end=lambda late: [job],
+            )
 
-class _OneRound(Play):
-    def __init__(self, scheme: GradientCoding) -> None:
-        self.scheme = scheme
-        self.job = -1
-
-    def loads(self) -> np.ndarray:
-        self.job += 1
-        return np.full(self.scheme.workers, self.scheme.load)
-
-    def tolerates(self, late: np.ndarray) -> bool:
-        return bool(late.sum() <= self.scheme.stragglers)
-
-    def end(self, late: np.ndarray) -> Iterable[int]:
-        return [self.job]
+        return map(turn, range(jobs))

@@ -1,11 +1,11 @@
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.tools.simulator.bursts import Bursts
-from jaxcoded.tools.simulator.sequential import Play, Scheme
+from jaxcoded.tools.simulator.sequential import Scheme, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,45 +58,32 @@ class Multiplexed(Scheme):
     def delay(self) -> int:
         return self.window - 2 + self.burst
 
-    def play(self, jobs: int) -> Play:
-        return _Multiplexing(self, jobs)
-
-
-class _Multiplexing(Play):
-    def __init__(self, scheme: Multiplexed, jobs: int) -> None:
-        self.scheme, self.jobs = scheme, jobs
-        self.round = -1
-        self.own = scheme.window - 1
+    def play(self, jobs: int) -> Iterator[Turn]:
+        own, enough = self.window - 1, self.workers - self.stragglers
         # how many of its own chunks each worker has returned
-        self.chunks = np.zeros((jobs, scheme.workers), np.int64)
+        chunks = np.zeros((jobs, self.workers), np.int64)
         # how many workers have returned each coded task
-        self.coded = np.zeros((jobs, scheme.burst), np.int64)
-        self.bursts = Bursts(
-            scheme.workers, scheme.burst, scheme.window, scheme.stragglers
-        )
+        coded = np.zeros((jobs, self.burst), np.int64)
+        bursts = Bursts(self.workers, self.burst, self.window, self.stragglers)
 
-    def loads(self) -> np.ndarray:
-        self.round += 1
-        first = max(0, self.round - self.scheme.delay)
-        self.active = range(first, min(self.round + 1, self.jobs))
-        missed = self.chunks[first : self.active.stop] < self.own
-        if self.scheme.stragglers < self.scheme.workers:
-            missed[:] = True  # a worker that has missed no chunk has a task of the code
-        return self.scheme.task * missed.sum(axis=0)
+        def turn(number: int) -> Turn:
+            active = range(max(0, number - self.delay), min(number + 1, jobs))
+            tasks = chunks[active.start : active.stop] < own
+            if enough:  # a worker that has missed no chunk has a task of the code
+                tasks[:] = True
 
-    def tolerates(self, late: np.ndarray) -> bool:
-        return self.bursts.allow(late)
+            def end(late: np.ndarray) -> list[int]:
+                bursts.record(late)
+                decoded = []
+                for job in active:
+                    missed = chunks[job] < own
+                    if number >= job + own:
+                        coded[job, number - job - own] = (~missed & ~late).sum()
+                    chunks[job] += missed & ~late
+                    if (chunks[job] == own).all() and coded[job].min() >= enough:
+                        decoded.append(job)
+                return decoded
 
-    def end(self, late: np.ndarray) -> Iterable[int]:
-        self.bursts.record(late)
-        decoded = []
-        enough = self.scheme.workers - self.scheme.stragglers
-        for job in self.active:
-            missed = self.chunks[job] < self.own
-            code = self.round - job - self.own
-            if code >= 0:
-                self.coded[job, code] = (~missed & ~late).sum()
-            self.chunks[job] += missed & ~late
-            if (self.chunks[job] == self.own).all() and self.coded[job].min() >= enough:
-                decoded.append(job)
-        return decoded
+            return Turn(self.task * tasks.sum(axis=0), bursts.allow, end)
+
+        return map(turn, range(jobs + self.delay))

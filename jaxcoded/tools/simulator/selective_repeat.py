@@ -1,12 +1,12 @@
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxcoded import _require
 from jaxcoded.tools.simulator.bursts import Bursts
-from jaxcoded.tools.simulator.sequential import Play, Scheme
+from jaxcoded.tools.simulator.sequential import Scheme, Turn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,47 +59,39 @@ class SelectiveRepeat(Scheme):
     def delay(self) -> int:
         return self.burst
 
-    def play(self, jobs: int) -> Play:
-        return _Repeating(self, jobs)
+    def play(self, jobs: int) -> Iterator[Turn]:
+        returned = np.zeros((jobs, self.workers), bool)
+        bursts = Bursts(self.workers, self.burst, self.window, self.stragglers)
 
+        def turn(number: int) -> Turn:
+            repeat = np.zeros(self.workers, bool)
+            before = number - self.burst
+            if before >= 0:
+                missing = np.flatnonzero(~returned[before])
+                repeat[missing[: max(0, len(missing) - self.tolerance)]] = True
 
-class _Repeating(Play):
-    def __init__(self, scheme: SelectiveRepeat, jobs: int) -> None:
-        self.scheme, self.jobs = scheme, jobs
-        self.round = -1
-        self.returned = np.zeros((jobs, scheme.workers), bool)
-        self.bursts = Bursts(
-            scheme.workers, scheme.burst, scheme.window, scheme.stragglers
-        )
+            def harmless(late: np.ndarray) -> bool:
+                """Return whether no job needs these workers in this round, neither the round's own job nor an older
+                job. Then their work is not repeated."""
+                return bool(not repeat.any() and late.sum() <= self.tolerance)
 
-    def loads(self) -> np.ndarray:
-        self.round += 1
-        self.repeat = np.zeros(self.scheme.workers, bool)
-        before = self.round - self.scheme.burst
-        if before >= 0:
-            missing = np.flatnonzero(~self.returned[before])
-            self.repeat[missing[: max(0, len(missing) - self.scheme.tolerance)]] = True
-        works = self.repeat | (self.round < self.jobs)
-        return np.where(works, self.scheme.load, 0.0)
+            def tolerates(late: np.ndarray) -> bool:
+                return harmless(late) or bursts.allow(late)
 
-    def harmless(self, late: np.ndarray) -> bool:
-        """Return whether no job needs these workers in this round, neither the round's own job nor an older job. Then
-        their work is not repeated."""
-        return bool(not self.repeat.any() and late.sum() <= self.scheme.tolerance)
+            def end(late: np.ndarray) -> list[int]:
+                bursts.record(late & (not harmless(late)))
+                if before >= 0:
+                    returned[before] |= repeat & ~late
+                if number < jobs:
+                    returned[number] = ~repeat & ~late
+                enough = self.workers - self.tolerance
+                return [
+                    job
+                    for job in (before, number)
+                    if 0 <= job < jobs and returned[job].sum() >= enough
+                ]
 
-    def tolerates(self, late: np.ndarray) -> bool:
-        return self.harmless(late) or self.bursts.allow(late)
+            works = repeat | (number < jobs)
+            return Turn(np.where(works, self.load, 0.0), tolerates, end)
 
-    def end(self, late: np.ndarray) -> Iterable[int]:
-        self.bursts.record(late & (not self.harmless(late)))
-        before = self.round - self.scheme.burst
-        if before >= 0:
-            self.returned[before] |= self.repeat & ~late
-        if self.round < self.jobs:
-            self.returned[self.round] = ~self.repeat & ~late
-        enough = self.scheme.workers - self.scheme.tolerance
-        return [
-            job
-            for job in (before, self.round)
-            if 0 <= job < self.jobs and self.returned[job].sum() >= enough
-        ]
+        return map(turn, range(jobs + self.delay))

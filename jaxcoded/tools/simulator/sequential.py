@@ -10,8 +10,8 @@ begins the next round with the others.
 import abc
 import bisect
 import dataclasses
-import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,23 +20,14 @@ from jaxcoded.tools.simulator.protocol import Outcome
 from jaxcoded.tools.simulator.stragglers import Stragglers, as_model
 
 
-class Play(abc.ABC):
-    """The rounds of a scheme, one after the other. A set of workers is a bool array
-    ``(workers,)``."""
+class Turn(NamedTuple):
+    """A round of a scheme. A set of workers is a bool array ``(workers,)``."""
 
-    @abc.abstractmethod
-    def loads(self) -> np.ndarray:
-        """Begin a round, and return each worker's fraction of a batch,
-        ``(workers,)``."""
-
-    @abc.abstractmethod
-    def tolerates(self, late: np.ndarray) -> bool:
-        """Return whether all jobs are decoded in time if the round ends without these workers, or without only
-        some of these workers."""
-
-    @abc.abstractmethod
-    def end(self, late: np.ndarray) -> Iterable[int]:
-        """End the round without these workers, and return the jobs that are now decoded."""
+    loads: np.ndarray  # each worker's fraction of a batch, ``(workers,)``
+    # returns whether all jobs are decoded in time if the round ends without these workers, or without only some of them.
+    tolerates: Callable[[np.ndarray], bool]
+    # ends the round without these workers, and returns the jobs that are now decoded.
+    end: Callable[[np.ndarray], list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +60,8 @@ class Scheme(abc.ABC):
         job is decoded."""
 
     @abc.abstractmethod
-    def play(self, jobs: int) -> Play:
-        """Return the scheme's rounds for this many jobs."""
+    def play(self, jobs: int) -> Iterator[Turn]:
+        """Yield the scheme's rounds for this many jobs. Each round must end before the next one is requested."""
 
 
 def simulate_sequence(
@@ -128,22 +119,20 @@ def simulate_sequence(
     _require.boolean("one_by_one", one_by_one)
     model = as_model(stragglers)
     drawn = model.rounds(scheme.workers, _require.integer("seed", seed, 0))
-    play = scheme.play(jobs)
     now, ends = 0.0, np.full(jobs, np.inf)
     used, lost = np.zeros((2, scheme.workers), np.int64)
-    for delays in itertools.islice(drawn, jobs + scheme.delay):
-        loads = play.loads()
-        works = loads > 0
+    for turn, delays in zip(scheme.play(jobs), drawn):
+        works = turn.loads > 0
         # The master does not wait for a worker without work, even if the worker's process is
         # stopped.
-        times = np.where(works, delays.time(work * loads), 0.0)
+        times = np.where(works, delays.time(work * turn.loads), 0.0)
         patience = (1 + mu) * times[works].min(initial=np.inf)
         later = np.unique(times[times > patience])
         ends_at = [patience, *later[0 if one_by_one else -1 :]]
         # If a set of late workers is tolerated, so is each of its subsets. The empty set is
         # always tolerated.
         enough = bisect.bisect_left(
-            ends_at, True, key=lambda until: play.tolerates(times > until)
+            ends_at, True, key=lambda until: turn.tolerates(times > until)
         )
         until = ends_at[enough]
         late = times > until
@@ -152,6 +141,6 @@ def simulate_sequence(
             break
         used += works & ~late
         lost += late
-        for job in play.end(late):
+        for job in turn.end(late):
             ends[job] = min(ends[job], now)
     return Outcome(np.maximum.accumulate(ends), used, lost)
