@@ -315,7 +315,7 @@ def test_a_rank_that_comes_soon_also_forms_a_section():
         up = job.up(called, called)
         assert up.used[12] == used
         assert np.isfinite(up.last[12]) == in_time
-        here = job.down(up)
+        here = job.down(up.last)
         if in_time:
             assert here[12] == up.last[12]
         else:

@@ -62,20 +62,6 @@ class Layout:
         return np.concatenate([[0], np.cumsum(self.counts)[:-1]]) + 1
 
     @functools.cached_property
-    def family(self) -> "Layout":
-        """Return the layout of only the root and its children."""
-        ranks = slice(0, 1 + int(self.counts[0]))
-        root = np.arange(ranks.stop) == 0
-        return Layout(
-            parents=self.parents[ranks],
-            loads=self.loads[ranks],
-            needs=np.where(root, self.needs[ranks], 0),
-            copies=np.where(root, self.copies[ranks], 1),
-            messages=self.messages[ranks],
-            ranks=np.arange(ranks.stop),
-        )
-
-    @functools.cached_property
     def layers(self) -> list[slice]:
         """Return the ranks of each layer, the root's first."""
         layers = [slice(0, 1)]

@@ -242,9 +242,7 @@ class _Job:
     ) -> None:
         self.layout, self.network, self.payload = layout, network, payload
         # the simulated sections of the root's sum
-        self.sections = (
-            Sections(layout.family, network, payload) if in_sections else None
-        )
+        self.sections = Sections(layout, network, payload) if in_sections else None
         self.family = slice(0, 1 + int(layout.counts[0]) if in_sections else 0)
         self.parents = [
             parents
@@ -303,9 +301,8 @@ class _Job:
         ``patience`` seconds the ranks below a frozen rank ask further up, until it relays results again."""
         first, last = up.first.copy(), up.last.copy()
         if self.sections:
-            family = WayUp(*(column[self.family] for column in up))
             ranks = slice(1, self.family.stop)
-            done = self.sections.down(family)[1:]
+            done = self.sections.down(up.last[self.family])[1:]
             first[ranks], last[ranks] = self._passed_on(
                 ranks, done, done, frozen, patience
             )

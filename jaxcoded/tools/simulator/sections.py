@@ -43,7 +43,7 @@ def forms_sections(layout: Layout, network: Network, payload: float) -> bool:
     """Return whether the engine forms a sum in sections. It does so if the sum is long, and if ports then transfer
     fewer bytes. Every rank counts as a host."""
     least = network.sections_from
-    if not least or payload < least or _pieces(layout, network, payload) < 2:
+    if not least or payload < least or _pieces(layout.size, network, payload) < 2:
         return False
     if layout.counts[0] == layout.size - 1:  # all other ranks are the root's children
         return True
@@ -61,29 +61,30 @@ def in_a_layer(
     """Return how many seconds a parent below the root needs to form its message in sections with this many children.
     The children need the same time to get the result from the parent. The parent's port transfers the vector once, in
     pieces; control messages and first pieces come before that, and last pieces after."""
-    pieces = _pieces(layout, network, payload)
+    pieces = _pieces(layout.size, network, payload)
     moving = payload / min(network.bandwidth, network.sending)
     turns = (children - 1) * payload / pieces / network.bandwidth
     words = 2 * network.trips * network.latency
     return words + 2 * pieces * network.overhead + (moving + turns) / _BUSY
 
 
-def _pieces(layout: Layout, network: Network, payload: float) -> int:
-    wanted = payload / (SECTION_PIECES * layout.size)
+def _pieces(ranks: int, network: Network, payload: float) -> int:
+    wanted = payload / (SECTION_PIECES * ranks)
     piece = min(network.piece, max(_LEAST_PIECE, min(wanted, _MOST_PIECE)))
     return max(1, int(np.ceil(payload / piece)))
 
 
 class Sections:
-    """The parts of the simulated sections that are the same in every round."""
+    """The parts of the simulated sections that are the same in every round: those of the root's family. The other
+    ranks of the layout do not matter."""
 
     def __init__(self, layout: Layout, network: Network, payload: float) -> None:
-        self.layout, self.network, self.payload = layout, network, payload
-        self.children = layout.size - 1
+        self.network, self.payload = network, payload
+        self.children = int(layout.counts[0])
         self.needs, self.copies = int(layout.needs[0]), int(layout.copies[0])
-        self.pieces = _pieces(layout, network, payload)
+        self.pieces = _pieces(1 + self.children, network, payload)
         # lengths of the ranks' messages, relative to the sum
-        self.lengths = np.append(1.0, layout.messages[1:])
+        self.lengths = np.append(1.0, layout.messages[1 : 1 + self.children])
         # a root without data sends no message
         self.sends_root = bool(layout.loads[0] > 0)
         self._late = 0  # number of late ranks in this round
@@ -114,7 +115,7 @@ class Sections:
         # the root's port may still be sending older results to late ranks
         terms = self._sends_until + traffic.terms_sent[0] / network.sending
         begun += max(0.0, terms - (begun + root))
-        last = np.full(self.layout.size, np.inf)
+        last = np.full(1 + self.children, np.inf)
         last[0] = begun + root
         self._lasted = root
         section = terms + traffic.sections_sent[0] / network.sending
@@ -125,14 +126,14 @@ class Sections:
         self._late = int((np.isinf(last[1:]) & np.isfinite(comes)).sum())
         return WayUp(last, last, traffic.used)
 
-    def down(self, up: WayUp) -> np.ndarray:
-        """Return when each rank has the result. Late ranks get it from the root."""
+    def down(self, last: np.ndarray) -> np.ndarray:
+        """Return when each rank has the result, given when its sum was ready (`up`). Late ranks get it from the root."""
         network = self.network
         sent = self._late * self.payload / network.sending
-        self._sends_until = max(self._sends_until, up.last[0]) + sent
-        fetched = up.last[0] + self.payload / network.bandwidth
+        self._sends_until = max(self._sends_until, last[0]) + sent
+        fetched = last[0] + self.payload / network.bandwidth
         fetched = max(fetched, self._sends_until) + network.trips * network.latency
-        return np.where(np.isinf(up.last), fetched, up.last)
+        return np.where(np.isinf(last), fetched, last)
 
     def traffic(
         self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
@@ -223,7 +224,7 @@ class Sections:
                 most = middle
         bounds = np.cumsum(formed(most))
         bounds = np.round(bounds / bounds[-1] * self.pieces)
-        own = np.zeros(self.layout.size)
+        own = np.zeros(1 + self.children)
         own[makers] = np.diff(bounds, prepend=0.0) / self.pieces
         return own
 
