@@ -454,7 +454,8 @@ def test_the_mpirun_of_another_mpi_is_an_error(fake):
 
 def test_the_arguments_of_each_mpirun(fake):
     def options(version, **more):
-        return launcher.found(str(fake(version))).options(2, **more)
+        mpirun = launcher.found(str(fake(version)))
+        return launcher.command(mpirun, 2, [], **more)[0][1:-1]
 
     five = "mpirun (Open MPI) 5.0.11"
     crowded = ["--oversubscribe", "--bind-to", "none", "-n", "2"]
@@ -464,12 +465,12 @@ def test_the_arguments_of_each_mpirun(fake):
         *("--with-ft", "ulfm"),
     ]
     assert options("mpirun (Open MPI) 4.1.4") == [*crowded, "--tag-output"]
-    assert options(five, named=False, hosts="a:1,b:1", environment=["A", "B"]) == [
-        *crowded,
-        *("-x", "A", "-x", "B", "--host", "a:1,b:1"),
-    ]
+    words = options(five, named=False, hosts="a:1,b:1", variables={"A": "", "B": ""})
+    assert words[:5] == crowded
+    assert words[-6:] == ["-x", "A", "-x", "B", "--host", "a:1,b:1"]
     mpich = "HYDRA build details:\n    Version:    4.3.0"
-    assert options(mpich, hostfile="f") == ["-n", "2", "-prepend-rank", "-f", "f"]
+    by_file = options(mpich, hostfile=os.devnull)
+    assert by_file == ["-n", "2", "-prepend-rank", "-f", os.devnull]
     assert options("another 1.0") == ["-n", "2"]
     for version in ("mpirun (Open MPI) 4.1.4", mpich):
         with pytest.raises(ValueError, match="--ft needs Open MPI 5"):

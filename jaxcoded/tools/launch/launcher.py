@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 OPEN_MPI, MPICH = "Open MPI", "MPICH"
 
@@ -92,53 +91,6 @@ class Launcher:
         # otherwise Open MPI refuses such jobs, and keeps all threads of a rank on one core
         return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
 
-    def options(
-        self,
-        ranks: int,
-        *,
-        fault_tolerant: bool = False,
-        named: bool = True,
-        hosts: str | None = None,
-        hostfile: str | None = None,
-        environment: Sequence[str] = (),
-    ) -> list[str]:
-        """Return mpirun's arguments that come before the program. Raise a ValueError if they contradict each other, or
-        this MPI does not support them.
-
-        Args:
-            fault_tolerant: whether ranks get reports of other ranks' deaths, and survive these
-                deaths.
-            named: whether each line of output begins with its rank.
-            hosts: hosts with their numbers of ranks, such as ``"a:2,b:2"``.
-            hostfile: a file that lists hosts, in the format that this MPI reads.
-            environment: variables that ranks on other hosts also get.
-        """
-        if hosts and hostfile:
-            raise ValueError(
-                f"--hosts {hosts} and --hostfile {hostfile}: leave one of them out"
-            )
-        if fault_tolerant and not self.reports_deaths:
-            raise ValueError(
-                f"--ft needs Open MPI 5, which reports deaths to the ranks: {self.path} belongs to "
-                f"{self.mpi} {self.major}"
-            )
-        out = [*self.crowded(), "-n", str(ranks)]
-        if self.mpi == OPEN_MPI:
-            if fault_tolerant:
-                out += ["--with-ft", "ulfm"]
-            if named:
-                out += _PIECES if self.major >= 5 else ["--tag-output"]
-            if hosts or hostfile:
-                out += [word for name in environment for word in ("-x", name)]
-            flags = ("--host", "--hostfile")
-        else:  # MPICH passes on the whole environment
-            if named and self.mpi == MPICH:
-                out += ["-prepend-rank"]
-            flags = ("-hosts", "-f")
-        for flag, value in zip(flags, (hosts, hostfile)):
-            out += [flag, value] if value else []
-        return out
-
 
 def found(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
     """Return the mpirun that the argument or ``JAXCODED_MPIRUN`` names. If neither names an mpirun, return the mpirun
@@ -193,37 +145,60 @@ def command(
     ranks: int,
     arguments: Sequence[str],
     *,
+    fault_tolerant: bool = False,
+    named: bool = True,
     hosts: str | None = None,
     hostfile: str | None = None,
     wrapper: Sequence[str] = (),
     variables: Mapping[str, str] = {},
-    **options: Any,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command that starts ``python *arguments`` on ``ranks`` ranks, and its environment. Raise a ValueError
-    if this MPI does not support the options.
+    if the options contradict each other, or this MPI does not support them.
 
     Args:
-        hosts, hostfile, options: see `Launcher.options`.
+        fault_tolerant: whether ranks get reports of other ranks' deaths, and survive these
+            deaths.
+        named: whether each line of output begins with its rank.
+        hosts: hosts with their numbers of ranks, such as ``"a:2,b:2"``.
+        hostfile: a file that lists hosts, in the format that this MPI reads.
         wrapper: a command that each rank runs, with the command line of Python as its last arguments.
         variables: further environment variables.
     """
+    if hosts and hostfile:
+        raise ValueError(
+            f"--hosts {hosts} and --hostfile {hostfile}: leave one of them out"
+        )
+    if fault_tolerant and not mpirun.reports_deaths:
+        raise ValueError(
+            f"--ft needs Open MPI 5, which reports deaths to the ranks: {mpirun.path} belongs to "
+            f"{mpirun.mpi} {mpirun.major}"
+        )
     here = _on_one_host(ranks, listed(hosts, hostfile))
     # One thread for each core of a rank, assuming that all hosts are like this host.
     cores = len(os.sched_getaffinity(0))
     added = environment(max(1, cores // here)) | {**variables}
-    if mpirun.mpi == OPEN_MPI and here > cores:
-        added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
-    users = [name for name in os.environ if name.startswith(_HANDED_ON)]
-    told = mpirun.options(
-        ranks,
-        hosts=hosts,
-        hostfile=hostfile,
-        environment=list(dict.fromkeys([*users, *added])),
-        **options,
-    )
-    program = [*wrapper, sys.executable, *arguments]
-    alone = _GOES_ON if options.get("fault_tolerant") else {}
-    return [mpirun.path, *told, *program], {**alone, **os.environ, **added}
+    out = [mpirun.path, *mpirun.crowded(), "-n", str(ranks)]
+    if mpirun.mpi == OPEN_MPI:
+        if here > cores:
+            added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
+        if fault_tolerant:
+            out += ["--with-ft", "ulfm"]
+        if named:
+            out += _PIECES if mpirun.major >= 5 else ["--tag-output"]
+        if hosts or hostfile:
+            users = [name for name in os.environ if name.startswith(_HANDED_ON)]
+            for name in dict.fromkeys([*users, *added]):
+                out += ["-x", name]
+        flags = ("--host", "--hostfile")
+    else:  # MPICH passes on the whole environment
+        if named and mpirun.mpi == MPICH:
+            out += ["-prepend-rank"]
+        flags = ("-hosts", "-f")
+    for flag, value in zip(flags, (hosts, hostfile)):
+        out += [flag, value] if value else []
+    out += [*wrapper, sys.executable, *arguments]
+    alone = _GOES_ON if fault_tolerant else {}
+    return out, {**alone, **os.environ, **added}
 
 
 def listed(hosts: str | None, hostfile: str | None) -> list[str]:
