@@ -1,5 +1,6 @@
 """The options of `jaxcoded plan` and `jaxcoded simulate` that describe a job."""
 
+import ast
 import dataclasses
 import inspect
 import re
@@ -11,7 +12,6 @@ import click
 from jaxcoded import _format, _require, codes
 from jaxcoded._files import table
 from jaxcoded._parse import count, number_of_bytes, number_of_seconds
-from jaxcoded.tools.cli import docstrings
 from jaxcoded.tools.launch import places
 from jaxcoded.tools.planner.measurement import Measurement
 from jaxcoded.tools.simulator import Costs, Network, stragglers
@@ -106,9 +106,11 @@ def _call(name: str, what: Callable[..., Any], without: Collection[str] = ()) ->
     return f"{name}({', '.join(arguments)})" if arguments else name
 
 
-def _sentence(what: object) -> str:
-    """Return the first sentence of a docstring, without its verb."""
-    paragraph, *_ = docstrings.of(what).split("\n\n")
+def _sentence(what: Callable[..., Any]) -> str:
+    """Return the first sentence of a docstring, without its verb. Read it from the source, since ``python -OO`` does
+    not keep docstrings in memory."""
+    definition: Any = ast.parse(inspect.getsource(what)).body[0]
+    paragraph, *_ = (ast.get_docstring(definition) or "").split("\n\n")
     first, *_ = re.split(r"(?<=\.) (?=[A-Z])", " ".join(paragraph.split()))
     first = re.sub("^Return (?:an? )?(.)", lambda start: start[1].upper(), first)
     return first.replace("``", "").replace("`", "")

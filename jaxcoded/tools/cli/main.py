@@ -1,5 +1,6 @@
 """The command line: ``jaxcoded COMMAND``, or ``python -m jaxcoded COMMAND``."""
 
+import ast
 import functools
 import importlib
 import pathlib
@@ -10,7 +11,6 @@ from typing import Any, NoReturn
 import click
 
 import jaxcoded
-from jaxcoded.tools.cli import docstrings
 from jaxcoded.tools.terminal import plain
 
 # Each command is a module of jaxcoded.tools.cli with a function `command`. The module's
@@ -105,7 +105,9 @@ def _fail(given: list[str], words: str, status: int) -> NoReturn:
 
 
 def _help(name: str) -> str:
-    return docstrings.of_module(pathlib.Path(__file__).with_name(f"{name}.py"))
+    # from the source, since `python -OO` does not keep docstrings in memory
+    path = pathlib.Path(__file__).with_name(f"{name}.py")
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
 
 
 @click.group(
