@@ -1,16 +1,16 @@
 """Print results on a terminal, or as plain text of a fixed width."""
 
-import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import click
 from rich import box
 from rich.console import Console, RenderableType
+from rich.status import Status
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -37,16 +37,9 @@ def code(line: str) -> None:
     _console().print(Text(line, "bold"), soft_wrap=True)
 
 
-@contextlib.contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str) -> Status:
     """On a terminal, show what the command waits for."""
-    console = Console(stderr=True)
-    with (
-        console.status(what, spinner="line")
-        if console.is_terminal
-        else contextlib.nullcontext()
-    ):
-        yield
+    return Console(stderr=True).status(what, spinner="line")
 
 
 def as_json(value: Any) -> None:
