@@ -105,17 +105,19 @@ def test_a_host_that_cannot_be_reached(ssh, capfd):
 
 def test_hosts_that_ssh_does_not_get_to(ssh, monkeypatch):
     hosts = ["good:2", "mute slots=3", "x:auto", "localhost", socket.gethostname()]
-    assert reaching.failures(hosts) == {"mute": "status 255", "x": REFUSED}
+    words, remedy = reaching.failure(hosts)
+    assert words == f"ssh does not reach mute (status 255), x ({REFUSED})"
+    assert remedy.startswith("`ssh mute true` must succeed")
     # if another program starts ranks, ssh is not needed
     for name in ("PRTE_MCA_plm_ssh_agent", "HYDRA_LAUNCHER", "SLURM_JOB_ID"):
         with monkeypatch.context() as patch:
             patch.setenv(name, "rsh")
-            assert reaching.failures(hosts) == {}
+            assert reaching.failure(hosts) is None
     ssh.write_text("#!/bin/sh\nexec sleep 60\n")
     monkeypatch.setattr(reaching, "_SECONDS", 0.1)
-    assert reaching.failures(["x"]) == {"x": "no answer within 0.3 s"}
+    assert "x (no answer within 0.3 s)" in reaching.failure(["x"])[0]
     monkeypatch.setenv("PATH", "/none")
-    assert reaching.failures(["x"]) == {"x": "there is no command ssh"}
+    assert "x (there is no command ssh)" in reaching.failure(["x"])[0]
 
 
 def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811

@@ -17,9 +17,15 @@ _OWN = re.compile(r"(PRTE|OMPI)_MCA_.*_(ssh|rsh)_agent|HYDRA_LAUNCHER(_EXEC)?")
 
 
 def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
-    """Return which hosts `ssh` cannot reach, and the remedy. Return None if it reaches
-    all hosts."""
-    away = failures(hosts)
+    """Return which hosts `ssh` cannot reach, and the remedy. Return None if it reaches all hosts, or if mpirun does not
+    use ssh."""
+    if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
+        return None
+    names = {re.split(r"[\s:]", each)[0] for each in hosts}
+    others = sorted(name for name in names if not _is_here(name))
+    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
+        said = zip(others, pool.map(_failure, others))
+        away = {name: words for name, words in said if words}
     if not away:
         return None
     those = ", ".join(f"{name} ({words})" for name, words in away.items())
@@ -28,18 +34,6 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
         "keys (docs/several-hosts.md)"
     )
     return f"ssh does not reach {those}", remedy
-
-
-def failures(hosts: Sequence[str]) -> dict[str, str]:
-    """Return ssh's error for each host that it cannot reach. Return an empty dictionary if mpirun
-    does not use ssh."""
-    if places.mpirun_finds_hosts() or any(map(_OWN.fullmatch, os.environ)):
-        return {}
-    names = {re.split(r"[\s:]", each)[0] for each in hosts}
-    away = sorted(name for name in names if not _is_here(name))
-    with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
-        said = zip(away, pool.map(_failure, away))
-    return {name: words for name, words in said if words}
 
 
 def _is_here(name: str) -> bool:
