@@ -7,7 +7,7 @@ build and the machine. So this module starts MPI with and without the variables.
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from jaxcoded.tools.launch import job, launcher
 
@@ -41,14 +41,12 @@ def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
 
 def listed(kinds: Collection[list[str]]) -> str:
     """Return a text that lists variables with their values."""
-    return ", ".join(text for names in kinds for text in _shown(names))
-
-
-def _shown(names: list[str]) -> Iterator[str]:
-    for name in names[:_SHOWN]:
-        yield f"{name}={os.environ[name]}"
-    if (more := len(names) - _SHOWN) > 0:
-        yield f"{more} more of {names[0].partition('_')[0]}"
+    texts = []
+    for names in kinds:
+        texts += [f"{name}={os.environ[name]}" for name in names[:_SHOWN]]
+        if (more := len(names) - _SHOWN) > 0:
+            texts.append(f"{more} more of {names[0].partition('_')[0]}")
+    return ", ".join(texts)
 
 
 def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] | None:
