@@ -67,8 +67,7 @@ class Command(click.Command):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        for option in reversed(_OPTIONS):
-            self.params.insert(0, option)
+        self.params[:0] = _OPTIONS
 
     def invoke(self, ctx: click.Context) -> Any:
         given = {
@@ -310,7 +309,6 @@ def _stragglers(
     measured: str | None,
     seen: Measurement | None,
 ) -> tuple[stragglers.Stragglers, str]:
-    """Return the straggler model and its name."""
     if trace is not None:
         found: Any = stragglers.Trace(trace)
         columns = found.table.shape[1]

@@ -1,7 +1,6 @@
 """Examine this machine and its installation without starting MPI or JAX."""
 
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import platform

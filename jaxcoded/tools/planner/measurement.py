@@ -107,8 +107,6 @@ class Measurement:
 
 
 def _link(fields: dict[str, Any], ranks: int) -> Link:
-    """Return a link from its fields. Raise a ValueError, TypeError or KeyError if the
-    fields are invalid."""
     link = Link(**fields)
     for name in ("rank", "partner"):
         _require.integer(name, getattr(link, name), 0, ranks - 1)
