@@ -14,7 +14,7 @@ HELP = """
 from jaxcoded.tools.cli.main import COMMANDS, main
 assert False, "python -OO runs no asserts"
 for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
-    main(words, standalone_mode=False)
+    main.main(words, "jaxcoded", standalone_mode=False)
 """
 SUM = """
 import jax, jax.numpy as jnp, jaxcoded
@@ -47,7 +47,7 @@ def python(*arguments, **settings):
 def test_help_is_the_same(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for words in (["--help"], *([name, "--help"] for name in COMMANDS)):
-        group(words, standalone_mode=False)
+        group.main(words, "jaxcoded", standalone_mode=False)
     assert python("-OO", "-c", HELP) == capsys.readouterr().out
 
 

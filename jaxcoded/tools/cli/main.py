@@ -1,12 +1,11 @@
 """The command line: ``jaxcoded COMMAND``, or ``python -m jaxcoded COMMAND``."""
 
 import ast
-import functools
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import click
 
@@ -57,45 +56,31 @@ class _Commands(click.Group):
                 [(name, _help(name).splitlines()[0]) for name in COMMANDS]
             )
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = "jaxcoded",
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def __call__(self, args: Sequence[str] | None = None) -> NoReturn:
+        """Run a command, and exit with its status: 2 after wrong use, 1 after a failure."""
         plain.use()
         given = sys.argv[1:] if args is None else list(args)
-        run = functools.partial(
-            super().main, given, prog_name, complete_var, False, **extra
-        )
-        return _ended(run, given) if standalone_mode else run()
-
-
-def _ended(run: Callable[[], Any], given: list[str]) -> NoReturn:
-    """Run a command, and exit with its status: 2 after wrong use, 1 after a failure."""
-    try:
-        sys.exit(run() or 0)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        sys.exit(_USAGE)
-    except click.UsageError as error:
-        place = error.ctx.command_path if error.ctx else "jaxcoded"
-        words = " ".join(error.format_message().split()).removesuffix(".")
-        _fail(given, f"{words} ({place} --help tells more)", _USAGE)
-    except click.Abort:
-        _fail(given, "interrupted", _INTERRUPTED)
-    except ValueError as error:
-        # Python and NumPy raise subclasses of ValueError, such as UnicodeEncodeError
-        kind = type(error)
-        ours = kind is ValueError or kind.__module__.startswith("jaxcoded.")
-        _fail(given, str(error), _USAGE if ours else _FAILURE)
-    except BrokenPipeError:  # the reader has closed the pipe
-        sys.stdout = sys.stderr
-        sys.exit(_FAILURE)
-    except (click.ClickException, OSError, ImportError) as error:
-        _fail(given, str(error), _FAILURE)
+        try:
+            sys.exit(self.main(given, "jaxcoded", standalone_mode=False) or 0)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            sys.exit(_USAGE)
+        except click.UsageError as error:
+            place = error.ctx.command_path if error.ctx else "jaxcoded"
+            words = " ".join(error.format_message().split()).removesuffix(".")
+            _fail(given, f"{words} ({place} --help tells more)", _USAGE)
+        except click.Abort:
+            _fail(given, "interrupted", _INTERRUPTED)
+        except ValueError as error:
+            # Python and NumPy raise subclasses of ValueError, such as UnicodeEncodeError
+            kind = type(error)
+            ours = kind is ValueError or kind.__module__.startswith("jaxcoded.")
+            _fail(given, str(error), _USAGE if ours else _FAILURE)
+        except BrokenPipeError:  # the reader has closed the pipe
+            sys.stdout = sys.stderr
+            sys.exit(_FAILURE)
+        except (click.ClickException, OSError, ImportError) as error:
+            _fail(given, str(error), _FAILURE)
 
 
 def _fail(given: list[str], words: str, status: int) -> NoReturn:
