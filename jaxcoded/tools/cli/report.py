@@ -62,8 +62,6 @@ def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> N
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """The findings about a job."""
-
     files: list[Telemetry]  # the root's file comes first, if it is given
     plan: Plan
     shared: bool  # whether ranks compute blocks of each other
@@ -383,18 +381,14 @@ def _draw_stragglers(path: pathlib.Path, seen: Telemetry, late: np.ndarray) -> N
     shown = np.flatnonzero(known | ~np.isnan(late))
     share = np.nan_to_num(late)
     order = shown[np.lexsort((-speeds[shown], share[shown]))][-_ROWS:]
-    y = np.arange(len(order))
     with picture(path, columns=2, size=(7.2, _height(len(order))), sharey=True) as (
         figure,
         (left, right),
     ):
-        left.barh(y, 100 * share[order], 0.7, color=_RED)
-        _mark_unknown(left, np.isnan(late[order]))
-        left.set(xlim=(0, 100), xlabel="rounds in which it was too late [%]")
+        _bars(left, late[order], _RED, "rounds in which it was too late [%]")
         _name_rows(left, [f"rank {rank}" for rank in order])
-        right.barh(y, 100 * np.where(known, speeds, 0)[order], 0.7, color=_BLUE)
-        _mark_unknown(right, ~known[order])
-        right.set(xlim=(0, 100), xlabel="speed, relative to the fastest rank [%]")
+        drawn = np.where(known, speeds, np.nan)[order]
+        _bars(right, drawn, _BLUE, "speed, relative to the fastest rank [%]")
         often, slow = order[-1], shown[np.argmin(np.where(known, speeds, 2)[shown])]
         title = f"Rank {often} was too late most often"
         if share[often] == 0:
@@ -445,9 +439,7 @@ def _draw_blocks(path: pathlib.Path, seen: Telemetry, placement: Placement) -> N
         )
         map_.set_xlabel("round")
         figure.colorbar(drawn, ax=map_, label="blocks more than its own")
-        side.barh(y, 100 * np.nan_to_num(speeds[order]), 0.7, color="0.5")
-        _mark_unknown(side, np.isnan(speeds[order]))
-        side.set(xlim=(0, 100), xlabel="speed [%]")
+        _bars(side, speeds[order], "0.5", "speed [%]")
         worst = ranks[np.argmin(mean[ranks, 0])]
         left_to_others = 1 - mean[worst, 0] / placement.blocks
         title = (
@@ -516,9 +508,12 @@ def _name_rows(axes: Any, names: Sequence[str]) -> None:
     axes.set_ylim(-0.6, len(names) - 0.4)
 
 
-def _mark_unknown(axes: Any, rows: np.ndarray) -> None:
-    for row in np.flatnonzero(rows):
+def _bars(axes: Any, shares: np.ndarray, colour: str, label: str) -> None:
+    """Draw a share for each row, in per cent; NaN is unknown."""
+    axes.barh(range(len(shares)), 100 * np.nan_to_num(shares), 0.7, color=colour)
+    for row in np.flatnonzero(np.isnan(shares)):
         axes.text(1, row, "not known", **_SMALL)
+    axes.set(xlim=(0, 100), xlabel=label)
 
 
 def _entitle(figure: Any, title: str, shown: int, ranks: int) -> None:
