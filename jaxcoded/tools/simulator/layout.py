@@ -162,7 +162,11 @@ class Layout:
         capacity = own.copy()
         for layer in reversed(layout.layers[:-1]):
             inner = np.arange(layer.start, layer.stop)[counts[layer] > 0]
-            below = layout.of_children(capacity, inner, np.inf)
+            # the capacities of the children, with a row for each parent
+            columns = np.arange(counts[inner].max())
+            children = layout.first[inner][:, None] + columns
+            there = columns < counts[inner][:, None]
+            below = np.where(there, capacity.take(children, mode="clip"), np.inf)
             coded[inner] = largest_coded_sets(below, counts[inner], (s + m)[inner])
             layout._repeat(inner, below, coded[inner], s, m)
             capacity[inner] += coded[inner]
@@ -199,18 +203,3 @@ class Layout:
             chosen = parents[some[np.isclose(kept, coded[some], rtol=1e-12)]]
             self.copies[chosen] = copies
             self.needs[chosen] = self.counts[chosen] // copies
-
-    def of_children(
-        self, values: np.ndarray, parents: np.ndarray, missing: float
-    ) -> np.ndarray:
-        """Return values of the ranks, ``(N,)``, as a table with a row for each parent, ``(parents, most
-        children)``, filled up with ``missing``."""
-        counts = self.counts[parents]
-        most = int(counts.max())
-        if (counts == most).all() and (np.diff(parents) == 1).all():
-            start = self.first[parents[0]]
-            return values[start : start + len(parents) * most].reshape(-1, most)
-        columns = np.arange(most)
-        there = columns < counts[:, None]
-        index = np.where(there, self.first[parents][:, None] + columns, 0)
-        return np.where(there, values[index], missing)
