@@ -370,14 +370,11 @@ class _Drawn(Stragglers):
     """The rounds of a model, drawn once for all candidates."""
 
     def __init__(self, model: Stragglers, size: int, seed: int) -> None:
-        self._source = model.rounds(size, seed)
-        self._drawn: list[Delays] = []
+        self._rounds = model.rounds(size, seed)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        for number in itertools.count():
-            if number == len(self._drawn):
-                self._drawn.append(next(self._source))
-            yield self._drawn[number]
+        self._rounds, again = itertools.tee(self._rounds)
+        return again
 
 
 @dataclasses.dataclass
