@@ -124,7 +124,7 @@ def shared(table, work, replicas, within):
     sharing = Sharing(layout, NOTHING, work)
     usual = next(NoStragglers().rounds(size))
     up = np.insert(table, 0, 0.0, axis=1)  # the root
-    return sum(sharing.round(row, usual).called.max() for row in up)
+    return sum(sharing.round(row, usual)[0].max() for row in up)
 
 
 def star(layout, table, work):

@@ -55,7 +55,8 @@ def shared_end(replicas, speeds):
     frozen = np.array([False, *(np.array(speeds) == 0)])
     factors = [1.0, *(1 / speed if speed else 1.0 for speed in speeds)]
     delays = Delays(np.array(factors), np.where(frozen, np.inf, 0.0), frozen)
-    return job.round(np.zeros(RANKS + 1), delays).called[0] * 1000
+    called, _ = job.round(np.zeros(RANKS + 1), delays)
+    return called[0] * 1000
 
 
 def computed(schedule, rank, time):

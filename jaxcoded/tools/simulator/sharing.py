@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,16 +33,6 @@ _WORTH = (
 )
 _SHORTEST = 1e-12  # the shortest time of a block, in seconds
 _MORE = 1 + 1e-6  # equally fast ranks must not take blocks from each other in turn
-
-
-class Shared(NamedTuple):
-    """The result of a round, float64 ``(N,)``."""
-
-    # when each rank hands over its sum: minus infinity if it has no block, infinite if some blocks are never
-    # computed
-    called: np.ndarray
-    # when each rank ends its computation, even if no rank needs the result
-    busy: np.ndarray
 
 
 class Sharing:
@@ -77,12 +67,15 @@ class Sharing:
         self.seconds = self.work * float(blocks.mean())
         self.costs = relative(blocks.tolist())
 
-    def round(self, free: np.ndarray, delay: Delays) -> Shared:
+    def round(self, free: np.ndarray, delay: Delays) -> tuple[np.ndarray, np.ndarray]:
         """Simulate a round until all ranks know that all blocks are computed. ``free`` has the time of each rank's
-        call, float64 ``(N,)``."""
+        call, float64 ``(N,)``.
+
+        Return two arrays like ``free``: when each rank hands over its sum (minus infinity if it has no block, infinite
+        if some blocks are never computed), and when it ends its computation, even if no rank needs the result."""
         begun = float(free[0])
         if not math.isfinite(begun + delay.stopped[0] * delay.seconds[0]):
-            return Shared(np.full(len(free), math.inf), free)
+            return np.full(len(free), math.inf), free
         # Use times relative to the round's beginning: they are small, so no digits are
         # lost.
         played = Round(self, free - begun, delay)
@@ -93,7 +86,7 @@ class Sharing:
         ]
         called[0] = over
         busy = [max(member.busy, member.ends) for member in played.members]
-        return Shared(begun + np.array(called), begun + np.array(busy))
+        return begun + np.array(called), begun + np.array(busy)
 
 
 class _Member:
