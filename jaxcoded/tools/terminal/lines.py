@@ -44,14 +44,11 @@ class HandedOn:
 
     def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
         shown = _displays(pipes)
-        self._reads = {
-            threading.Thread(target=_read, args=(pipe, shown[to]), daemon=True): shown[
-                to
-            ]
-            for to, pipe in pipes.items()
-        }
-        for thread in self._reads:
+        self._reads = {}
+        for to, pipe in pipes.items():
+            thread = threading.Thread(target=_read, args=(pipe, shown[to]), daemon=True)
             thread.start()
+            self._reads[thread] = shown[to]
 
     def end(self, seconds: float) -> None:
         """Wait until everything that has arrived is written, even if the reader is slow. Wait at most ``seconds``
