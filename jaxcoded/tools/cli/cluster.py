@@ -44,21 +44,17 @@ class Cluster:
         links = f"{8e-9 * network.bandwidth:.3g} Gb/s"
         if network.sending != network.bandwidth:
             links += f" to receive and {8e-9 * network.sending:.3g} Gb/s to send"
+        costs = ""
+        if self.costs is not None:
+            each = self.costs.each
+            costs = (
+                f"; batches of {self.costs.batch_size} of {len(each)} examples, whose most expensive example costs "
+                f"{each.max():.3g} times the mean"
+            )
         return (
             f"{self.ranks} ranks sum {_format.size(self.payload)} in every step, and the whole batch would take one "
             f"rank {_format.seconds(self.work)}; links: {links}, latency {_format.seconds(network.latency)}; stragglers: "
-            + self.model
-            + self._costs
-        )
-
-    @property
-    def _costs(self) -> str:
-        if self.costs is None:
-            return ""
-        each = self.costs.each
-        return (
-            f"; batches of {self.costs.batch_size} of {len(each)} examples, whose most expensive example costs "
-            f"{each.max():.3g} times the mean"
+            f"{self.model}{costs}"
         )
 
 
