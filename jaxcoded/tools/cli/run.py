@@ -181,7 +181,8 @@ def _words(
     ``seconds`` is the job's time limit."""
     if status == 0:
         return ""
-    if status == mpirun.killed and not fault_tolerant and begun:
+    killed = 9 if mpirun.mpi == launcher.MPICH else 137  # if a rank was killed
+    if status == killed and not fault_tolerant and begun:
         return f"a rank was killed, and the job with it (status {status}). With --ft the other ranks continue"
     if status - 128 in signal.valid_signals():
         return (

@@ -81,11 +81,6 @@ class Launcher:
         found = re.search(r"^options:ft_mpi_support:(yes|no)", said, re.MULTILINE)
         return found[1] == "yes" if found else None
 
-    @property
-    def killed(self) -> int:
-        """Return the status with which mpirun ends if a rank was killed."""
-        return 9 if self.mpi == MPICH else 137
-
     def crowded(self) -> list[str]:
         """Return the mpirun arguments for jobs with more ranks than cores."""
         # otherwise Open MPI refuses such jobs, and keeps all threads of a rank on one core
