@@ -20,7 +20,8 @@ _CONTROL = pathlib.Path("/sys/fs/cgroup")
 _NO_LIMIT = "max"
 # The thread level at which several threads may call MPI at the same time.
 MULTIPLE = "MPI_THREAD_MULTIPLE"
-_DRIVER = pathlib.Path("/proc/driver/nvidia/version")
+# this file is present if an NVIDIA driver is installed
+DRIVER = pathlib.Path("/proc/driver/nvidia/version")
 
 
 def examined(ranks: int, mpirun: launcher.Launcher | str) -> Iterator[Finding]:
@@ -150,11 +151,6 @@ def _threads(ranks: int) -> Finding:
         GOOD,
         f"jaxcoded run gives each rank {xla}, and {one} for OpenMP",
     )
-
-
-def driver() -> bool:
-    """Return whether an NVIDIA driver is installed."""
-    return _DRIVER.exists()
 
 
 def _cores(ranks: int) -> Finding:

@@ -39,7 +39,7 @@ def main() -> None:
         "host": MPI.Get_processor_name(),
         "library": MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
         "threads": _LEVELS.get(MPI.Query_thread(), "another level"),
-        "driver": machine.driver(),
+        "driver": machine.DRIVER.exists(),
         "engine": engine.missing(),
         "mpi4jax": _imported("mpi4jax"),
         "backend": jax.default_backend(),
