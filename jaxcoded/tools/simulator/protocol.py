@@ -126,7 +126,7 @@ def simulate(
     parts = None if costs is None else Parts(costs, layout, seed, balanced)
     if isinstance(layout, Ring):
         return _ring(layout, network, payload, work, delays, rounds, balanced, parts)
-    job = _Job(layout, network, payload, forms_sections(layout, network, payload))
+    job = _Job(layout, network, payload)
     numbers, loads = layout.ranks, layout.loads
     free = np.zeros(layout.size)
     frozen = np.full(layout.size, -np.inf)
@@ -237,10 +237,9 @@ class _Below:
 class _Job:
     """The parts of a simulated job that are the same in every round."""
 
-    def __init__(
-        self, layout: Layout, network: Network, payload: float, in_sections: bool
-    ) -> None:
+    def __init__(self, layout: Layout, network: Network, payload: float) -> None:
         self.layout, self.network, self.payload = layout, network, payload
+        in_sections = forms_sections(layout, network, payload)
         # the simulated sections of the root's sum
         self.sections = Sections(layout, network, payload) if in_sections else None
         self.family = slice(0, 1 + int(layout.counts[0]) if in_sections else 0)
