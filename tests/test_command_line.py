@@ -79,16 +79,11 @@ def test_help_of_a_command(name):
 
 def test_help_lists_models_and_codes():
     text = " ".join(CliRunner().invoke(group, ["plan", "--help"]).output.split())
-    for name, entries in (
-        (MODELS, cluster.models()),
-        (codes.NAMES, cluster.named_codes()),
-    ):
-        entries = list(entries)
-        assert len(entries) == len(name)
-        for call, words in entries:
-            assert call in text
-            assert words in text
-            assert "`" not in words
+    for name in (*MODELS, *codes.NAMES):
+        what = MODELS[name] if name in MODELS else getattr(codes, name)
+        words = cluster._sentence(what)
+        assert words and "`" not in words
+        assert f" {cluster._call(name, what)} {words}" in text
     assert "pareto(shape=1.5, scale=0.2) Heavy tails: work w takes w (1 + x)" in text
     assert "bernoulli(load, decoding='least_squares') Bernoulli code" in text
 

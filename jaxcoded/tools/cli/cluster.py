@@ -4,7 +4,7 @@ import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -73,30 +73,23 @@ class Command(click.Command):
         return super().invoke(ctx)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for title, entries in (("Models", models()), ("Codes", named_codes())):
+        named = {name: getattr(codes, name) for name in codes.NAMES}
+        for title, kinds in (("Models", stragglers.MODELS), ("Codes", named)):
             with formatter.section(title):
-                formatter.write_dl(list(entries))
+                formatter.write_dl(
+                    [
+                        (_call(name, kind), _sentence(kind))
+                        for name, kind in kinds.items()
+                    ]
+                )
 
 
-def models() -> Iterator[tuple[str, str]]:
-    """Return the text of each straggler model, and its description."""
-    for name, model in stragglers.MODELS.items():
-        yield _call(name, model), _sentence(model)
-
-
-def named_codes() -> Iterator[tuple[str, str]]:
-    """Return the text of each code, without the arguments that a plan gives to all codes, and its
-    description."""
-    for name in codes.NAMES:
-        code = getattr(codes, name)
-        yield _call(name, code, _COMMON), _sentence(code)
-
-
-def _call(name: str, what: Callable[..., Any], without: Collection[str] = ()) -> str:
+def _call(name: str, what: Callable[..., Any]) -> str:
+    """Return a call as text, without the arguments that a plan gives to all codes."""
     arguments = [
         each.name if each.default is each.empty else f"{each.name}={each.default!r}"
         for each in inspect.signature(what).parameters.values()
-        if each.name not in without
+        if each.name not in _COMMON
     ]
     return f"{name}({', '.join(arguments)})" if arguments else name
 
