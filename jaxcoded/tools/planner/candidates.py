@@ -223,22 +223,9 @@ def _smallest_fanout(ranks: int, depth: int) -> int:
     return fanout
 
 
-def may_be_drawn(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Return whether it may be useful to draw the candidate's code, as far as can be told before the
-    draw."""
-    return not (
-        too_many_to_draw(layout, candidate) or exceeds(layout, candidate, amplification)
-    )
-
-
-def too_many_to_draw(layout: Layout, candidate: Candidate) -> bool:
-    """Return whether a parent of more than 64 children needs a random code, which would take long to
-    find."""
-    return candidate.coded and max(_most_drawn(layout)) > MOST_DRAWN
-
-
-def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
-    """Return whether κ is above a bound, as far as this is known without drawing codes.
+def may_be_drawn(ranks: int, candidate: Candidate, amplification: float) -> bool:
+    """Return whether it may be useful to draw the candidate's code: if it does not take too long, and if κ is not above
+    a bound, as far as this is known before the draw.
 
     Random codes for up to 128 children have κ above ``n / 2`` with one straggler, and far above ``(n / 2)²`` with more
     stragglers. With slices this holds only if ``s + m`` does not divide ``n``: if it divides ``n``, the code consists
@@ -246,17 +233,26 @@ def exceeds(layout: Layout, candidate: Candidate, amplification: float) -> bool:
     """
     strategy = candidate.strategy
     if not isinstance(strategy, Coded):
-        return False
+        return True
+    drawn = _most_drawn(ranks, candidate)
     product = 1.0
     lost = strategy.stragglers + strategy.slices
-    for most in _most_drawn(layout):
+    for most in drawn:
         if strategy.slices == 1 or most % lost:
             product *= max(1.0, most / 2) ** min(max(min(lost, most) - 1, 0), 2)
-    return product > amplification
+    return max(drawn) <= MOST_DRAWN and product <= amplification
 
 
-def _most_drawn(layout: Layout) -> list[int]:
+def too_many_to_draw(ranks: int, candidate: Candidate) -> bool:
+    """Return whether a parent of more than 64 children needs a random code, which would take long to
+    find."""
+    return max(_most_drawn(ranks, candidate)) > MOST_DRAWN
+
+
+def _most_drawn(ranks: int, candidate: Candidate) -> list[int]:
     """Return, for each layer, the most children of a parent whose code is not a repetition."""
+    layout = candidate.layout(ranks)
+    assert isinstance(layout, Layout)
     return [
         int(layout.counts[layer][layout.copies[layer] == 1].max(initial=0))
         for layer in layout.layers

@@ -399,9 +399,7 @@ class _Search:
     def run(self) -> list[Estimate]:
         entering: list[Candidate] = []
         for candidate in candidates(self.ranks, self.seed):
-            fits = not candidate.coded or may_be_drawn(
-                self._layout(candidate), candidate, self.amplification
-            )
+            fits = may_be_drawn(self.ranks, candidate, self.amplification)
             (entering if fits else self.amplified).append(candidate)
         first = self._rung(entering, _SHARES[0], least=4, most=64)
         # Rare or rising delays may not show yet, so keep a candidate for each s.
@@ -453,7 +451,7 @@ class _Search:
         gain = best.seconds[:256].mean() / again[: len(best.seconds)].mean()
         if not gain > 1 / (1 - _GAIN):
             return None
-        drawn = not too_many_to_draw(self._layout(fastest), fastest)
+        drawn = not too_many_to_draw(self.ranks, fastest)
         return LeftOut(fastest, float(gain), self._ranks_for(fastest), drawn)
 
     def _ranks_for(self, candidate: Candidate) -> int:
@@ -464,9 +462,7 @@ class _Search:
             if star:
                 strategy: Any = larger.strategy
                 larger = Candidate(dataclasses.replace(strategy, fanout=ranks - 1))
-            layout = larger.layout(ranks)
-            assert isinstance(layout, Layout)
-            if not may_be_drawn(layout, larger, self.amplification):
+            if not may_be_drawn(ranks, larger, self.amplification):
                 continue
             try:
                 if larger.plan(ranks).amplification <= self.amplification:
@@ -512,11 +508,6 @@ class _Search:
 
     def _network(self, candidate: Candidate) -> Network:
         return dataclasses.replace(self.network, piece=candidate.piece)
-
-    def _layout(self, candidate: Candidate) -> Layout:
-        layout = candidate.layout(self.ranks)
-        assert isinstance(layout, Layout)
-        return layout
 
     def _accepted(self, times: dict[Candidate, float]) -> dict[Candidate, Plan]:
         """Return coded candidates whose plans have a κ within the bound: the best candidates for some numbers of
