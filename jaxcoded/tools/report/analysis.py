@@ -125,16 +125,17 @@ def savings(seen: Telemetry, others: Sequence[Telemetry] = ()) -> Savings:
     for column, child in enumerate(seen.children.tolist()):
         values = took[:, column]
         usual = _usual(seen, column, values)
-        if child in by_rank and not len(by_rank[child].children):
-            own = _own_work(by_rank[child], seen.rounds)
-            wanting = ~np.isfinite(values) & (seen.rounds <= _latest(by_rank[child]))
-            values[wanting] = own[wanting]
+        other = by_rank.get(child)
+        if other is not None and not len(other.children):
+            lived = seen.rounds <= other.rounds.max(initial=0)
+            wanting = ~np.isfinite(values) & lived
+            values[wanting] = _own_work(other, seen.rounds)[wanting]
             inferred[:, column] = np.isnan(values)
         values[np.isnan(values)] = usual
     coded = seen.decided - _begun(seen)
     formed = ~np.isnan(coded)
     took, coded, inferred = took[formed], coded[formed], inferred[formed]
-    last = np.fmax(coded, _largest(took))
+    last = np.fmax(coded, np.fmax.reduce(took, axis=1, initial=np.nan))
     return Savings(
         rounds=seen.rounds[formed],
         coded=coded,
@@ -203,7 +204,8 @@ def work(files: Sequence[Telemetry]) -> Work:
     for file in files:
         own = _own_work(file, rounds)
         if not np.isnan(own).all():
-            stuck = np.isinf(seconds[:, file.rank]) & (rounds > _latest(file))
+            later = rounds > file.rounds.max(initial=0)
+            stuck = np.isinf(seconds[:, file.rank]) & later
             seconds[:, file.rank] = np.where(stuck, np.inf, own)
             source[file.rank] = "file"
     for rank in range(count):
@@ -371,11 +373,6 @@ def _over(seen: Telemetry) -> np.ndarray:
     return np.where(np.isnan(seen.decided), seen.ended, seen.decided)
 
 
-def _latest(seen: Telemetry) -> int:
-    """Return the number of the latest round, or 0 if there are no rounds."""
-    return int(seen.rounds[-1]) if len(seen.rounds) else 0
-
-
 def _own_work(seen: Telemetry, rounds: np.ndarray) -> np.ndarray:
     """Return a rank's own seconds of work in these rounds, float64 ``(Q,)``; NaN in rounds that it skipped. If it
     skipped all rounds, return the time that it still took, which is a lower bound of its work."""
@@ -397,11 +394,6 @@ def _aligned(have: np.ndarray, values: np.ndarray, want: np.ndarray) -> np.ndarr
 def _median(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else float("nan")
-
-
-def _largest(table: np.ndarray) -> np.ndarray:
-    """Return the largest number of each row, ignoring NaN; NaN for a row of NaN."""
-    return np.fmax.reduce(table, axis=1, initial=np.nan)
 
 
 def _told(seen: Telemetry) -> np.ndarray:
@@ -466,6 +458,8 @@ def _silent_from(seen: Telemetry, column: int, usual: float) -> int:
     if alive and (missing.all() or usual > _SLOW * a_round):
         return rows  # the child was always late
     # how long the child was absent before it came again
-    absent = _largest((seen.arrived[:first, column] - begun[:first])[None])[0]
+    absent = np.fmax.reduce(
+        seen.arrived[:first, column] - begun[:first], initial=np.nan
+    )
     since = seen.started[first] if np.isnan(begun[first]) else begun[first]
     return first if end - since > np.fmax(patience, 2 * absent) else rows
