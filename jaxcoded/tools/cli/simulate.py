@@ -103,16 +103,13 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
     out = {}
     with progress("simulating") as tell:
         for number, (name, layout) in enumerate(layouts.items()):
-
-            def told(part: float, number: int = number) -> None:
-                tell((number + part) / len(layouts))
-
+            before, total = number * rounds, len(layouts) * rounds
             out[name] = simulate(
                 layout,
                 cluster.network,
                 payload=cluster.payload,
                 work=cluster.work,
-                stragglers=_Told(cluster.stragglers, rounds, told),
+                stragglers=_Told(cluster.stragglers, tell, before, total),
                 rounds=rounds,
                 seed=cluster.seed,
                 balanced=name == _BALANCED,
@@ -131,15 +128,16 @@ def _simulated(cluster: Cluster, plan: Plan, rounds: int) -> dict[str, np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class _Told(Stragglers):
-    """A model that reports which fraction of the rounds has been drawn."""
+    """A model that reports which fraction of the rounds of all simulations has been drawn."""
 
     model: Stragglers
-    count: int
     tell: Callable[[float], None]
+    before: int  # number of rounds in the simulations before
+    total: int
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
-        for number, delays in enumerate(self.model.rounds(size, seed)):
-            self.tell(number / self.count)
+        for number, delays in enumerate(self.model.rounds(size, seed), self.before):
+            self.tell(number / self.total)
             yield delays
 
 
