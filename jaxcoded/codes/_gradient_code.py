@@ -22,23 +22,6 @@ DECODINGS = ("exact", "least_squares", "one_step")
 _ROUNDING = 1e-3
 
 
-class Promise(NamedTuple):
-    """The promise that the parent can decode once it has the first ``parts`` parts of
-    any ``n − late`` children and the first ``first`` parts of the other children.
-
-    Attributes:
-        late: the number of children that may be late.
-        parts: how many parts, beginning with the first, the parent needs from every
-            child that is not late.
-        first: how many parts, beginning with the first, the parent needs from every
-            late child.
-    """
-
-    late: int
-    parts: int
-    first: int = 0
-
-
 class Decoding(NamedTuple):
     """The coefficients with which a parent rebuilds the sum from the children that
     answered.
@@ -465,9 +448,8 @@ class GradientCode:
         return None
 
     @property
-    def _all_promises(self) -> tuple[Promise, ...]:
-        whole = Promise(self.stragglers, self.parts)
-        return (*map(Promise._make, self.promises), whole)
+    def _all_promises(self) -> tuple[tuple[int, int, int], ...]:
+        return (*self.promises, (self.stragglers, self.parts, 0))
 
     def _beyond(self, parts: np.ndarray) -> np.ndarray:
         """Return each child's parts after the first ``parts``, bool ``(..., rows)``."""
