@@ -278,13 +278,8 @@ class GradientCode:
         if self.approximate:
             magnitude = np.abs(self.B).sum(axis=2)
             patterns = self._patterns(np.arange(self.n), self.stragglers, MAX_SETS)
-            decodings = [
-                self._decode((~missing).tobytes())  # type: ignore[attr-defined]
-                for missing in self._rows_of(patterns)
-            ]
-            return max(
-                float((np.abs(it.coefficients) @ magnitude).max()) for it in decodings
-            )
+            decoded = [self.decode(answered).coefficients for answered in ~patterns]
+            return max(float((np.abs(A) @ magnitude).max()) for A in decoded)
         magnitude = np.abs(self._rows).reshape(-1, self.k, self.m).sum(axis=2)
         return float(np.tensordot(np.abs(self._answers[0]), magnitude, 1).max())
 
@@ -502,7 +497,7 @@ class GradientCode:
                 raise ValueError(
                     f"answered must have shape ({self.n},){or_parts}, got {given.shape}"
                 )
-            return self._rows_of(given)
+            return given.repeat(self.parts)
         mask = np.zeros(self.n, bool)
         if given.size:
             if not np.issubdtype(given.dtype, np.integer) or given.ndim != 1:
@@ -516,11 +511,7 @@ class GradientCode:
                     f"0 to {self.n - 1}, got {answered!r}"
                 )
             mask[given] = True
-        return self._rows_of(mask)
-
-    def _rows_of(self, missing: np.ndarray) -> np.ndarray:
-        """Return all parts of children, bool ``(..., n)``, as bool ``(..., rows)``."""
-        return np.repeat(missing, self.parts, axis=-1)
+        return mask.repeat(self.parts)
 
     def _hardest(self) -> np.ndarray:
         """The hardest sets of missing messages that the code must tolerate, bool
@@ -562,16 +553,13 @@ class GradientCode:
         there are more than ``most`` sets, return ``most`` random sets of exactly
         ``late`` children.
         """
-        s = min(late, len(children))
         if _count(len(children), late) <= most:
-            sets = (
-                E for e in range(s + 1) for E in itertools.combinations(children, e)
-            )
-            return _masks(self.n, sets)
-        rng = np.random.default_rng(0)
-        return _masks(
-            self.n, (rng.permutation(children)[:s].tolist() for _ in range(most))
-        )
+            sizes = range(late + 1)
+            sets = [E for e in sizes for E in itertools.combinations(children, e)]
+        else:
+            rng = np.random.default_rng(0)
+            sets = [rng.permutation(children)[:late].tolist() for _ in range(most)]
+        return _masks(self.n, sets)
 
     def _largest_tolerance(self) -> int:
         for s in range(self.n):
@@ -581,8 +569,8 @@ class GradientCode:
                     "than 20,000 patterns; pass stragglers="
                 )
             children = _masks(self.n, itertools.combinations(range(self.n), s))
-            missing = self._missing_classes(self._rows_of(children))
-            if not self._solve(missing)[1].all():
+            rows = children.repeat(self.parts, axis=1)
+            if not self._solve(self._missing_classes(rows))[1].all():
                 if s == 0:
                     raise ValueError(
                         "this B cannot be decoded even when every child answers"
@@ -598,8 +586,5 @@ def _count(children: int, late: int) -> int:
 
 def _masks(n: int, sets: Iterable[Sequence[int]]) -> np.ndarray:
     """Return the sets as bool ``(sets, n)``."""
-    rows = []
-    for each in sets:
-        rows.append(np.zeros(n, bool))
-        rows[-1][list(each)] = True
-    return np.array(rows)
+    each = np.eye(n, dtype=bool)
+    return np.array([each[list(children)].any(axis=0) for children in sets])
