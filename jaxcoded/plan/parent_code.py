@@ -54,7 +54,8 @@ class Coding:
         cannot be cut. The size of a cyclic run of partitions then differs from its
         exact size by less than 1.
         """
-        ends = [end * size for end in _ends(self.code.sizes)]
+        sums = itertools.accumulate(self.code.sizes, initial=Fraction(0))
+        ends = [end * size for end in sums]
         return [Fraction(math.floor(end)) for end in ends] if whole else ends
 
 
@@ -126,25 +127,13 @@ def coding_of(
         return Coding(code, tuple(range(n)), largest)
     code = codes.named(kind, n, stragglers, slices, seed=seed)
     # children with larger capacities get the rows with more partitions
-    rows = _ranked(capacities, code.shares)
+    children = sorted(range(n), key=lambda child: -capacities[child])
+    by_load = sorted(range(n), key=lambda row: -code.shares[row])
+    rows = tuple(child for _, child in sorted(zip(by_load, children)))
     capacity = min(
         capacities[child] / share for child, share in zip(rows, code.shares) if share
     )
     return Coding(code, rows, capacity)
-
-
-def _ranked(
-    capacities: Sequence[Fraction], shares: Sequence[Fraction]
-) -> tuple[int, ...]:
-    """Return the child of each row. Children with larger capacities get rows with more
-    partitions."""
-    n = len(shares)
-    children = sorted(range(n), key=lambda child: -capacities[child])
-    rows = sorted(range(n), key=lambda row: -shares[row])
-    out = [0] * n
-    for child, row in zip(children, rows):
-        out[row] = child
-    return tuple(out)
 
 
 def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> Coding:
@@ -159,11 +148,6 @@ def _fractional_repetition(capacities: Sequence[Fraction], stragglers: int) -> C
     return Coding(code, rows, sum(weakest, Fraction(0)))
 
 
-def _ends(sizes: Sequence[Fraction]) -> list[Fraction]:
-    """Return 0 and the cumulative sums of the sizes."""
-    return list(itertools.accumulate(sizes, initial=Fraction(0)))
-
-
 def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction, ...]]:
     """Lay shares (each ≤ 1, adding up to an integer h) end to end on a circle of length
     1. Return the bool support ``(n, k)`` and the ``k`` sizes of the partitions.
@@ -171,7 +155,7 @@ def _wrap_around(shares: Sequence[Fraction]) -> tuple[np.ndarray, tuple[Fraction
     The shares of exactly ``h`` distinct children cover each point of the circle
     (McNaughton's rule). The partitions are the arcs between the ends of shares. There
     are at most ``n`` of them."""
-    ends = _ends(shares)
+    ends = list(itertools.accumulate(shares, initial=Fraction(0)))
     cuts = sorted({end % 1 for end in ends} | {Fraction(1)})
     support = np.zeros((len(shares), len(cuts) - 1), bool)
     for child, (start, end) in enumerate(itertools.pairwise(ends)):
