@@ -112,22 +112,6 @@ class Plan:
     @functools.cached_property
     def codings(self) -> tuple[Coding | None, ...]:
         """The coding of every rank, ``None`` at leaves."""
-        return self._coded[0]
-
-    @functools.cached_property
-    def coded_parents(self) -> tuple[tuple[int, Coding], ...]:
-        """The parents, the root first, each with its coding."""
-        pairs = ((rank, self.codings[rank]) for rank in self.tree.order)
-        return tuple((rank, coding) for rank, coding in pairs if coding is not None)
-
-    @functools.cached_property
-    def capacities(self) -> tuple[Fraction, ...]:
-        """The size of the largest set that each rank's subtree can be assigned, in units
-        of the fastest rank's load."""
-        return self._coded[1]
-
-    @functools.cached_property
-    def _coded(self) -> tuple[tuple[Coding | None, ...], tuple[Fraction, ...]]:
         codings: list[Coding | None] = [None] * self.size
         capacities = list(map(self.speed, range(self.size)))
         for rank in reversed(self.tree.order):
@@ -144,7 +128,22 @@ class Plan:
                 ) from None
             codings[rank] = coding
             capacities[rank] += coding.capacity
-        return tuple(codings), tuple(capacities)
+        return tuple(codings)
+
+    @functools.cached_property
+    def coded_parents(self) -> tuple[tuple[int, Coding], ...]:
+        """The parents, the root first, each with its coding."""
+        pairs = ((rank, self.codings[rank]) for rank in self.tree.order)
+        return tuple((rank, coding) for rank, coding in pairs if coding is not None)
+
+    @functools.cached_property
+    def capacities(self) -> tuple[Fraction, ...]:
+        """The size of the largest set that each rank's subtree can be assigned, in units
+        of the fastest rank's load."""
+        return tuple(
+            self.speed(rank) + (coding.capacity if coding else 0)
+            for rank, coding in enumerate(self.codings)
+        )
 
     @functools.cached_property
     def assigned(self) -> tuple[Fraction, ...]:
