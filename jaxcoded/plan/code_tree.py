@@ -95,7 +95,7 @@ class CodeTree(Strategy, named=False):
             raise ValueError(
                 f"speeds has {len(self.speeds)} entries for {tree.size} ranks: give one for each rank"
             )
-        if isinstance(self.code, tuple) and self._names_ranks:
+        if self._names_ranks:
             if self.code[-1][0] >= tree.size:
                 raise ValueError(
                     f"code names rank {self.code[-1][0]}, but there are {tree.size} ranks"

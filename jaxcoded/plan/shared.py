@@ -51,8 +51,7 @@ class Shared(Strategy):
     root_computes: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("replicas", 0), ("blocks", 1)):
-            most = MOST_BLOCKS if name == "blocks" else None
+        for name, least, most in (("replicas", 0, None), ("blocks", 1, MOST_BLOCKS)):
             value = _require.integer(name, getattr(self, name), least, most)
             object.__setattr__(self, name, value)
         _require.boolean("root_computes", self.root_computes)
