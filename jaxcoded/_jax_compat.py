@@ -84,7 +84,8 @@ _TokenSet = _found("jax.interpreters.mlir", "TokenSet")
 
 _pcast = _found("jax.lax", "pcast")
 
-_backends_are_initialized = _found("jax._src.xla_bridge", "backends_are_initialized")
+# Whether JAX has started. From then on it has a device, threads and memory.
+started = _found("jax._src.xla_bridge", "backends_are_initialized")
 _backend_factories = _found("jax._src.xla_bridge", "_backend_factories")
 _find_plugins = _found("jax._src.xla_bridge", "_discover_and_register_pjrt_plugins")
 
@@ -93,11 +94,6 @@ _find_plugins = _found("jax._src.xla_bridge", "_discover_and_register_pjrt_plugi
 _TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
     "jax._src.core", "abstract_token"
 )
-
-
-def started() -> bool:
-    """Return whether JAX has started. From then on it has a device, threads and memory."""
-    return _backends_are_initialized()
 
 
 def default_backend() -> str:

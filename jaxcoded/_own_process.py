@@ -19,20 +19,14 @@ except OSError:  # the directory was removed
 # The command that starts another process of the job. On a process that was started to
 # join a group, this is the command of the group's ranks.
 command = [sys.executable, *sys.orig_argv[1:]]
-_in_group = False
-
-
-def has_group() -> None:
-    """Record that this process has a group with other ranks."""
-    global _in_group
-    _in_group = True
+in_group = False  # whether this process has had a group with other ranks
 
 
 def _end() -> None:
     parent = os.environ.get("JAXCODED_ENDS_JOB", "").partition(":")[0]
     goes_on = os.environ.get("JAXCODED_GOES_ON") == "1"
     failed = getattr(sys, "last_value", None) is not None
-    if _in_group or not (failed and goes_on and parent == str(os.getppid())):
+    if in_group or not (failed and goes_on and parent == str(os.getppid())):
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):

@@ -197,7 +197,7 @@ class Engine(Transport):
         that ends reports its end."""
         root = self.plan.root
         if self._own.size > 1:
-            _own_process.has_group()
+            _own_process.in_group = True
         _engine.enter(self._own.py2f(), root, ending.SILENT_SECONDS)
 
     def devices(self, token: Any) -> Devices | None:
