@@ -29,8 +29,7 @@ class Membership:
         self.session = session
         self._roll = Roll(session.comm, session.processes, session.plan.root)
         # the change of the session that is in progress, if any
-        self._recovering: Recovering | None = None
-        self._extending: Extending | None = None
+        self._change: Recovering | Extending | None = None
         self._changes = threading.Lock()
 
     def recovered(
@@ -49,15 +48,15 @@ class Membership:
             primitive.effects_barrier()
             transport.drained(timeout / 2)
             rounds = transport.rounds_of_all()
-            if self._extending is not None:
-                return self._extended(self._extending, rounds, timeout, put_out)
-            if self._recovering is None:
-                if not self._is_to_change(transport, rounds, timeout, put_out):
-                    return self.session
-                self._recovering = Recovering(self.session, self._roll)
-            self._recovering.make(rounds, strategy, options, timeout, put_out)
-            recovering, self._recovering = self._recovering, None
-            return recovering.session(rounds)
+            if isinstance(self._change, Extending):
+                self._change.make(timeout, put_out)
+            else:
+                if self._change is None:
+                    if not self._is_to_change(transport, rounds, timeout, put_out):
+                        return self.session
+                    self._change = Recovering(self.session, self._roll)
+                self._change.make(rounds, strategy, options, timeout, put_out)
+            return self._changed(self._change, rounds)
 
     def extended(
         self,
@@ -83,8 +82,8 @@ class Membership:
             primitive.effects_barrier()
             drained = transport.drained(timeout / 2)
             rounds = transport.rounds_of_all()
-            if self._extending is None:
-                if self._recovering is not None or self._is_to_change(
+            if not isinstance(self._change, Extending):
+                if self._change is not None or self._is_to_change(
                     transport, rounds, timeout, extends=True
                 ):
                     raise CodedError(
@@ -92,8 +91,9 @@ class Membership:
                         "recovered first, and then extended"
                     )
                 arguments = ranks, strategy, options, words, timeout, rounds, drained
-                self._extending = Extending(self.session, self._roll, *arguments)
-            return self._extended(self._extending, rounds, timeout)
+                self._change = Extending(self.session, self._roll, *arguments)
+            self._change.make(timeout, put_out=False)
+            return self._changed(self._change, rounds)
 
     def _is_to_change(
         self,
@@ -113,12 +113,9 @@ class Membership:
             decided=transport.decided,
         )
 
-    def _extended(
-        self, extending: Extending, rounds: int, timeout: float, put_out: bool = False
-    ) -> Session:
-        extending.make(timeout, put_out)
-        self._extending = None
-        return extending.session(rounds)
+    def _changed(self, change: Recovering | Extending, rounds: int) -> Session:
+        self._change = None
+        return change.session(rounds)
 
     @contextlib.contextmanager
     def _changing(self, call: str) -> Iterator[Engine]:
