@@ -10,9 +10,10 @@ from mpi4py import MPI
 from jaxcoded.errors import CodedError, GroupMismatch
 from jaxcoded.group.membership import joining
 from jaxcoded.group.membership.change import Change, let_go
-from jaxcoded.group.membership.joining import Invitation, plan_of_root
+from jaxcoded.group.membership.joining import Invitation, plan_of_root, tolerant
 from jaxcoded.group.membership.old_ranks import OldRanks
 from jaxcoded.group.membership.pending import pending
+from jaxcoded.group.membership.recovery import shrunk
 from jaxcoded.group.membership.roll import Roll
 from jaxcoded.group.session import Session
 from jaxcoded.plan import Plan, Strategy
@@ -56,7 +57,7 @@ class Extending(Change):
         self._options = old.wanted if options is None else options
         self._command, self._timeout, self._drained = command, timeout, drained
         self._agreed = old.engine.agreed
-        self._old_ranks = OldRanks(old.comm, old.hosts, old.plan.root, self._agreed)
+        self._old_ranks = OldRanks(old.comm, old.hosts, old.plan.root)
         self._invitation: Invitation | None = None
         self._copying: Future[MPI.Intracomm | None] | None = None
         self._comms: list[MPI.Intracomm] = []  # communicators of old and new ranks
@@ -72,11 +73,19 @@ class Extending(Change):
             with self._failing():
                 self._start()
             ready = self._failure is None
-            self._copying = pending(lambda: self._old_ranks.copied(ready))
+            self._copying = pending(lambda: self._copied(ready))
         wait(self._copying, patience=self._timeout + joining.LATER)
         self._agreement = self._agreement or self._agree(self._copying)
         # other ranks may wait as long as this rank
         wait(self._agreement, patience=max(self._until - time.monotonic(), 0.0) + 1.0)
+
+    def _copied(self, ready: bool) -> MPI.Intracomm | None:
+        """Return a communicator of the old ranks only. Revoking it frees waiting ranks
+        and does not affect the group. Return None if some old ranks are not ready to
+        connect, since no rank may begin an MPI call that other ranks do not make.
+        Collective.
+        """
+        return tolerant(shrunk(self._old.comm)) if self._agreed(ready) else None
 
     def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
         """Make the group if all ranks are ready. Return a future that tells whether all

@@ -1,7 +1,7 @@
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpi4py import MPI
 
@@ -26,7 +26,6 @@ from jaxcoded.group.membership.messages import (
     Wants,
 )
 from jaxcoded.group.membership.pending import pending
-from jaxcoded.group.membership.recovery import shrunk
 from jaxcoded.group.membership.started import MARK, Started, mark, wrapper
 from jaxcoded.transport import engine
 from jaxcoded.transport.agreement import in_words
@@ -36,18 +35,11 @@ _TAG = 32_010  # tag of messages in the group's communicator
 
 class OldRanks:
     """The old ranks of a group. One of them, the starter, starts new ranks. The methods
-    are collective; the roll has ensured that all old ranks take part. ``agreed`` is a
-    collective that returns whether a condition holds on all old ranks.
+    are collective; the roll has ensured that all old ranks take part.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        names: Sequence[str],
-        root: int,
-        agreed: Callable[[bool], bool],
-    ) -> None:
-        self._comm, self._agreed = comm, agreed
+    def __init__(self, comm: MPI.Intracomm, names: Sequence[str], root: int) -> None:
+        self._comm = comm
         self._starter = starter(names, root)
         self._old: Channel[Asks | Wants | Tells] = Channel(
             comm, _TAG, (Asks, Wants, Tells)
@@ -188,20 +180,12 @@ class OldRanks:
     def _fail(self, why: str) -> None:
         self.verdict = dataclasses.replace(self.verdict, why_not=why)
 
-    def copied(self, mine: bool) -> MPI.Intracomm | None:
-        """Return a communicator of the old ranks only. Revoking it frees waiting ranks
-        and does not affect the group. Return None if some old ranks are not ready to
-        connect, since no rank may begin an MPI call that other ranks do not make.
-        Collective.
-        """
-        return tolerant(shrunk(self._comm)) if self._agreed(mine) else None
-
     def connect(
         self, old: MPI.Intracomm, invitation: Invitation, until: float
     ) -> MPI.Intracomm:
-        """Return a communicator of the old ranks (from `copied`), followed by the new
-        ranks. Collective on old and new ranks. Raise a CodedError if the communicator is
-        not ready in time, or if ranks have died.
+        """Return a communicator of the old ranks (``old``, a copy of the group's
+        communicator), followed by the new ranks. Collective on old and new ranks. Raise
+        a CodedError if the communicator is not ready in time, or if ranks have died.
         """
         if old.size < self._comm.size:
             raise CodedError("one of the old ranks has died: call recovered first")
