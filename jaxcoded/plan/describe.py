@@ -8,18 +8,6 @@ if TYPE_CHECKING:
     from jaxcoded.plan import Plan
     from jaxcoded.plan.code_tree import CodeTree
 
-HEADER = [
-    "layer",
-    "ranks",
-    "children",
-    "code",
-    "tolerance",
-    "s/n",
-    "kappa",
-    "load",
-    "unused",
-    "message",
-]
 LEGEND = "load and unused: parts of the batch per rank; message: gradients that a rank sends up"
 
 
@@ -45,31 +33,33 @@ def describe(plan: "Plan", strategy: "CodeTree") -> str:
         ),
         "",
     ]
-    rows = [HEADER, *(_layer(plan, layer) for layer in range(depth + 1))]
+    layers = [_layer(plan, layer) for layer in range(depth + 1)]
+    rows = [list(layers[0]), *(list(layer.values()) for layer in layers)]
     return "\n".join([*lines, *table(rows), *_exceptions(plan, strategy), LEGEND])
 
 
-def _layer(plan: "Plan", layer: int) -> list[str]:
-    """Return a row of the table."""
+def _layer(plan: "Plan", layer: int) -> dict[str, str]:
+    """Return a row of the table, by its headings."""
     ranks = [rank for rank in plan.tree.order if plan.tree.layers[rank] == layer]
     codes = [coding.code for rank in ranks if (coding := plan.codings[rank])]
     unused = [plan.capacities[rank] - plan.assigned[rank] for rank in ranks]
-    return [
-        str(layer),
-        str(len(ranks)),
-        _span(code.n for code in codes),
-        ", ".join(dict.fromkeys(code.name for code in codes)) or "-",
-        _span(code.stragglers for code in codes),
-        _span((code.stragglers / code.n for code in codes), "{:.2f}".format),
-        _span((code.amplification for code in codes), "{:.3g}".format),
-        _span(map(plan.load_of, ranks), fraction),
-        _span((part / plan.capacities[plan.root] for part in unused), fraction),
-        _span(
+    largest = plan.capacities[plan.root]
+    return {
+        "layer": str(layer),
+        "ranks": str(len(ranks)),
+        "children": _span(code.n for code in codes),
+        "code": ", ".join(dict.fromkeys(code.name for code in codes)) or "-",
+        "tolerance": _span(code.stragglers for code in codes),
+        "s/n": _span((code.stragglers / code.n for code in codes), "{:.2f}".format),
+        "kappa": _span((code.amplification for code in codes), "{:.3g}".format),
+        "load": _span(map(plan.load_of, ranks), fraction),
+        "unused": _span((part / largest for part in unused), fraction),
+        "message": _span(
             Fraction(plan.parts_above[r], plan.slices_above[r])
             for r in ranks
             if r != plan.root
         ),
-    ]
+    }
 
 
 def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
