@@ -158,17 +158,6 @@ def fields(
     return value
 
 
-def items(what: str, value: Any, kinds: Mapping[str, type | UnionType]) -> list[Any]:
-    """Return ``value``, a JSON list. Raise a ValueError unless its items have the types
-    in ``kinds``."""
-    if not isinstance(value, list) or len(value) != len(kinds):
-        raise ValueError(
-            f"{what} must be a list of {', '.join(kinds)}, got {shown(value)}"
-        )
-    fields(what, dict(zip(kinds, value)), kinds)
-    return value
-
-
 def count(what: str, text: str) -> float:
     """Return the number in a text such as ``"25M"`` or ``"7B"``. Raise a ValueError if
     the text has another form."""

@@ -47,7 +47,8 @@ messages = pytest.mark.parametrize(
 
 def said(message):
     """Return a message as JSON."""
-    return [type(message).__name__, plain(dataclasses.asdict(message))]
+    fields = plain(dataclasses.asdict(message))
+    return {"kind": type(message).__name__, "fields": fields}
 
 
 @contextlib.contextmanager
@@ -111,7 +112,7 @@ def test_messages_are_valid_or_an_error(message):
         | st.sampled_from(ODD)
     )
     @example(
-        b'["Tells", {"visit": "\\ud800", "verdict": {"why_not": "", "same": true, "token": "\\ud800"}}]'
+        b'{"kind": "Tells", "fields": {"visit": "\\ud800", "verdict": {"why_not": "", "same": true, "token": "\\ud800"}}}'
     )
     def check(data):
         with a_channel(data, type(message)) as channel:
@@ -122,7 +123,7 @@ def test_messages_are_valid_or_an_error(message):
 
 
 @messages
-@pytest.mark.parametrize("data", [*ODD, b"{}", b"3", b'["Call", {}]'])
+@pytest.mark.parametrize("data", [*ODD, b"{}", b"3", b'{"kind": "Call", "fields": {}}'])
 def test_errors_name_the_sender_of_unreadable_messages(message, data):
     words = "a message of number 0 about ranks that join cannot be read: .*do all ranks run the same"
     with (
@@ -175,7 +176,7 @@ class Starting:
         self._coming, self.said = {}, {rank: [] for rank in range(1, self.size)}
 
     def Isend(self, data, to, _):
-        kind, fields = json.loads(data.tobytes())
+        kind, fields = json.loads(data.tobytes()).values()
         if kind == "Asks":
             visit = fields["visit"].encode()
             self._coming[to] = self._answers[to - 1].replace(b"VISIT", visit)
@@ -215,7 +216,8 @@ def test_answers_to_the_starter(answers):
     """Processes start only if all ranks make equal requests. Otherwise each rank that answered gets the reason."""
     verdict, sent = asked(answers)
     if not verdict.why_not:
-        assert {json.loads(answer)[1]["words"] for answer in answers} == {"ranks=2"}
+        words = {json.loads(answer)["fields"]["words"] for answer in answers}
+        assert words == {"ranks=2"}
     for messages in sent.values():
         assert [fields["verdict"] for _, fields in messages] in (
             [],

@@ -42,7 +42,7 @@ def words(random, size, tag):
     for name in fields:
         if random.random() < 0.1:
             fields[name] = NONSENSE[random.integers(len(NONSENSE))]
-    text = json.dumps([kind.__name__, fields]).encode()
+    text = json.dumps({"kind": kind.__name__, "fields": fields}).encode()
     if random.random() < 0.1:
         text = text[: random.integers(len(text))]
     return np.frombuffer(text, np.uint8)

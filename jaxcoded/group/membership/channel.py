@@ -90,7 +90,7 @@ class Channel(Generic[M]):
     def say(self, to: int, message: Message) -> None:
         """Send a message; dead ranks do not receive it."""
         fields = plain(dataclasses.asdict(message))  # type: ignore[call-overload]
-        said = json.dumps([type(message).__name__, fields])
+        said = json.dumps({"kind": type(message).__name__, "fields": fields})
         data = np.frombuffer(bytearray(said.encode()), np.uint8)
         try:
             moving = self._comm.Isend(data, to, self._tag), data
@@ -135,10 +135,10 @@ class Channel(Generic[M]):
             yield message
 
     def _read(self, said: Any) -> M:
-        name, its = _parse.items("a message", said, {"kind": str, "fields": dict})
-        if name not in self._kinds:
+        its = _parse.fields("a message", said, {"kind": str, "fields": dict})
+        if (name := its["kind"]) not in self._kinds:
             raise ValueError(f"unknown message {name!r:.80}")
-        message = read(self._kinds[name], its)
+        message = read(self._kinds[name], its["fields"])
         message.check(self._comm.size)
         return message
 
