@@ -57,7 +57,6 @@ def named(
 
     Example:
         >>> from jaxcoded import codes
-        >>> from jaxcoded import _parse
         >>> codes.named("random_generator", 5, 1, 2).loads.tolist()
         [3, 3, 3, 3, 3]
     """

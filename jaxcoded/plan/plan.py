@@ -371,8 +371,7 @@ class Plan:
                 f"not a plan written by Plan.to_json of this version of jaxcoded ({_FORMAT}): "
                 f"{_require.shown(text)}"
             )
-        kinds = {"parents": list, "strategy": dict}
-        _parse.fields("a plan", fields, kinds)
+        _parse.fields("a plan", fields, {"parents": list, "strategy": dict})
         parents = fields["parents"]
         if not all(type(each) is int for each in parents):
             raise ValueError(
