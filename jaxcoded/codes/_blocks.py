@@ -175,13 +175,10 @@ def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the connected components of a bool matrix: the sorted indices of each
     component's rows and columns."""
     found = []
-    new_rows = support.any(axis=1)
-    left = new_rows.copy()
-    new_columns = np.ones(support.shape[1], bool)
+    left = support.any(axis=1)
     while left.any():
-        rows, columns = np.zeros_like(left), np.zeros_like(new_columns)
-        frontier = np.zeros_like(left)
-        frontier[left.argmax()] = True
+        rows, columns = np.zeros_like(left), np.zeros(support.shape[1], bool)
+        frontier = np.arange(len(support)) == left.argmax()
         while frontier.any():
             rows |= frontier
             reached = support[frontier].any(axis=0) & ~columns
