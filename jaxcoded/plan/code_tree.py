@@ -63,7 +63,7 @@ class CodeTree(Strategy, named=False):
                 )
             if len(set(hosts)) > 1:
                 return parents_by_host(hosts)
-        needed = self._needed(self.slices)
+        needed = self._needed
         if size < needed + 1:
             fewer = max(0, self.stragglers - needed - 1 + size)
             raise ValueError(
@@ -105,7 +105,7 @@ class CodeTree(Strategy, named=False):
                 f"code has {len(self.code)} entries for {tree.depth} layers of parents"
             )
         most = max(map(len, tree.children))
-        needed = self._needed(self.slices)
+        needed = self._needed
         if tree.size > 1 and needed > most:
             raise ValueError(
                 f"stragglers={self.stragglers} and slices={self.slices} need a parent "
@@ -144,16 +144,15 @@ class CodeTree(Strategy, named=False):
             capacities, stragglers, slices, self.code_of(tree, rank), self.seed
         )
 
-    def _needed(self, slices: int) -> int:
+    @property
+    def _needed(self) -> int:
         """Return how many children a parent needs for the code that needs the
         fewest."""
-        texts: list[Any] = (
-            [self.code] if isinstance(self.code, str) else list(self.code)
-        )
-        texts = list(dict(texts).values()) if self._names_ranks else texts
+        codes: Any = [self.code] if isinstance(self.code, str) else self.code
+        texts = dict(codes).values() if self._names_ranks else codes
+        lost, m = self.stragglers, self.slices
         return min(
-            (needed(text, self.stragglers, slices) for text in texts if text != AUTO),
-            default=self.stragglers + slices,
+            (needed(text, lost, m) for text in texts if text != AUTO), default=lost + m
         )
 
     def describe(self, plan: Plan) -> str:

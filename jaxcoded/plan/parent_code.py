@@ -19,8 +19,6 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True)
 class Coding:
-    """The coding of one parent."""
-
     code: GradientCode  # a `GradientCode` over the children
     # for each row of the code, the child's number: its position among the parent's children in
     # rank order
@@ -116,9 +114,8 @@ def coding_of(
             return repetition
     if kind == "fractional_repetition" and slices == 1:
         return _fractional_repetition(capacities, stragglers)
-    alike = len(set(capacities)) == 1
     if kind == AUTO:
-        cyclic = slices == 1 and alike
+        cyclic = slices == 1 and len(set(capacities)) == 1
         kind = "cyclic_repetition" if cyclic else "random_generator"
     if kind == "random_generator":
         support, sizes = _wrap_around([min(c, largest) / largest for c in capacities])

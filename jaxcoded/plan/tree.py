@@ -121,7 +121,6 @@ def balanced_parents(size: int, fanout: int, needed: int) -> tuple[int, ...]:
         counts = _even(below, inner)
     else:  # only the last parent gets fewer than `needed`
         last = below - (inner - 1) * needed
-        last = min(last, needed - 1)
         counts = [*_even(below - last, inner - 1), last]
     return (
         NO_PARENT,
