@@ -74,7 +74,8 @@ _taken_effects = [
         "custom_derivatives_allowed_effects",
     )
 ]
-_remat_allowed_effects = _found("jax._src.effects", "remat_allowed_effects")
+# The effects of operations whose results `jax.checkpoint` always keeps.
+kept_effects = _found("jax._src.effects", "remat_allowed_effects")
 pe = _module(
     "jax.interpreters.partial_eval",
     *("custom_partial_eval_rules", "dce_rules", "partial_eval_jaxpr_custom_rules"),
@@ -123,11 +124,6 @@ def ordered_effect(name: str) -> type:
     for where in _taken_effects:
         where.add_type(effect)
     return effect
-
-
-def keep_results_of(effect: type) -> None:
-    """Make ``jax.checkpoint`` always keep the results of operations with an effect."""
-    _remat_allowed_effects.add_type(effect)
 
 
 def runs_again() -> bool:

@@ -25,7 +25,7 @@ if importlib.util.find_spec("mpi4jax"):
         _Effect = type(_theirs)
 # With any policy, `jax.checkpoint` keeps the results of operations with effects, so JAX
 # never repeats a round.
-_jax_compat.keep_results_of(_Effect)
+_jax_compat.kept_effects.add_type(_Effect)
 
 
 class _Order(_Effect):  # type: ignore[misc]  # a class that mpi4jax does not export
