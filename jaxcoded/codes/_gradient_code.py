@@ -478,7 +478,6 @@ class GradientCode:
         return coefficients
 
     def _one_step(self, mask: np.ndarray) -> np.ndarray:
-        """Return the same coefficient for all received messages."""
         mass = self.B.sum() / len(self.B) * mask.sum()
         return np.where(mask, self.k / mass if mask.any() else 0.0, 0.0)[None]
 

@@ -175,11 +175,10 @@ class Strategy(abc.ABC):
         """The fields that differ from their defaults, as values that both Python and
         JSON have."""
         its: Any = self  # every strategy is a dataclass
-        values = {each: getattr(self, each.name) for each in dataclasses.fields(its)}
         return {
             each.name: _plain(value)
-            for each, value in values.items()
-            if value != each.default
+            for each in dataclasses.fields(its)
+            if (value := getattr(self, each.name)) != each.default
         }
 
     def __repr__(self) -> str:
