@@ -291,6 +291,7 @@ def test_examples_of_unequal_cost(capsys, tmp_path):
     assert "in a line or a column, got (2, 2)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_plan_for_unequal_costs(capsys, tmp_path):
     path = tmp_path / "costs.npy"
     np.save(path, np.random.default_rng(0).gamma(2.0, size=2000))
@@ -499,6 +500,7 @@ def shown_commands():
             yield words, printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "printed"), list(shown_commands()))
 def test_what_the_page_on_planning_shows_is_printed(
     capsys, monkeypatch, words, printed

@@ -93,6 +93,7 @@ CLOSED = LOSSES + "group.close()\nvalue_and_grad(w, batch)\n"
 BIG_STEP = "print(jaxcoded.tree_bcast({'step': 3_000_000_000}, group))\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "text"),
     [
@@ -153,6 +154,7 @@ def test_errors_and_warnings_of_one_process(program, text):
     assert job.returncode in (0, 1)
 
 
+@pytest.mark.slow
 def test_a_state_is_described_by_its_names():
     """A state is described by its names, not by the addresses of its functions."""
     program = """

@@ -116,6 +116,7 @@ def test_json_is_the_same(printed):
     assert json.loads(printed(asked, "ascii")) == json.loads(printed(asked, "utf-8"))
 
 
+@pytest.mark.slow
 def test_on_a_terminal():
     """A terminal gets plain text, also in the progress bar."""
     ours, theirs = pty.openpty()

@@ -278,6 +278,7 @@ def test_messages_of_16_bits_that_cancel(dtype, culprits, outcome):
         assert [ends[1].outcome for ends in world.ends] == [outcome] * plan.size
 
 
+@pytest.mark.slow
 @many
 @given(seeds)
 def test_a_count_that_is_not_that_of_the_examples(seed):

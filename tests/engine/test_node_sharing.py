@@ -409,6 +409,7 @@ def some(rng, ranks, most):
     return set(rng.sample(sorted(ranks), rng.randint(0, most)))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_every_block_once(seed):
@@ -474,6 +475,7 @@ def assert_done_if_anybody_could(run, left=()):
     return not failed
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 2**32))
 def test_replayed(seed):
@@ -621,6 +623,7 @@ def test_any_ranks_are_stopped_while_blocks_are_computed(seed):
     run.assert_done()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 2**32))
 def test_a_part_of_the_batch_after_the_deadline(seed):
@@ -844,6 +847,7 @@ def test_a_late_rank_forms_a_section():
     run.assert_done()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 2**32))
 def test_a_rank_that_computes_something_else(seed):

@@ -126,6 +126,7 @@ def test_no_rank_straggles(ranks, gigabits):
     assert ranking.verdict.endswith("a stuck or dead rank stops the job")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_ends():
     model = stragglers.named("killed(ranks=(5,), round=3)")
     ranking = search.best_plans(13, 4e6, 1.0, stragglers=model, replicas=0)
@@ -144,6 +145,7 @@ def test_no_plan_ends():
         assert "stops all" not in ranking.verdict
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_ends_and_shares_its_work():
     model = stragglers.named("killed(ranks=(5,), round=3)")
     ranking = search.best_plans(13, 4e6, 1.0, stragglers=model)
@@ -405,6 +407,7 @@ def test_shared_work_where_a_code_is_faster_by_chance():
     assert search.Ranking(13, 1e6, 1.0, estimates).best.candidate == shared
 
 
+@pytest.mark.slow
 def test_static_balancing_is_compared():
     """If ranks are equally slow in each step, static balancing is as good as shared
     work, and the verdict says so.
@@ -424,6 +427,7 @@ def test_static_balancing_is_compared():
     assert "Static balancing" not in alike.verdict
 
 
+@pytest.mark.slow
 def test_division_by_known_costs_is_compared():
     """With equal machines division by costs is as good as shared work, so shared work is not advised."""
     costs = Costs.of(np.random.default_rng(0).gamma(2.0, size=13 * 96 * 4), 13 * 96)
@@ -504,6 +508,7 @@ def test_wrong_numbers(wrong, text):
 USUAL = ["plan", "--ranks", "7", "--payload", "4MB", "--compute", "0.7"]
 
 
+@pytest.mark.slow
 def test_table(capsys):
     assert main([*USUAL, "--model", FIXED, "--top", "2", "--replicas", "0"]) == 0
     out, err = capsys.readouterr()
@@ -546,6 +551,7 @@ def _strategy(python):
     return eval(python, {"jaxcoded": types.SimpleNamespace(**names), "comm": None})
 
 
+@pytest.mark.slow
 def test_json_and_a_trace(capsys, tmp_path):
     trace = tmp_path / "trace.csv"
     rng = np.random.default_rng(0)
@@ -662,6 +668,7 @@ def test_no_counts(text):
         _parse.count("--parameters", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "payload"), [more([], "4MB"), (["--dtype=bfloat16"], "2MB")]
 )
@@ -688,6 +695,7 @@ def test_version(capsys):
     assert jaxcoded.__version__ == version
 
 
+@pytest.mark.slow
 def test_as_a_command():
     """The command needs neither MPI nor JAX."""
     done = subprocess.run(

@@ -125,12 +125,14 @@ def irregular_plans(draw):
     )
 
 
+@pytest.mark.slow
 @bounded
 @given(irregular_plans(), st.integers(1, 60), st.integers(0, 999))
 def test_irregular_trees(plan, batch, seed):
     assert_exact(plan, batch, [random_missing(plan, np.random.default_rng(seed))], seed)
 
 
+@pytest.mark.slow
 @bounded
 @given(
     st.integers(0, 3),
@@ -144,6 +146,7 @@ def test_any_number_of_ranks(s, m, more, batch, seed):
     assert_exact(plan, batch, [random_missing(plan, np.random.default_rng(seed))], seed)
 
 
+@pytest.mark.slow
 def test_many_ranks():
     plan = make_plan(600, Coded())
     assert_exact(plan, 50, [random_missing(plan, np.random.default_rng(0))])

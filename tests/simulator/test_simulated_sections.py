@@ -180,6 +180,7 @@ def test_pieces_are_as_long_as_the_engines(bytes_, n):
     assert pieces == pytest.approx(in_engine, abs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both_ways", [True, False])
 @pytest.mark.parametrize("payload", [2e5, 2e6, 20e6])
 @pytest.mark.parametrize(
@@ -379,6 +380,7 @@ def test_figures_of_thirteen_hosts(s, late, payload, real):
 
 
 # the shorter sum is closer to the length at which a tree is faster
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", [2e6, more(20e6)])
 def test_the_planner_takes_a_star_for_long_sums(payload):
     ranking = search.best_plans(13, payload, 0.1, CABLE, replicas=0)
