@@ -35,7 +35,7 @@ def fractional_repetition(n: int, stragglers: int) -> GradientCode:
     if n % copies:
         raise ValueError(
             f"fractional repetition needs s + 1 = {copies} to divide n = {n}; "
-            f"take n = {n // copies * copies or copies} children or cyclic repetition"
+            f"take n = {n // copies * copies or copies} children (the fanout of Coded), or code='cyclic_repetition'"
         )
     return GradientCode(
         np.kron(np.eye(n // copies), np.ones((copies, copies))),

@@ -172,17 +172,18 @@ def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
     )
 
 
-def check_counted(weights: Any, group: CodedGroup, name: str) -> None:
-    """Raise an error if a sum needs weights and ``weights`` is missing.
+def check_counted(weights: Any, group: CodedGroup, name: str, call: str = "") -> None:
+    """Raise an error if a sum needs weights and ``weights`` is missing. ``call`` shows the call with weights.
 
     Raises:
         TypeError: the message shows the call with weights.
     """
     if weights is None and not (group._session.blocks or _adds_up(group.plan)):
+        default = f"{name}(x, group, batch.weights) with an x that was made with these weights"
         loop = ", or call it after a loop over group.blocks(batch_size)"
         raise TypeError(
             f"{name} needs the batch's weights in a group whose ranks hold the same examples ({group.plan.strategy!r}): "
-            f"call {name}(x, group, batch.weights) with an x that was made with these weights, or "
+            f"call {call or default}, or "
             f"coded_value_and_grad{loop * group.plan.strategy.by_blocks}. "
             "To sum one value of each rank, use jaxcoded.baselines.allreduce(x, comm)"
         )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcoded.collectives import allreduce, reduced
+from jaxcoded.collectives.counting import check_counted
 from jaxcoded.group.group import CodedGroup, check_open
 
 
@@ -82,6 +83,10 @@ def sum_gradients(
         check_open(group)
         with group._session.failing("optax.sum_gradients"):
             reduced.check(updates, group._session.index)
+            check_counted(
+                *(weights, group, "sum_gradients"),
+                "tx.update(grads, state, params, weights=batch.weights) with the gradients of the weighted loss",
+            )
         total = allreduce.coded_allreduce(
             updates,
             group,

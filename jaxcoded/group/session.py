@@ -48,6 +48,8 @@ class _Failing(NamedTuple):
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if isinstance(error, Exception) and not _jax_compat.runs_again():
             failure = f" after {_require.kind(error)} in {self.call}"
+            # The next round carries the failure, and pending rounds come before it.
+            _jax_compat.effects_barrier()
             self.session.transport.note_failure(failure)
 
 

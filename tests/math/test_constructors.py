@@ -272,7 +272,7 @@ def test_groups_that_do_not_fit(n, s, take):
     with pytest.raises(
         ValueError,
         match=rf"fractional repetition needs s \+ 1 = {s + 1} to divide n = {n}; "
-        f"take n = {take} children or cyclic repetition",
+        f"take n = {take} children .the fanout of Coded., or code='cyclic_repetition'",
     ):
         codes.fractional_repetition(n, s)
 

@@ -320,6 +320,10 @@ def test_a_chain_sums_once(comm, transport):
                 ValueError, match="another jaxcoded.optax.sum_gradients"
             ):
                 call(jnp.asarray(weighted(batch)))
+        if SIZE > 1:
+            text = r"call tx\.update\(grads, state, params, weights=batch\.weights\)"
+            with pytest.raises(TypeError, match=text):
+                link.update(jnp.zeros(5), link.init(jnp.zeros(5)))
 
 
 @engine_only

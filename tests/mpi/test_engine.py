@@ -551,8 +551,9 @@ def test_a_group_for_each_thread(comm, group, transport, own):
     assert_same_bits(comm, [totals[key] for key in sorted(totals)])
 
 
-def test_a_call_on_numpy_arrays_comes_after_pending_calls(group, own):
-    """On rank 0, JAX still computes what an earlier call sums."""
+@pytest.fixture
+def pending(group, own):
+    """Return a function that returns a sum. On rank 0, JAX still computes this rank's part when it returns."""
 
     @jax.jit
     def slowly(x, m):
@@ -561,16 +562,31 @@ def test_a_call_on_numpy_arrays_comes_after_pending_calls(group, own):
         return x + 0 * m[0, 0]
 
     reduce = jax.jit(lambda x: coded_allreduce(x, group))
-    m = jnp.ones((400, 400))
-    mine = np.asarray(own)
-    for _ in range(3):
-        part = slowly(own, m)
+
+    def pending():
+        part = slowly(own, jnp.ones((400, 400)))
         if RANK:
             jax.block_until_ready(part)
-        total = reduce(part)
-        double = uncounted.allreduce(2 * mine, group)
+        return reduce(part)
+
+    return pending
+
+
+def test_a_call_on_numpy_arrays_comes_after_pending_calls(group, own, pending):
+    for _ in range(3):
+        total = pending()
+        double = uncounted.allreduce(2 * np.asarray(own), group)
         assert_sum(group, total, VECTOR)
         assert_sum(group, double, 2 * VECTOR)
+
+
+def test_wrong_arguments_do_not_fail_pending_calls(group, own, pending):
+    for _ in range(3):
+        total = pending()
+        with pytest.raises(TypeError, match="leaf is a str"):
+            coded_allreduce("text", group)
+        assert_sum(group, total, VECTOR)
+        assert_sum(group, coded_allreduce(own, group), VECTOR)
 
 
 @several
