@@ -34,9 +34,9 @@ class PythonWire : public Wire, Source {
                                           object.version, address, bytes);
     if (data.is_none()) return Fetch::gone;
     if (nb::isinstance<nb::bool_>(data)) return Fetch::pending;
-    const auto here = nb::cast<nb::bytes>(data);
-    if (here.size() != bytes) throw std::runtime_error("a piece of another length");
-    std::memcpy(to, here.c_str(), bytes);
+    const auto contents = nb::cast<nb::bytes>(data);
+    if (contents.size() != bytes) throw std::runtime_error("a piece of another length");
+    std::memcpy(to, contents.c_str(), bytes);
     return Fetch::done;
   }
   void withdraw(Object::What what, Round first_valid) override {
@@ -76,8 +76,8 @@ class LoneNode {
               const std::vector<ApartTuple>& apart, std::pair<double, double> examples, bool lacks_memory,
               bool breaks_off) {
     const bool complete = known == own.size();
-    auto there = pointers_of<const std::byte>(own);
-    there.resize(known);
+    auto addresses = pointers_of<const std::byte>(own);
+    addresses.resize(known);
     Call call = {.fingerprint = fingerprint,
                  .signature = std::move(signature),
                  .why_not = std::move(why_not),
@@ -87,7 +87,7 @@ class LoneNode {
                  .lacks_memory = lacks_memory,
                  .message = segments_of(own),
                  .total = segments_of(out),
-                 .own = std::move(there),
+                 .own = std::move(addresses),
                  .out = complete ? pointers_of<std::byte>(out) : std::vector<std::byte*>(),
                  .complete = complete,
                  .erased = std::move(erased),

@@ -20,28 +20,28 @@ void add_schedules(nb::module_& module) {
               std::vector<std::vector<std::vector<bool>>> erasures, double amplification,
               std::uint64_t multiple, std::vector<std::vector<Rank>> holders,
               std::vector<std::size_t> starts, std::vector<bool> watched, std::vector<Group> replanned) {
-             Group* const its = new (self) Group{.parents = std::move(parents),
-                                                 .hosts = std::move(hosts),
-                                                 .families = std::move(families),
-                                                 .delegating = std::move(delegating),
-                                                 .decoders = std::move(decoders),
-                                                 .comparing = std::move(comparing),
-                                                 .deadline_shares = std::move(deadline_shares),
-                                                 .shares = {},
-                                                 .combinations = {},
-                                                 .tolerances = std::move(tolerances),
-                                                 .erasures = std::move(erasures),
-                                                 .amplification = amplification,
-                                                 .multiple = multiple,
-                                                 .holders = std::move(holders),
-                                                 .starts = std::move(starts),
-                                                 .watched = std::move(watched),
-                                                 .replanned = std::move(replanned)};
+             Group* const group = new (self) Group{.parents = std::move(parents),
+                                                   .hosts = std::move(hosts),
+                                                   .families = std::move(families),
+                                                   .delegating = std::move(delegating),
+                                                   .decoders = std::move(decoders),
+                                                   .comparing = std::move(comparing),
+                                                   .deadline_shares = std::move(deadline_shares),
+                                                   .shares = {},
+                                                   .combinations = {},
+                                                   .tolerances = std::move(tolerances),
+                                                   .erasures = std::move(erasures),
+                                                   .amplification = amplification,
+                                                   .multiple = multiple,
+                                                   .holders = std::move(holders),
+                                                   .starts = std::move(starts),
+                                                   .watched = std::move(watched),
+                                                   .replanned = std::move(replanned)};
              for (const auto& [held, coefficients, parts, slices] : shares) {
-               its->shares.push_back({held, coefficients, parts, slices});
+               group->shares.push_back({held, coefficients, parts, slices});
              }
              for (const auto& [slices, parts, coefficients] : combinations) {
-               its->combinations.push_back({slices, parts, coefficients});
+               group->combinations.push_back({slices, parts, coefficients});
              }
            },
            nb::kw_only(), nb::arg("parents"), nb::arg("hosts"), nb::arg("families"), nb::arg("delegating"),
@@ -67,20 +67,21 @@ void add_schedules(nb::module_& module) {
   }, nb::arg("group"), nb::arg("schedule"), nb::kw_only(), nb::arg("traced") = false);
   // Return the report of the schedule, cut to the fewest events that still show a finding.
   module.def("shortest", [](const Group& group, Schedule schedule) {
-    Report found = play(group, schedule);
-    for (schedule.most_happenings = 0; schedule.most_happenings < found.happenings; ++schedule.most_happenings) {
+    Report full_report = play(group, schedule);
+    for (schedule.most_happenings = 0; schedule.most_happenings < full_report.happenings;
+         ++schedule.most_happenings) {
       const Report report = play(group, schedule);
       if (!report.finding.empty()) return report;
     }
-    return found;
+    return full_report;
   }, nb::arg("group"), nb::arg("schedule"));
   // Return for each rank: the longest turn and all turns in seconds, and the number and bytes of its messages.
   module.def("count_costs", [](const Group& group, std::size_t rounds, std::uint64_t count, bool sections) {
     std::vector<std::tuple<double, double, std::uint64_t, std::uint64_t>> out;
     const nb::gil_scoped_release released;
     try {
-      for (const Cost& it : count_costs(group, rounds, count, sections)) {
-        out.emplace_back(it.longest_turn, it.seconds, it.messages, it.bytes);
+      for (const Cost& cost : count_costs(group, rounds, count, sections)) {
+        out.emplace_back(cost.longest_turn, cost.seconds, cost.messages, cost.bytes);
       }
     } catch (const Finding& finding) {
       throw std::runtime_error(finding.text);

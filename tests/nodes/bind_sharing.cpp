@@ -63,7 +63,7 @@ void add_sharing(nb::module_& module) {
       .def_prop_ro("division", &Ledger::division)
       .def_prop_ro("computed", [](const Ledger& self) {
         std::vector<std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>> out;
-        for (const Computed& it : self.computed()) out.emplace_back(it.own, it.others, it.unused);
+        for (const Computed& blocks : self.computed()) out.emplace_back(blocks.own, blocks.others, blocks.unused);
         return out;
       })
       .def_prop_ro("closed", &Ledger::closed)

@@ -70,7 +70,7 @@ std::vector<Planned> sums(const Group& group, Random& random, const Settings& se
       for (std::size_t rank = 0; rank < plan.size(); ++rank) {
         if (plan.watched[rank]) watched.push_back(static_cast<Rank>(rank));
       }
-      const bool empty = std::ranges::all_of(call.segments, [](const Segment& it) { return !it.count; });
+      const bool empty = std::ranges::all_of(call.segments, [](const Segment& segment) { return !segment.count; });
       if (!watched.empty() && !empty) call.liar = random.pick(watched);
     }
     out.push_back(std::move(call));

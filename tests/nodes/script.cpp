@@ -181,11 +181,11 @@ void Expected::form_messages() {
     for (std::size_t v = 0; v < messages_[rank].size(); ++v) {
       Numbers& vector = messages_[rank][v];
       for (std::size_t row = 0; row < rows; ++row) {
-        const Numbers& theirs = messages_[static_cast<std::size_t>(children[row / of.parts])]
-                                         [(v / count * of.parts + row % of.parts) * count + v % count];
+        const Numbers& message = messages_[static_cast<std::size_t>(children[row / of.parts])]
+                                          [(v / count * of.parts + row % of.parts) * count + v % count];
         for (std::size_t u = 0; u < of.slices; ++u) {
-          for (std::size_t i = 0; i < theirs.size(); ++i) {
-            vector[u * theirs.size() + i] += of.coefficients[u * rows + row] * theirs[i];
+          for (std::size_t i = 0; i < message.size(); ++i) {
+            vector[u * message.size() + i] += of.coefficients[u * rows + row] * message[i];
           }
         }
       }

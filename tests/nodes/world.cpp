@@ -168,7 +168,7 @@ bool World::attempt(Rank rank, Act act) {
 template <class Act>
 bool World::turn(Rank rank, Act act, bool for_call) {
   if (attempt(rank, act)) return true;
-  const auto report = [&](Node& its) { its.lack_memory(for_call); };
+  const auto report = [&](Node& node) { node.lack_memory(for_call); };
   if (!attempt(rank, report)) report(node(rank));
   return false;
 }
@@ -248,14 +248,14 @@ void World::answer(const Request& request) {
 void World::arrive(const Answer& answer) {
   ++(answer.data.empty() ? seen.pieces_gone : seen.pieces_sent);
   turn_to_the_end(answer.asker,
-                  [&](Node& its) { its.arrived(answer.source, answer.object, answer.piece, answer.data); });
+                  [&](Node& node) { node.arrived(answer.source, answer.object, answer.piece, answer.data); });
 }
 
 Message World::take_message(Rank from, Rank to) {
-  const auto its = inboxes_[index(to)].find(from);
-  Message message = std::move(its->second.front());
-  its->second.pop_front();
-  if (its->second.empty()) inboxes_[index(to)].erase(its);
+  const auto queue = inboxes_[index(to)].find(from);
+  Message message = std::move(queue->second.front());
+  queue->second.pop_front();
+  if (queue->second.empty()) inboxes_[index(to)].erase(queue);
   return message;
 }
 
@@ -282,7 +282,7 @@ void World::deliver_once(Rank from, Rank to, const Message& message) {
               << " round " << message.header.round << " last " << message.header.last << " done "
               << message.header.done << '\n';
   }
-  turn_to_the_end(to, [&](Node& its) { its.deliver(from, message); });
+  turn_to_the_end(to, [&](Node& node) { node.deliver(from, message); });
 }
 
 // --- What is right ---
@@ -320,34 +320,34 @@ void World::check_piece(const Request& request, std::span<const std::byte> data)
 
 // A piece of a rank's message, or of a parent's own vector.
 void World::check_vector(const Request& request, std::span<const std::byte> data) {
-  const Running* const its = offering(request.source);
-  check(its != nullptr, "rank", request.source, "lets others read a call that is over");
+  const Running* const running = offering(request.source);
+  check(running != nullptr, "rank", request.source, "lets others read a call that is over");
   const bool own = request.object.what == Object::What::own;
-  const std::uint64_t bytes = settings_.limits.piece_for(bytes_of(its->call->segments));
-  const Piece piece = Layout(its->message, bytes, own ? settings_.limits.slices : 1)[request.piece];
-  if (its->message.empty()) return;
-  const DType dtype = its->message[piece.segment].dtype;
-  const bool shared = its->call->shared, sums_blocks = its->call->sums_blocks;
+  const std::uint64_t bytes = settings_.limits.piece_for(bytes_of(running->call->segments));
+  const Piece piece = Layout(running->message, bytes, own ? settings_.limits.slices : 1)[request.piece];
+  if (running->message.empty()) return;
+  const DType dtype = running->message[piece.segment].dtype;
+  const bool shared = running->call->shared, sums_blocks = running->call->sums_blocks;
   if (shared || sums_blocks || own) {
     if (sums_blocks && !own && may_be_overwritten(request)) return;
     Numbers exact;
     if (shared) {
-      exact = its->sums[piece.segment];
+      exact = running->sums[piece.segment];
     } else if (sums_blocks) {
-      exact = computed_.at(its->round).at(request.source)[piece.segment];
+      exact = computed_.at(running->round).at(request.source)[piece.segment];
     } else {
-      exact = its->call->own(request.source)[piece.segment];
-      for (double& number : exact) number = rounded(dtype, number) * its->scale;
+      exact = running->call->own(request.source)[piece.segment];
+      for (double& number : exact) number = rounded(dtype, number) * running->scale;
     }
     const Bytes right = narrowed(dtype, exact);
     check(std::ranges::equal(std::span(right).subspan(piece.offset, piece.bytes), data), "rank",
-          request.source, "lends a wrong piece", request.piece, "of round", its->round);
+          request.source, "lends a wrong piece", request.piece, "of round", running->round);
   } else if (settings_.partial && !group_.families[index(request.source)].children.empty()) {
     return;  // the message is the sum of only the ranks that have come
   } else if (!may_be_overwritten(request)) {
     Numbers actual = widened(dtype, data);
-    for (double& number : actual) number /= its->scale;
-    expected(*its->call).check_message(request.source, piece.segment, piece.first, actual);
+    for (double& number : actual) number /= running->scale;
+    expected(*running->call).check_message(request.source, piece.segment, piece.first, actual);
   }
 }
 
@@ -355,24 +355,24 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
 // uses the message's piece, and a parent that has the result forms no sum. If messages are compared, no rank
 // may read an overwritten piece.
 bool World::may_be_overwritten(const Request& request) const {
-  const Running* const its = offering(request.source);
+  const Running* const running = offering(request.source);
   const Family& family = group_.families[index(request.source)];
-  if (settings_.compares || !(its->in_place || !family.children.empty())) return false;
+  if (settings_.compares || !(running->in_place || !family.children.empty())) return false;
   const Node& root = *nodes_[index(group_.root())];
   return root.next() > request.object.round ||
-         (its->call->group->shares[index(request.source)].slices == 1 &&
+         (running->call->group->shares[index(request.source)].slices == 1 &&
           root.read({Object::What::result, request.object.round}, request.piece));
 }
 
 // Programs add blocks to vectors that other ranks may still read. Once a version of a vector is no longer
 // offered, no rank uses its pieces.
 bool World::may_change(const Request& request) const {
-  const Running* const its = offering(request.source);
-  if (!its || !its->call->shared) return false;
+  const Running* const running = offering(request.source);
+  if (!running || !running->call->shared) return false;
   if (request.object.what == Object::What::own) return true;  // the root reports its own version to no rank
   const auto version = versions_.find(request.source);
   return request.object.what == Object::What::message &&
-         (its->work || (version != versions_.end() && request.object.version < version->second));
+         (running->work || (version != versions_.end() && request.object.version < version->second));
 }
 
 // Return the ranks of which an error says that their messages do not fit.
@@ -397,7 +397,7 @@ void World::check_end(Rank rank) {
     if (const auto& before = given_back_[index(rank)]; before && settings_.checks) {
       for (const auto* vectors : {&before->own, &before->out}) {
         for (const Bytes& vector : *vectors) {
-          const bool kept = std::ranges::all_of(vector, [](std::byte it) { return it == std::byte{255}; });
+          const bool kept = std::ranges::all_of(vector, [](std::byte byte) { return byte == std::byte{255}; });
           check(kept, "rank", rank, "writes to vectors of a call that is over");
         }
       }
@@ -475,7 +475,7 @@ void World::check_result(Rank rank, const Running& running) {
       continue;
     }
     if (nothing) {
-      const bool zero = std::ranges::all_of(result, [](std::byte it) { return it == std::byte{}; });
+      const bool zero = std::ranges::all_of(result, [](std::byte byte) { return byte == std::byte{}; });
       check(zero, "rank", rank, "has numbers after a sum that the root alone gets");
       continue;
     }
@@ -495,11 +495,12 @@ void World::check_result(Rank rank, const Running& running) {
 }
 
 // Check that no block has NaN or infinities, and that the block's two reports are equal.
-void World::check_audit(const Running& running, const Numbers& told) {
-  const auto reports = std::span(told).subspan(group_.size());
+void World::check_audit(const Running& running, const Numbers& audit) {
+  const auto reports = std::span(audit).subspan(group_.size());
   const auto first = reports.first(reports.size() / 2), second = reports.last(reports.size() / 2);
-  const bool finite = std::ranges::all_of(std::span(told).first(group_.size()), [](double it) { return it == 0; });
-  const auto once = [](std::span<const double> it) { return it[0] == 0 || it[0] == 1; };
+  const bool finite =
+      std::ranges::all_of(std::span(audit).first(group_.size()), [](double number) { return number == 0; });
+  const auto once = [](std::span<const double> report) { return report[0] == 0 || report[0] == 1; };
   check(finite && once(first) && once(second), "round", running.round, "has wrong reports on its audited block");
   const bool both = first[0] == 1 && second[0] == 1;
   if (both) ++seen.audits;
@@ -605,9 +606,9 @@ void World::replan(Rank rank) {
 }
 
 bool World::may_call(Rank rank) const {
-  const Node& its = *nodes_[index(rank)];
-  return !calls(rank) && !stopped(rank) && !idle.has(rank) && !leaving.has(rank) && !its.desynchronized() &&
-         its.next() <= script_.size();
+  const Node& node = *nodes_[index(rank)];
+  return !calls(rank) && !stopped(rank) && !idle.has(rank) && !leaving.has(rank) && !node.desynchronized() &&
+         node.next() <= script_.size();
 }
 
 void World::submit(Rank rank) {
@@ -693,7 +694,7 @@ void World::submit_shared(Rank rank) {
   made.shared = true;
   made.costs = call.costs;
   if (call.audited) made.audits.assign(call.summed(), std::numeric_limits<float>::epsilon());
-  turn(rank, [&](Node& its) { its.submit(std::move(made)); });
+  turn(rank, [&](Node& node) { node.submit(std::move(made)); });
   come_for_block(rank);
   check_end(rank);
 }
@@ -705,7 +706,7 @@ void World::come_for_block(Rank rank) {
     std::ranges::copy(vector, running.own[s].begin());
   }
   if (running.call->segments.empty()) computed_[running.round + 1][rank] = running.sums;
-  turn(rank, [&](Node& its) { its.come_for_block(running.own_at(0, running.own.size())); });
+  turn(rank, [&](Node& node) { node.come_for_block(running.own_at(0, running.own.size())); });
 }
 
 bool World::is_incomplete(Rank rank) const {
@@ -724,7 +725,7 @@ bool World::may_extend(Rank rank) {
   if (!running->call->shared) return running->known < running->own.size() && !leaving.has(rank);
   if (running->over) return false;
   if (!running->work) {
-    turn(rank, [&](Node& its) { running->work = its.take_block(); });
+    turn(rank, [&](Node& node) { running->work = node.take_block(); });
     if (running->work) {  // other ranks no longer use the vector
       for (Bytes& vector : running->own) std::ranges::fill(vector, std::byte{255});
     }
@@ -738,9 +739,9 @@ void World::extend(Rank rank) {
   if (running.call->shared) return compute_block(rank);
   const std::size_t first = running.known;
   running.known = std::min(first + running.call->segments.size(), running.own.size());
-  const auto act = [&](Node& its) {
-    its.extend(running.own_at(first, running.known));
-    if (running.known == running.own.size()) its.complete(running.out_at());
+  const auto act = [&](Node& node) {
+    node.extend(running.own_at(first, running.known));
+    if (running.known == running.own.size()) node.complete(running.out_at());
   };
   if (!turn(rank, act, true)) running.known = running.own.size();  // the program passes no more parts
   check_end(rank);
@@ -750,7 +751,7 @@ void World::compute_block(Rank rank) {
   Running& running = *running_[index(rank)];
   if (!running.work) {
     running.over = true;
-    turn(rank, [&](Node& its) { its.complete(running.out_at()); }, true);
+    turn(rank, [&](Node& node) { node.complete(running.out_at()); }, true);
     return check_end(rank);
   }
   const auto [block, fresh, audit] = *std::exchange(running.work, std::nullopt);
@@ -764,7 +765,7 @@ void World::compute_block(Rank rank) {
     if (s >= running.of->summed()) continue;
     const Numbers more = running.of->sum(s, group_.starts[block], group_.starts[block + 1]);
     double squares = 0, sum = 0;
-    for (const double it : more) squares += it * it, sum += it;
+    for (const double number : more) squares += number * number, sum += number;
     report.insert(report.end(), {0, std::sqrt(squares), sum});
     if (audit == Audit::only_told) continue;
     for (std::size_t i = 0; i < more.size(); ++i) running.sums[s][i] += more[i];
@@ -780,16 +781,16 @@ void World::compute_block(Rank rank) {
 void World::leave_blocks(Rank rank) {
   Running& running = *running_[index(rank)];
   running.left = running.over = true;
-  turn_to_the_end(rank, [](Node& its) { its.leave_call(); });
+  turn_to_the_end(rank, [](Node& node) { node.leave_call(); });
 }
 
 // Give a rank a turn. Returns whether it wants another turn at once; otherwise it sleeps.
 bool World::advance(Rank rank) {
   bool more = false;
-  if (turn(rank, [&](Node& its) { more = its.advance(); }) && !more && node(rank).wakes_at() <= clock) {
+  if (turn(rank, [&](Node& node) { more = node.advance(); }) && !more && node(rank).wakes_at() <= clock) {
     // a second turn may show that the rank has nothing more to do at this time
     bool again = false;
-    const bool enough = turn(rank, [&](Node& its) { again = its.advance(); });
+    const bool enough = turn(rank, [&](Node& node) { again = node.advance(); });
     check(again || !enough || node(rank).wakes_at() > clock, "rank", rank, "never sleeps");
   }
   node(rank).take_news();
@@ -805,23 +806,23 @@ bool World::advance(Rank rank) {
 // dead, no round is decided, so no program goes back to repeat rounds. A rank that may have had too little memory
 // for a snapshot asks again, as its error says.
 bool World::recover(Rank rank) {
-  Node& its = node(rank);
+  Node& node = this->node(rank);
   if (!settings_.recovers || dead.has(group_.root())) return false;
-  if (!its.desynchronized()) return false;
-  if (its.state_missing() && ask_again_.erase(rank)) asking_.erase(rank);
-  if (its.state_missing() && asking_.contains(rank)) return false;
+  if (!node.desynchronized()) return false;
+  if (node.state_missing() && ask_again_.erase(rank)) asking_.erase(rank);
+  if (node.state_missing() && asking_.contains(rank)) return false;
   if (asking_.insert(rank).second) {
-    its.ask_state();
+    node.ask_state();
     return true;
   }
-  const Round round = its.state_round();
+  const Round round = node.state_round();
   if (!round) return false;
-  const State got = its.take_state();
+  const State got = node.take_state();
   check(std::ranges::equal(got.all(), state(round).all()), "rank", rank, "has a wrong snapshot of round", round);
-  its.resume();
-  check(its.next() == round && !its.desynchronized(), "rank", rank, "does not continue at its snapshot");
+  node.resume();
+  check(node.next() == round && !node.desynchronized(), "rank", rank, "does not continue at its snapshot");
   // a round that failed only at some ranks is not decided
-  const Round known = its.lag() ? round + its.lag() - 1 : 0, decided = node(group_.root()).decided();
+  const Round known = node.lag() ? round + node.lag() - 1 : 0, decided = this->node(group_.root()).decided();
   check(known <= decided, "rank", rank, "takes round", known, "for decided, and the root", decided);
   steps_[index(rank)] = steps_before(round);
   asking_.erase(rank);
@@ -844,11 +845,11 @@ void World::give_up(Rank rank) {
 }
 
 void World::alarm(Rank rank) {
-  turn_to_the_end(rank, [](Node& its) { its.alarm("its calls are invalid"); });
+  turn_to_the_end(rank, [](Node& node) { node.alarm("its calls are invalid"); });
 }
 
 void World::tell_of_ended_root(Rank rank) {
-  turn_to_the_end(rank, [](Node& its) { its.root_has_ended(); });
+  turn_to_the_end(rank, [](Node& node) { node.root_has_ended(); });
 }
 
 void World::kill(Rank rank, bool known) {
@@ -857,10 +858,10 @@ void World::kill(Rank rank, bool known) {
   left_behind_[index(rank)] = std::move(running_[index(rank)]);
   inboxes_[index(rank)].clear();
   for (auto& inbox : inboxes_) {
-    const auto its = inbox.find(rank);
-    if (its == inbox.end()) continue;
-    its->second.resize(random_.between(0, its->second.size()));  // some of the dead rank's last messages are lost
-    if (its->second.empty()) inbox.erase(its);
+    const auto queue = inbox.find(rank);
+    if (queue == inbox.end()) continue;
+    queue->second.resize(random_.between(0, queue->second.size()));  // some of the dead rank's last messages are lost
+    if (queue->second.empty()) inbox.erase(queue);
   }
   if (known) report_death(rank);
 }
@@ -873,23 +874,23 @@ void World::report_death(Rank rank) {
 
 void World::report_death(Rank rank, Rank to) {
   if (!linked(rank, to)) return;
-  turn_to_the_end(to, [&](Node& its) { its.lost(rank); });
+  turn_to_the_end(to, [&](Node& node) { node.lost(rank); });
 }
 
-void World::lose(Rank from, Rank to, Rank told) {
+void World::lose(Rank from, Rank to, Rank informed) {
   ++seen.losses;
   take_message(from, to);
-  turn_to_the_end(told, [&](Node& its) { its.lost_message(told == from ? to : from); });
+  turn_to_the_end(informed, [&](Node& node) { node.lost_message(informed == from ? to : from); });
 }
 
 // Returns whether the request is lost. A rank that fetches a snapshot asks again only after its time-out, and a rank
 // that lacks a piece of a message fails its round with others, so these requests stay.
 bool World::lose_request(Rank source, std::size_t which) {
-  auto& its = requests_[index(source)];
-  const Request request = its[which];
+  auto& requests = requests_[index(source)];
+  const Request request = requests[which];
   if (request.object.what != Object::What::result || dead.has(request.asker)) return false;
   ++seen.losses;
-  its.erase(its.begin() + static_cast<std::ptrdiff_t>(which));
+  requests.erase(requests.begin() + static_cast<std::ptrdiff_t>(which));
   turn_to_the_end(source, [&](Node& node) { node.lost_message(request.asker); });
   return true;
 }
@@ -1003,8 +1004,8 @@ int World::sweep() {
       answer(request);
       moved = news;
     }
-    for (const Answer& its : std::exchange(answers_[index(rank)], {})) {
-      arrive(its);
+    for (const Answer& answer : std::exchange(answers_[index(rank)], {})) {
+      arrive(answer);
       moved = news;
     }
     bool more = advance(rank);
@@ -1077,24 +1078,24 @@ std::vector<Rank> World::living() const {
 }
 
 std::optional<Kind> World::next_message(Rank from, Rank to) const {
-  const auto its = inboxes_[index(to)].find(from);
-  return its == inboxes_[index(to)].end() ? std::nullopt : std::optional(its->second.front().header.kind);
+  const auto queue = inboxes_[index(to)].find(from);
+  return queue == inboxes_[index(to)].end() ? std::nullopt : std::optional(queue->second.front().header.kind);
 }
 
 std::string World::describe() const {
   std::string out;
   for (Rank rank = 0; rank < size(); ++rank) {
-    const Node& its = *nodes_[index(rank)];
+    const Node& node = *nodes_[index(rank)];
     out += "\nrank " + std::to_string(rank) + " below " + std::to_string(group_.parents[index(rank)]) +
            " on host " + std::to_string(group_.hosts[index(rank)]);
     for (const auto& [ranks, name] : {std::pair(&dead, " dead"), {&reported, " reported"}, {&frozen, " frozen"},
                                       {&idle, " idle"}, {&leaving, " leaving"}}) {
       if (ranks->has(rank)) out += name;
     }
-    out += ": next " + std::to_string(its.next()) + ", frontier " + std::to_string(its.frontier());
+    out += ": next " + std::to_string(node.next()) + ", frontier " + std::to_string(node.frontier());
     if (const auto& running = running_[index(rank)]) out += ", calls round " + std::to_string(running->round);
-    if (its.desynchronized()) out += ", desynchronized";
-    out += "\n  " + its.status() + " " + its.waiting_for();
+    if (node.desynchronized()) out += ", desynchronized";
+    out += "\n  " + node.status() + " " + node.waiting_for();
     for (const auto& [round, end] : ends[index(rank)]) {
       if (end.first != Outcome::done) out += "\n  round " + std::to_string(round) + ": " + end.second;
     }

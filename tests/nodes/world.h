@@ -102,7 +102,7 @@ class World {
   // Lose a request of a piece. MPI reports this to the rank that was to answer it.
   bool lose_request(Rank source, std::size_t which);
   // Lose the next message from one rank to another. MPI reports this to `told`, one of the two ranks.
-  void lose(Rank from, Rank to, Rank told);
+  void lose(Rank from, Rank to, Rank informed);
   // Let an exception end a program between two blocks.
   void leave_blocks(Rank rank);
   void give_up(Rank rank);
@@ -191,7 +191,7 @@ class World {
   void check_end(Rank rank);
   void check_result(Rank rank, const Running& running);
   void check_division(const Running& running);
-  void check_audit(const Running& running, const Numbers& told);
+  void check_audit(const Running& running, const Numbers& audit);
   void check_lost(Rank rank, Round round) const;
   std::vector<Bytes> sums_of(const Running& running, const Division& division) const;
   const Running* offering(Rank rank) const;

@@ -27,18 +27,18 @@ std::string load_locked(const std::string& wanted) {
   if (!loaded.empty()) return "the driver was loaded before, from " + loaded;
   void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (!library) return "NVIDIA's driver cannot be loaded (" + std::string(dlerror()) + ")";
-  Driver found;
+  Driver driver;
   std::string missing;
   const auto all = [&](auto&... functions) { return (find(library, functions, missing) && ...); };
-  if (!all(found.init, found.error_name, found.error_string, found.current_context,
-           found.set_current_context, found.create_stream, found.context_of_stream,
-           found.query_stream, found.synchronize, found.wait_in_stream, found.call_in_stream,
-           found.create_event, found.record, found.query_event, found.wait_for_event, found.pin,
-           found.unpin, found.copy_to_host, found.copy_to_device, found.copy_on_device, found.set_words)) {
+  if (!all(driver.init, driver.error_name, driver.error_string, driver.current_context,
+           driver.set_current_context, driver.create_stream, driver.context_of_stream,
+           driver.query_stream, driver.synchronize, driver.wait_in_stream, driver.call_in_stream,
+           driver.create_event, driver.record, driver.query_event, driver.wait_for_event, driver.pin,
+           driver.unpin, driver.copy_to_host, driver.copy_to_device, driver.copy_on_device, driver.set_words)) {
     dlclose(library);
     return "NVIDIA's driver (" + name + ") has no " + missing + ": it is older than CUDA 10";
   }
-  table = found;
+  table = driver;
   if (const int code = table.init.address(0); code != success) return words_of("cuInit", code);
   loaded = name;
   return {};

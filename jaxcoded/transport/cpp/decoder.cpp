@@ -98,20 +98,20 @@ std::shared_ptr<const Decoding> Decoder::first_that_suffice(const std::vector<st
     for (std::size_t i = 0; i < count; ++i) heard.add(order[i]);
     return heard.may_suffice(least) ? known(known_, heard.set, pinned()) : nullptr;
   };
-  auto found = first(order.size());
-  if (!found) return nullptr;
+  auto decoding = first(order.size());
+  if (!decoding) return nullptr;
   // If some messages suffice, any larger set that contains them suffices, too.
   std::size_t too_few = 0, suffice = order.size();
   while (too_few < suffice) {
     const std::size_t count = (too_few + suffice) / 2;
     if (auto fewer = first(count)) {
-      found = std::move(fewer);
+      decoding = std::move(fewer);
       suffice = count;
     } else {
       too_few = count + 1;
     }
   }
-  return found;
+  return decoding;
 }
 
 std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& answered) {
@@ -121,8 +121,8 @@ std::shared_ptr<const Decoding> Decoder::approximate(const std::vector<bool>& an
 // Return how to decode from a set of messages. The coefficients are computed only once for each set.
 const std::shared_ptr<const Decoding>& Decoder::known(Known& all, const std::vector<bool>& set,
                                                       bool approximate) {
-  const auto found = all.find(set);
-  if (found != all.end()) return found->second;
+  const auto entry = all.find(set);
+  if (entry != all.end()) return entry->second;
   if (all.size() >= most_known) all.clear();
   ++questions_;
   const Matrix coefficients = approximate ? code().best(set) : code().exact(set);

@@ -138,10 +138,10 @@ void say(const std::string& words) {
 // Write a letter for `jaxcoded run` to the parent of this process (`cli/rank.py`). Returns whether there is
 // such a parent.
 bool tell_parent(const char* letter) {
-  const char* const told = std::getenv("JAXCODED_ENDS_JOB");
+  const char* const variable = std::getenv("JAXCODED_ENDS_JOB");
   int parent = 0, pipe = 0;
   // processes that a rank has started inherit the variable, but not the pipe
-  return told && std::sscanf(told, "%d:%d", &parent, &pipe) == 2 && parent == getppid() &&
+  return variable && std::sscanf(variable, "%d:%d", &parent, &pipe) == 2 && parent == getppid() &&
          write(pipe, letter, 1) == 1;
 }
 
@@ -195,9 +195,9 @@ bool EndOfJob::answer() {
 }
 
 bool EndOfJob::has_ended(MPI_Comm comm, Rank root) const {
-  const auto it = above_.find({MPI_Comm_c2f(comm), root});
-  return it != above_.end() && std::ranges::any_of(above_, [&](const auto& other) {
-    return other.second.world == it->second.world && other.second.presence.root_has_ended();
+  const auto entry = above_.find({MPI_Comm_c2f(comm), root});
+  return entry != above_.end() && std::ranges::any_of(above_, [&](const auto& other) {
+    return other.second.world == entry->second.world && other.second.presence.root_has_ended();
   });
 }
 
@@ -267,8 +267,8 @@ void EndOfJob::wait() {
     }
     looked = time;
     for (const auto& [rank, byte] : received(tag::answer)) {
-      const auto found = others.find(rank);
-      if (found != others.end()) found->second = {found->second.place, forever, time + ask_seconds};
+      const auto other = others.find(rank);
+      if (other != others.end()) other->second = {other->second.place, forever, time + ask_seconds};
     }
     for (const auto& [rank, failed] : received(tag::end)) {
       failed_ |= failed;
@@ -334,8 +334,8 @@ std::vector<std::pair<int, unsigned char>> EndOfJob::received(int tag) {
   for (const Own& group : own_) {
     // ask for one rank after the other: once MPI has noticed a failure, a probe for any source reports nothing
     for (Rank rank = 0; rank < static_cast<Rank>(group.world.size()); ++rank) {
-      int there = 0;
-      while (MPI_Iprobe(rank, tag, group.comm, &there, MPI_STATUS_IGNORE) == MPI_SUCCESS && there) {
+      int has_message = 0;
+      while (MPI_Iprobe(rank, tag, group.comm, &has_message, MPI_STATUS_IGNORE) == MPI_SUCCESS && has_message) {
         unsigned char byte = 0;
         if (MPI_Recv(&byte, 1, MPI_BYTE, rank, tag, group.comm, MPI_STATUS_IGNORE) != MPI_SUCCESS) break;
         out.emplace_back(group.world[static_cast<std::size_t>(rank)], byte);

@@ -207,9 +207,9 @@ void Engine::attend_finalize() {
 
 Member& Engine::member(std::uint64_t index) {
   if (ending_) throw Closed{process_ends};
-  const auto found = members_.find(index);
-  if (found == members_.end() || found->second.abandoned) throw use_after_close(index);
-  return found->second;
+  const auto entry = members_.find(index);
+  if (entry == members_.end() || entry->second.abandoned) throw use_after_close(index);
+  return entry->second;
 }
 
 void Engine::note_failure(std::uint64_t index, const std::string& words) {
@@ -219,18 +219,18 @@ void Engine::note_failure(std::uint64_t index, const std::string& words) {
 
 void Engine::note_unmade(std::uint64_t index) {
   std::unique_lock lock(mutex_);
-  if (const auto found = members_.find(index); found != members_.end()) ++found->second.unmade;
+  if (const auto entry = members_.find(index); entry != members_.end()) ++entry->second.unmade;
   page_->wake_up.send();
 }
 
 void Engine::note_lost_part(std::uint64_t index) {
   std::unique_lock lock(mutex_);
-  if (const auto found = members_.find(index); found != members_.end()) {
-    Member& its = found->second;
-    if (its.has_open_call()) {
-      fail_for_memory(its, *its.queue.back());
-    } else if (its.failure.empty()) {
-      its.failure = " out of memory";  // short, so that it needs no memory from the heap
+  if (const auto entry = members_.find(index); entry != members_.end()) {
+    Member& member = entry->second;
+    if (member.has_open_call()) {
+      fail_for_memory(member, *member.queue.back());
+    } else if (member.failure.empty()) {
+      member.failure = " out of memory";  // short, so that it needs no memory from the heap
     }
   }
   page_->wake_up.send();
@@ -242,26 +242,26 @@ std::shared_ptr<Feed> Engine::feed_of(std::uint64_t index, const Request& reques
   return flight ? flight->feed : nullptr;
 }
 
-std::shared_ptr<Flight> Engine::flight_of(Member& its, Request& request) {
+std::shared_ptr<Flight> Engine::flight_of(Member& member, Request& request) {
   auto out = std::make_shared<Flight>();
-  out->pool = its.pool;
+  out->pool = member.pool;
   out->feed = request.feed;
   out->fingerprint = request.fingerprint;
   out->total = request.total;
-  out->call = call_of(its, request);
+  out->call = call_of(member, request);
   return out;
 }
 
 // Return the open call that a request continues; null if no call is open, or if the open call does not match
 // the request. A request that only ends the call has no fingerprint.
-std::shared_ptr<Flight> Engine::continued(Member& its, const Request& request) const {
-  if (!its.has_open_call()) return nullptr;
-  const std::shared_ptr<Flight>& flight = its.queue.back();
+std::shared_ptr<Flight> Engine::continued(Member& member, const Request& request) const {
+  if (!member.has_open_call()) return nullptr;
+  const std::shared_ptr<Flight>& flight = member.queue.back();
   const bool same = !request.fingerprint || request.fingerprint == flight->fingerprint;
   return same && request.total == flight->total ? flight : nullptr;
 }
 
-Call Engine::call_of(Member& its, Request& request) {
+Call Engine::call_of(Member& member, Request& request) {
   Call call;
   call.signature = std::move(request.signature);
   call.fingerprint = request.fingerprint;
@@ -275,19 +275,19 @@ Call Engine::call_of(Member& its, Request& request) {
     }
     call.signature += "]";
     call.fingerprint = mixed(call.fingerprint, call.signature);
-    const Erasures::Verdict& verdict = its.erasures.judge(request.erased);
-    for (Rank child : its.children) {
+    const Erasures::Verdict& verdict = member.erasures.judge(request.erased);
+    for (Rank child : member.children) {
       call.erased.push_back(verdict.missing[static_cast<std::size_t>(child)]);
     }
     call.why_not = verdict.why_not;
   }
-  if (its.root && request.skipped && request.up) {
+  if (member.root && request.skipped && request.up) {
     call.why_not = "TooManyErasures: the root is the one rank that cannot skip a round";
   }
-  if (!its.failure.empty()) {
-    call.signature += its.failure;
-    call.fingerprint = mixed(call.fingerprint, its.failure);
-    its.failure.clear();
+  if (!member.failure.empty()) {
+    call.signature += member.failure;
+    call.fingerprint = mixed(call.fingerprint, member.failure);
+    member.failure.clear();
   }
   call.up = request.up;
   call.down = request.down;
@@ -300,7 +300,7 @@ Call Engine::call_of(Member& its, Request& request) {
   call.examples = request.examples;
   call.audits = std::move(request.audits);
   call.feed = request.feed.get();
-  if (its.root && call.feed && call.why_not.empty()) {
+  if (member.root && call.feed && call.why_not.empty()) {
     if (const std::string why = call.feed->failure(); !why.empty()) {
       call.why_not = "CodedError: the root: " + why;
     }
@@ -310,14 +310,14 @@ Call Engine::call_of(Member& its, Request& request) {
 
 // Return why the group carries out no calls, in words, or an empty text. If two threads have called the group,
 // other ranks may have combined either thread's calls with different calls, from the first call on.
-std::string Engine::why_not(Member& its) {
-  if (its.running && its.mixed_up.empty()) {
-    its.mixed_up = two_threads;
-    in_memory(its, [&] { its.node->alarm(two_threads); });
+std::string Engine::why_not(Member& member) {
+  if (member.running && member.mixed_up.empty()) {
+    member.mixed_up = two_threads;
+    in_memory(member, [&] { member.node->alarm(two_threads); });
     tell_waiting();
     page_->wake_up.send();
   }
-  return its.mixed_up;
+  return member.mixed_up;
 }
 
 // Record that a thread returns from `run` or `take`. Returns why the thread's result is invalid; empty if it is
@@ -325,60 +325,60 @@ std::string Engine::why_not(Member& its) {
 std::string Engine::returned(std::uint64_t index) {
   const auto still = members_.find(index);
   if (still == members_.end()) return {};
-  Member& its = still->second;
-  its.running = false;
-  if (its.mixed_up.empty()) return {};
-  leave_open_share(its);
-  leave(its, its.mixed_up);
-  return its.mixed_up;
+  Member& member = still->second;
+  member.running = false;
+  if (member.mixed_up.empty()) return {};
+  leave_open_share(member);
+  leave(member, member.mixed_up);
+  return member.mixed_up;
 }
 
 // Add a call to the queue. The new call takes the place of an open call whose last parts never came.
-void Engine::enqueue(Member& its, const std::shared_ptr<Flight>& flight) {
-  const bool breaks_off = its.has_open_call();
-  its.queue.push_back(flight);  // if there is too little memory for this, nothing has changed
+void Engine::enqueue(Member& member, const std::shared_ptr<Flight>& flight) {
+  const bool breaks_off = member.has_open_call();
+  member.queue.push_back(flight);  // if there is too little memory for this, nothing has changed
   if (!breaks_off) return;
-  const auto at = its.queue.end() - 2;
+  const auto at = member.queue.end() - 2;
   const std::shared_ptr<Flight> before = *at;
-  if (before->shared) return leave_call(its, *before);
-  its.queue.erase(at);
+  if (before->shared) return leave_call(member, *before);
+  member.queue.erase(at);
   flight->replaces = before->submitted ? before : before->replaces;
 }
 
-void Engine::enqueue_unmade(Member& its) {
-  for (; its.unmade; --its.unmade) enqueue(its, unmade_flight());
+void Engine::enqueue_unmade(Member& member) {
+  for (; member.unmade; --member.unmade) enqueue(member, unmade_flight());
 }
 
 // Return the call that `make` makes of this request or, if there is too little memory for this call, a call that
 // fails its round. If there is too little memory even for the failing call, return null: the round then fails
 // later, but before any later call's round.
 template <class Make>
-std::shared_ptr<Flight> Engine::launched(Member& its, const Request& request, Make make) {
+std::shared_ptr<Flight> Engine::launched(Member& member, const Request& request, Make make) {
   std::shared_ptr<Flight> out;
   const auto launch = [&](auto made) {
     return attempted([&] {
-      enqueue_unmade(its);
-      enqueue(its, out = made());
+      enqueue_unmade(member);
+      enqueue(member, out = made());
       ++calls_counted;
     });
   };
-  its.lost_part = false;
+  member.lost_part = false;
   if (launch(make)) return out;
   reserve::fill();
   if (launch([&] { return unmade_flight(request.fingerprint); })) return out;
-  ++its.unmade;
+  ++member.unmade;
   ++calls_counted;
   page_->wake_up.send();
   return nullptr;
 }
 
 // Fail a call for lack of memory. An open call gets no next part.
-void Engine::fail_for_memory(Member& its, Flight& flight) {
+void Engine::fail_for_memory(Member& member, Flight& flight) {
   reserve::fill();
   flight.open = false;
-  its.lost_part = true;
+  member.lost_part = true;
   if (flight.submitted) {
-    its.lacks_memory = !attempted([&] { its.node->lack_memory(true); });
+    member.lacks_memory = !attempted([&] { member.node->lack_memory(true); });
   } else {
     flight.call.lacks_memory = flight.call.skipped = flight.call.complete = true;
   }
@@ -386,25 +386,25 @@ void Engine::fail_for_memory(Member& its, Flight& flight) {
 
 // End the open call of a program that takes no more blocks, or passes no more parts. Other ranks compute the
 // program's blocks, and the round ends without this rank. If this runs out of memory, `fly` does it later.
-void Engine::leave_call(Member& its, Flight& flight) {
+void Engine::leave_call(Member& member, Flight& flight) {
   flight.open = false;
   if (flight.submitted) {
-    in_memory(its, [&] { its.node->leave_call(); });
+    in_memory(member, [&] { member.node->leave_call(); });
   } else {
     flight.call.skipped = flight.call.complete = true;
   }
 }
 
-void Engine::leave_open_share(Member& its) {
-  if (its.has_open_call() && its.queue.back()->shared) leave_call(its, *its.queue.back());
+void Engine::leave_open_share(Member& member) {
+  if (member.has_open_call() && member.queue.back()->shared) leave_call(member, *member.queue.back());
 }
 
 // Run a turn of a member. Returns whether the turn made progress. If the turn runs out of memory, the member's
 // round fails as soon as there is enough memory to fail it.
 template <class Turn>
-bool Engine::in_memory(Member& its, Turn turn) {
-  const auto fail = [&] { return !attempted([&] { its.node->lack_memory(); }); };
-  if (its.lacks_memory && (its.lacks_memory = fail())) return false;  // nothing continues from a half-done state
+bool Engine::in_memory(Member& member, Turn turn) {
+  const auto fail = [&] { return !attempted([&] { member.node->lack_memory(); }); };
+  if (member.lacks_memory && (member.lacks_memory = fail())) return false;  // nothing continues from a half-done state
   bool news = false;
   const bool enough = attempted([&] {
     if constexpr (std::is_void_v<decltype(turn())>) {
@@ -413,18 +413,18 @@ bool Engine::in_memory(Member& its, Turn turn) {
       news = turn();
     }
   });
-  its.lacks_memory |= !reserve::fill() || !enough;
-  if (its.lacks_memory) its.lacks_memory = fail();
+  member.lacks_memory |= !reserve::fill() || !enough;
+  if (member.lacks_memory) member.lacks_memory = fail();
   return news;
 }
 
 // Carry out the calls of the queue as far as possible now. Returns whether a call began or ended.
-bool Engine::fly(Member& its) {
+bool Engine::fly(Member& member) {
   bool news = false;
-  Node& node = *its.node;
-  enqueue_unmade(its);
-  while (!its.queue.empty()) {
-    Flight& flight = *its.queue.front();
+  Node& node = *member.node;
+  enqueue_unmade(member);
+  while (!member.queue.empty()) {
+    Flight& flight = *member.queue.front();
     if (!flight.submitted) {
       flight.submitted = news = true;
       if (const auto before = std::move(flight.replaces)) {
@@ -433,15 +433,15 @@ bool Engine::fly(Member& its) {
         node.submit(std::move(flight.call));
       }
       // after a stop, this process first notices that time has passed, so read what has come meanwhile
-      if (node.wakes_at() <= now()) its.wire->poll(node, true);
+      if (node.wakes_at() <= now()) member.wire->poll(node, true);
       node.advance();
     }
     if (flight.shared && !flight.open) node.leave_call();
     if (node.outcome() == Outcome::pending || flight.open) break;
     flight.outcome = node.outcome();
     flight.error = node.error();
-    if (flight.error.ends_with(two_threads) && its.mixed_up.empty()) its.mixed_up = flight.error;
-    its.queue.pop_front();
+    if (flight.error.ends_with(two_threads) && member.mixed_up.empty()) member.mixed_up = flight.error;
+    member.queue.pop_front();
     news = true;
     tell_waiting();
   }
@@ -450,42 +450,42 @@ bool Engine::fly(Member& its) {
 
 // Carry out calls like `fly`, and give the call in progress one turn. Other groups and new messages come before
 // its next turn.
-void Engine::work(Member& its) {
-  in_memory(its, [&] {
-    fly(its);
-    if (its.node->outcome() == Outcome::pending) its.node->advance();
-    return fly(its);
+void Engine::work(Member& member) {
+  in_memory(member, [&] {
+    fly(member);
+    if (member.node->outcome() == Outcome::pending) member.node->advance();
+    return fly(member);
   });
 }
 
 Result Engine::run(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  if (std::string why = why_not(its); !why.empty()) return {Outcome::failed, std::move(why)};
+  Member& member = this->member(index);
+  if (std::string why = why_not(member); !why.empty()) return {Outcome::failed, std::move(why)};
   std::shared_ptr<Flight> flight;
   if (request.continues) {
-    flight = continued(its, request);
-    if (!flight) return {Outcome::failed, its.lost_part ? no_memory : broken_off};
+    flight = continued(member, request);
+    if (!flight) return {Outcome::failed, member.lost_part ? no_memory : broken_off};
     const bool enough = attempted([&] {
       Call& call = flight->call;
       if (flight->submitted) {
-        if (!request.skipped) its.node->extend(request.own);
-        its.node->complete(std::move(request.out));
+        if (!request.skipped) member.node->extend(request.own);
+        member.node->complete(std::move(request.out));
       } else {
         if (!request.skipped) call.own.insert(call.own.end(), request.own.begin(), request.own.end());
         call.out = std::move(request.out);
         call.complete = true;
       }
     });
-    if (!enough) fail_for_memory(its, *flight);
+    if (!enough) fail_for_memory(member, *flight);
     flight->open = false;
   } else {
-    flight = launched(its, request, [&] { return flight_of(its, request); });
+    flight = launched(member, request, [&] { return flight_of(member, request); });
     if (!flight) return {Outcome::failed, no_memory};
   }
-  work(its);
+  work(member);
   if (flight->outcome == Outcome::pending) {
-    its.running = true;
+    member.running = true;
     drive(lock, [&] { return flight->outcome != Outcome::pending; }, 1e300);
     if (std::string why = returned(index); !why.empty()) return {Outcome::failed, std::move(why)};
   }
@@ -495,32 +495,32 @@ Result Engine::run(std::uint64_t index, Request request) {
 
 void Engine::leave_share(std::uint64_t index) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  leave_open_share(its);
-  work(its);
+  Member& member = this->member(index);
+  leave_open_share(member);
+  work(member);
   page_->wake_up.send();
 }
 
 Taken Engine::take(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  if (std::string why = why_not(its); !why.empty()) return {.error = std::move(why)};
+  Member& member = this->member(index);
+  if (std::string why = why_not(member); !why.empty()) return {.error = std::move(why)};
   if (request.continues) {
-    const auto open = continued(its, request);
+    const auto open = continued(member, request);
     if (!open || !open->shared) return {.error = broken_off};
   }
-  if (!request.continues && its.has_open_call() && its.queue.back()->looped) {
+  if (!request.continues && member.has_open_call() && member.queue.back()->looped) {
     return {.error = broken_off};
   }
   std::vector<const std::byte*> own = std::move(request.own);
-  const bool here = own.size() == request.message.size();
+  const bool has_own = own.size() == request.message.size();
   std::shared_ptr<Flight> flight;
   if (request.continues) {
-    flight = its.queue.back();
+    flight = member.queue.back();
   } else {
     request.own.clear();
-    flight = launched(its, request, [&] {
-      auto opened = flight_of(its, request);
+    flight = launched(member, request, [&] {
+      auto opened = flight_of(member, request);
       opened->call.shared = true;
       opened->call.complete = false;
       opened->open = opened->shared = true;
@@ -529,23 +529,23 @@ Taken Engine::take(std::uint64_t index, Request request) {
     });
     if (!flight) return {.error = no_memory};
   }
-  Node& node = *its.node;
+  Node& node = *member.node;
   bool lent = false, needs_own = false;
   std::optional<Work> taken;
   const auto done = [&] {
     if (flight->outcome != Outcome::pending) return true;  // the group is closed, or has failed
-    if (taken || !its.mixed_up.empty()) return true;
+    if (taken || !member.mixed_up.empty()) return true;
     if (!flight->submitted || !flight->shared) return false;  // earlier rounds are not over, or the call fails
-    return in_memory(its, [&] {
-      if (!here && (needs_own = !node.goes_on_at_once())) return true;
-      if (!here) own.assign(flight->total.size(), nullptr);
+    return in_memory(member, [&] {
+      if (!has_own && (needs_own = !node.goes_on_at_once())) return true;
+      if (!has_own) own.assign(flight->total.size(), nullptr);
       if (!std::exchange(lent, true)) node.come_for_block(own);
       taken = node.take_block();
       return taken || node.no_more_blocks();
     });
   };
-  work(its);
-  its.running = true;
+  work(member);
+  member.running = true;
   const bool ended = drive(lock, done, 1e300);
   if (std::string why = returned(index); !why.empty()) return {.error = std::move(why)};
   if (!ended) return {.error = process_ends};
@@ -553,108 +553,108 @@ Taken Engine::take(std::uint64_t index, Request request) {
     return {.error = std::move(flight->error), .desynchronized = flight->outcome == Outcome::desynchronized};
   }
   // If more remains to be done than to wait for messages, the progress thread does it.
-  if (!request.continues || its.root || its.wire->hears_nothing()) page_->wake_up.send();
+  if (!request.continues || member.root || member.wire->hears_nothing()) page_->wake_up.send();
   return {.work = taken, .needs_own = needs_own};
 }
 
 std::string Engine::extend(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  if (std::string why = why_not(its); !why.empty()) return why;
+  Member& member = this->member(index);
+  if (std::string why = why_not(member); !why.empty()) return why;
   std::shared_ptr<Flight> flight;
-  if (request.continues && !(flight = continued(its, request))) return its.lost_part ? no_memory : broken_off;
+  if (request.continues && !(flight = continued(member, request))) return member.lost_part ? no_memory : broken_off;
   if (!flight || !request.skipped) {
     bool enough = true;
     std::vector<Buffer> memory;
     const auto brought = [&] {
       if (!request.feed) {
-        const auto own = memory_for(memory, *its.pool, request.message, request.own.size());
+        const auto own = memory_for(memory, *member.pool, request.message, request.own.size());
         copy(own, request.own, request.message.data());
         request.own.assign(own.begin(), own.end());
       }
       if (flight) flight->memory.reserve(flight->memory.size() + memory.size());
     };
     if (!flight) {
-      flight = launched(its, request, [&] {
+      flight = launched(member, request, [&] {
         brought();
-        auto opened = flight_of(its, request);
+        auto opened = flight_of(member, request);
         opened->call.complete = false;
         opened->open = true;
         opened->memory = std::move(memory);
         return opened;
       });
       enough = flight && flight->open;
-      its.lost_part = !enough;
+      member.lost_part = !enough;
     } else {
       enough = attempted([&] {
         brought();
         std::ranges::move(memory, std::back_inserter(flight->memory));
         if (flight->submitted) {
-          its.node->extend(request.own);
+          member.node->extend(request.own);
         } else {
           flight->call.own.insert(flight->call.own.end(), request.own.begin(), request.own.end());
         }
       });
-      if (!enough) fail_for_memory(its, *flight);
+      if (!enough) fail_for_memory(member, *flight);
     }
     if (!enough) {
-      work(its);
+      work(member);
       page_->wake_up.send();
       return no_memory;
     }
     if (request.feed) flight->feed = request.feed;
   }
-  work(its);
+  work(member);
   page_->wake_up.send();  // the progress thread continues
   return {};
 }
 
 Started Engine::start(std::uint64_t index, Request request) {
   std::unique_lock lock(mutex_);
-  Member* its = &member(index);
-  while (its->started.size() >= most_started) {
-    const std::shared_ptr<Flight> oldest = its->started.front();
+  Member* member = &this->member(index);
+  while (member->started.size() >= most_started) {
+    const std::shared_ptr<Flight> oldest = member->started.front();
     drive(lock, [&] { return oldest->outcome != Outcome::pending; }, 1e300);
-    its = &member(index);
-    std::erase(its->started, oldest);
+    member = &this->member(index);
+    std::erase(member->started, oldest);
   }
   std::shared_ptr<Flight> flight;
   std::vector<std::byte*> own;
   const bool enough = attempted([&] {
     flight = std::make_shared<Flight>();
-    flight->pool = its->pool;
+    flight->pool = member->pool;
     own = memory_for(flight->memory, *flight->pool, request.message, request.own.size());
     flight->result = request.message == request.total
                          ? own
                          : memory_for(flight->memory, *flight->pool, request.total, request.total.size());
   });
-  if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
-  its->running = true;  // the engine continues meanwhile
+  if (std::string why = why_not(*member); !why.empty()) return {0, std::move(why)};
+  member->running = true;  // the engine continues meanwhile
   lock.unlock();
   if (enough) copy(own, request.own, request.message.data());
   lock.lock();
-  its = &member(index);
-  its->running = false;
-  if (std::string why = why_not(*its); !why.empty()) return {0, std::move(why)};
+  member = &this->member(index);
+  member->running = false;
+  if (std::string why = why_not(*member); !why.empty()) return {0, std::move(why)};
   // do everything that takes memory before the call is counted
   std::vector<Segment> total;
   const bool placed = attempted([&] {
     total = request.total;
-    its->started.emplace_back();
+    member->started.emplace_back();
   });
-  flight = launched(*its, request, [&] {
+  flight = launched(*member, request, [&] {
     if (!enough || !placed) throw std::bad_alloc();
     request.own.assign(own.begin(), own.end());
     request.out = flight->result;
-    flight->call = call_of(*its, request);
+    flight->call = call_of(*member, request);
     return flight;
   });
-  if (placed && !flight) its->started.pop_back();
+  if (placed && !flight) member->started.pop_back();
   if (!placed || !flight) return {0, no_memory};
   flight->total = std::move(total);
-  flight->number = ++its->numbers;
-  its->started.back() = flight;
-  in_memory(*its, [&] { return fly(*its); });
+  flight->number = ++member->numbers;
+  member->started.back() = flight;
+  in_memory(*member, [&] { return fly(*member); });
   page_->wake_up.send();  // the progress thread continues
   return {flight->number, {}};
 }
@@ -662,22 +662,22 @@ Started Engine::start(std::uint64_t index, Request request) {
 Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vector<Segment>& total,
                       const std::vector<std::byte*>& out) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  if (!its.mixed_up.empty()) return {Outcome::failed, its.mixed_up};
-  const auto found =
-      std::ranges::find(its.started, number, [](const auto& it) { return it->number; });
-  if (found == its.started.end()) {
+  Member& member = this->member(index);
+  if (!member.mixed_up.empty()) return {Outcome::failed, member.mixed_up};
+  const auto position =
+      std::ranges::find(member.started, number, [](const auto& flight) { return flight->number; });
+  if (position == member.started.end()) {
     return {Outcome::failed,
             "coded_allreduce_done had this handle before, or " + std::to_string(most_started) +
                 " rounds of the group were started after it, and its result was let go: call "
                 "coded_allreduce_done once for each handle, and before so many others are started"};
   }
-  std::shared_ptr<Flight> flight = *found;
+  std::shared_ptr<Flight> flight = *position;
   if (flight->total != total) {
     return {Outcome::failed, "the handle is of a call with other shapes or dtypes"};
   }
   const std::vector<const std::byte*> results(flight->result.begin(), flight->result.end());
-  its.started.erase(found);
+  member.started.erase(position);
   drive(lock, [&] { return flight->outcome != Outcome::pending; }, 1e300);
   if (flight->outcome == Outcome::pending) return {Outcome::failed, process_ends};
   if (flight->outcome == Outcome::done) {
@@ -692,10 +692,10 @@ Result Engine::finish(std::uint64_t index, std::uint32_t number, const std::vect
 
 bool Engine::wait(std::uint64_t index, double seconds, const std::function<bool(Member&)>& done) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  const Inside here(its.inside);
-  const bool ended = drive(lock, [&] { return its.closing || done(its); }, now() + seconds);
-  if (its.closing) throw use_after_close(index);
+  Member& member = this->member(index);
+  const Inside inside(member.inside);
+  const bool ended = drive(lock, [&] { return member.closing || done(member); }, now() + seconds);
+  if (member.closing) throw use_after_close(index);
   return ended;
 }
 
@@ -706,49 +706,49 @@ bool Engine::poll() {
   const double time = now();
   const bool anyway = time >= asks_mpi_at_;  // MPI reports dead ranks without a message
   if (anyway) asks_mpi_at_ = time + shortest_timer;
-  for (auto& [index, its] : members_) {
-    bool its_news = in_memory(its, [&] { return its.wire->poll(*its.node, anyway); });
-    its_news |= in_memory(its, [&] { return its.node->advance(); });
-    its_news |= in_memory(its, [&] { return fly(its); });
-    in_memory(its, [&] { say_news(index, its, !its_news); });
-    news |= its_news;
+  for (auto& [index, member] : members_) {
+    bool member_news = in_memory(member, [&] { return member.wire->poll(*member.node, anyway); });
+    member_news |= in_memory(member, [&] { return member.node->advance(); });
+    member_news |= in_memory(member, [&] { return fly(member); });
+    in_memory(member, [&] { say_news(index, member, !member_news); });
+    news |= member_news;
   }
   if (!news) {
-    for (auto& [index, its] : members_) its.wire->has_all();
+    for (auto& [index, member] : members_) member.wire->has_all();
     end_abandoned();
   }
   return news;
 }
 
-void Engine::say_news(std::uint64_t index, Member& its, bool waits) {
-  for (std::string& words : its.node->take_news()) warnings_.add({index, std::move(words)});
-  const std::pair overdue{its.node->next(), its.node->overdue()};
-  if (!waits || !its.reports || !overdue.second || its.reported >= overdue) return;
-  const std::string words = its.node->waiting_for();
+void Engine::say_news(std::uint64_t index, Member& member, bool waits) {
+  for (std::string& words : member.node->take_news()) warnings_.add({index, std::move(words)});
+  const std::pair overdue{member.node->next(), member.node->overdue()};
+  if (!waits || !member.reports || !overdue.second || member.reported >= overdue) return;
+  const std::string words = member.node->waiting_for();
   if (words.empty()) return;
-  its.reported = overdue;
+  member.reported = overdue;
   warnings_.add({index, words + waited_for_elsewhere(index)});
 }
 
 // Whether something may happen in some group without a wake-up.
 bool Engine::hears_nothing() const {
-  return std::ranges::any_of(members_, [](const auto& it) { return it.second.wire->hears_nothing(); });
+  return std::ranges::any_of(members_, [](const auto& entry) { return entry.second.wire->hears_nothing(); });
 }
 
 // Return the time between polls of a group whose messages may arrive without a wake-up.
-double Engine::longest_nap(const Member& its) const {
-  if (!its.wire->awaits()) return longest_timer;
-  return its.queue.empty() && !its.node->awaited_below() ? shortest_timer : usual_nap;
+double Engine::longest_nap(const Member& member) const {
+  if (!member.wire->awaits()) return longest_timer;
+  return member.queue.empty() && !member.node->awaited_below() ? shortest_timer : usual_nap;
 }
 
 // Return how long a thread may sleep. `waiting`: it waits for a call. `quiet`: seconds since anything came.
 double Engine::longest_sleep(bool waiting, double quiet) const {
   double out = waiting ? std::clamp(quiet / 4, shortest_timer, longest_timer) : idle_seconds;
   attempted([&] {
-    for (const auto& [index, its] : members_) {
+    for (const auto& [index, member] : members_) {
       // after a timer that had nothing to do, the next timer is less urgent
-      out = std::min(out, std::max(its.node->wakes_at() - now(), std::min(nap_, usual_nap)));
-      if (its.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(its)});
+      out = std::min(out, std::max(member.node->wakes_at() - now(), std::min(nap_, usual_nap)));
+      if (member.wire->hears_nothing()) out = std::min({out, nap_, longest_nap(member)});
     }
   });
   return out;
@@ -848,17 +848,17 @@ void Engine::progress() {
 
 // A root that has left without this rank answers nothing any more, although it lives.
 void Engine::tell_of_ended_roots() {
-  for (auto& [index, its] : members_) {
-    if (its.root || !end_of_job_.has_ended(its.comm, its.node->root_rank())) continue;
-    in_memory(its, [&] { its.node->root_has_ended(); });
+  for (auto& [index, member] : members_) {
+    if (member.root || !end_of_job_.has_ended(member.comm, member.node->root_rank())) continue;
+    in_memory(member, [&] { member.node->root_has_ended(); });
   }
 }
 
 // Describe where this process's groups stand, with a line for each.
 std::string Engine::standing() const {
   std::string out;
-  for (const auto& [index, its] : members_) {
-    out += "jaxcoded: group " + std::to_string(index) + ", " + its.node->standing() + "\n";
+  for (const auto& [index, member] : members_) {
+    out += "jaxcoded: group " + std::to_string(index) + ", " + member.node->standing() + "\n";
   }
   return out.empty() ? "jaxcoded: no group is open\n" : out;
 }
@@ -866,8 +866,8 @@ std::string Engine::standing() const {
 // Name the other groups in which ranks wait for this rank while it waits in the group `index`.
 std::string Engine::waited_for_elsewhere(std::uint64_t index) const {
   std::string out;
-  for (const auto& [other, its] : members_) {
-    const std::string words = its.node->waited_for();
+  for (const auto& [other, member] : members_) {
+    const std::string words = member.node->waited_for();
     if (other == index || words.empty()) continue;
     out += (out.empty() ? "; but in group " : ", and in group ") + std::to_string(other) + " " + words;
   }
@@ -877,11 +877,11 @@ std::string Engine::waited_for_elsewhere(std::uint64_t index) const {
 void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<Rank>& children,
                     Decoder decoder, Erasures erasures) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  its.node->replan(children, std::move(decoder));
-  its.children = children;
-  its.erasures = std::move(erasures);
-  its.started.clear();  // these calls are over, and their handles have the old index
+  Member& member = this->member(index);
+  member.node->replan(children, std::move(decoder));
+  member.children = children;
+  member.erasures = std::move(erasures);
+  member.started.clear();  // these calls are over, and their handles have the old index
   auto moved = members_.extract(index);
   moved.key() = next;
   members_.insert(std::move(moved));
@@ -889,57 +889,57 @@ void Engine::replan(std::uint64_t index, std::uint64_t next, const std::vector<R
 }
 
 // Leave a group. The node's current call may still end; the calls behind it in the queue fail.
-void Engine::leave(Member& its, const std::string& failure) {
-  while (its.queue.size() > 1) {
-    fail(*its.queue.back(), "GroupClosed: the group has failed, or the process ends");
-    its.queue.pop_back();
+void Engine::leave(Member& member, const std::string& failure) {
+  while (member.queue.size() > 1) {
+    fail(*member.queue.back(), "GroupClosed: the group has failed, or the process ends");
+    member.queue.pop_back();
   }
-  if (its.has_open_call()) leave_call(its, *its.queue.back());
-  in_memory(its, [&] { its.node->leave(failure); });
+  if (member.has_open_call()) leave_call(member, *member.queue.back());
+  in_memory(member, [&] { member.node->leave(failure); });
   tell_waiting();
 }
 
 void Engine::abandon(std::uint64_t index, const std::string& failure) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
-  its.abandoned = true;
-  its.started.clear();
-  leave(its, failure);
+  Member& member = this->member(index);
+  member.abandoned = true;
+  member.started.clear();
+  leave(member, failure);
   page_->wake_up.send();
 }
 
 std::vector<Rank> Engine::close(std::uint64_t index, double seconds) {
   std::unique_lock lock(mutex_);
-  Member& its = member(index);
+  Member& member = this->member(index);
   const double until = now() + seconds;
-  if (its.closing) {
+  if (member.closing) {
     drive(lock, [&] { return !members_.contains(index); }, 1e300);
     throw use_after_close(index);
   }
-  its.closing = true;
+  member.closing = true;
   {
     const Inside inside(inside_);
-    wait_until_nobody_is_in(lock, its.inside);
+    wait_until_nobody_is_in(lock, member.inside);
   }
   // If one of these steps runs out of memory, the other ranks do not get the message of that step.
-  leave_open_share(its);
-  if (its.mixed_up.empty()) drive(lock, [&] { return its.queue.empty(); }, until);
-  in_memory(its, [&] { its.node->leave({}); });
-  if (!drive(lock, [&] { return its.node->left(); }, until)) in_memory(its, [&] { its.node->give_up(); });
+  leave_open_share(member);
+  if (member.mixed_up.empty()) drive(lock, [&] { return member.queue.empty(); }, until);
+  in_memory(member, [&] { member.node->leave({}); });
+  if (!drive(lock, [&] { return member.node->left(); }, until)) in_memory(member, [&] { member.node->give_up(); });
   std::vector<Rank> absent;
-  in_memory(its, [&] {
-    absent = its.node->end();
-    give_up(its, absent);
-    report_untold(index, its);
+  in_memory(member, [&] {
+    absent = member.node->end();
+    give_up(member, absent);
+    report_untold(index, member);
   });
-  drive(lock, [&] { return its.wire->sent(); }, now() + flush_seconds);
+  drive(lock, [&] { return member.wire->sent(); }, now() + flush_seconds);
   end(members_.find(index), "GroupClosed: the group was closed before this round was over");
   return absent;
 }
 
 // Forget a group that this rank has left. Its calls that are not over fail.
-Engine::Members::iterator Engine::end(Members::iterator it, const char* why) {
-  auto ended = members_.extract(it++);
+Engine::Members::iterator Engine::end(Members::iterator entry, const char* why) {
+  auto ended = members_.extract(entry++);
   for (const auto& flight : ended.mapped().queue) fail(*flight, why);
   tell_waiting();
   page_.close_slot(ended.mapped().slot);
@@ -947,27 +947,27 @@ Engine::Members::iterator Engine::end(Members::iterator it, const char* why) {
   if (members_.empty()) {
     for (Spare* each : {&spare_, &shared_spare_}) each->give_back(0);
   }
-  return it;
+  return entry;
 }
 
 // End groups that an exception has ended at this rank, once no rank below needs them as relays any more.
 void Engine::end_abandoned() {
-  for (auto it = members_.begin(); it != members_.end();) {
-    const Member& its = it->second;
-    const bool used = its.running || its.inside || its.closing || !its.queue.empty();
-    const bool over = its.abandoned && !used && its.node->left() && its.wire->sent();
-    it = over && !ending_ ? end(it, "") : std::next(it);
+  for (auto entry = members_.begin(); entry != members_.end();) {
+    const Member& member = entry->second;
+    const bool used = member.running || member.inside || member.closing || !member.queue.empty();
+    const bool over = member.abandoned && !used && member.node->left() && member.wire->sent();
+    entry = over && !ending_ ? end(entry, "") : std::next(entry);
   }
 }
 
-void Engine::give_up(const Member& its, const std::vector<Rank>& absent) {
-  if (its.root) end_of_job_.give_up(its.comm, absent);
+void Engine::give_up(const Member& member, const std::vector<Rank>& absent) {
+  if (member.root) end_of_job_.give_up(member.comm, absent);
 }
 
 // Warn of a fault that was reported too late to fail a round.
-void Engine::report_untold(std::uint64_t index, const Member& its) {
-  if (!its.node->untold().empty()) {
-    warnings_.add({index, "after its last round: " + its.node->untold()});
+void Engine::report_untold(std::uint64_t index, const Member& member) {
+  if (!member.node->untold().empty()) {
+    warnings_.add({index, "after its last round: " + member.node->untold()});
   }
 }
 
@@ -991,28 +991,28 @@ bool Engine::stop(double seconds, const std::string& failure, int status) {
   if (ending_) return false;
   ending_ = true;
   end_of_job_.note(!failure.empty(), status);
-  for (auto& [index, its] : members_) leave(its, failure);
+  for (auto& [index, member] : members_) leave(member, failure);
   const auto all = [&](auto of) {
-    return std::ranges::all_of(members_, [&](const auto& it) { return of(it.second); });
+    return std::ranges::all_of(members_, [&](const auto& entry) { return of(entry.second); });
   };
   drive(
       lock,
       [&] {
-        return all([](const Member& its) {
-          return its.node->outcome() != Outcome::pending && its.node->left();
+        return all([](const Member& member) {
+          return member.node->outcome() != Outcome::pending && member.node->left();
         });
       },
       now() + seconds);
-  for (auto& [index, its] : members_) {
-    in_memory(its, [&] {
-      give_up(its, its.node->end());
-      report_untold(index, its);
+  for (auto& [index, member] : members_) {
+    in_memory(member, [&] {
+      give_up(member, member.node->end());
+      report_untold(index, member);
     });
   }
-  drive(lock, [&] { return all([](const Member& its) { return its.wire->sent(); }); },
+  drive(lock, [&] { return all([](const Member& member) { return member.wire->sent(); }); },
         now() + flush_seconds);
   // From now on, ranks that read this process's memory, or the caller's, must not use what they read.
-  for (const auto& [index, its] : members_) page_.close_slot(its.slot);
+  for (const auto& [index, member] : members_) page_.close_slot(member.slot);
   stopping_ = true;
   warnings_.close();
   // Handlers that still wait notice `stopping_`, and release their groups.

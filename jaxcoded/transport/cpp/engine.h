@@ -240,7 +240,7 @@ class Engine {
   void leave(Member& member, const std::string& failure);
   void give_up(const Member& member, const std::vector<Rank>& absent);
   using Members = std::map<std::uint64_t, Member>;
-  Members::iterator end(Members::iterator it, const char* why);
+  Members::iterator end(Members::iterator entry, const char* why);
   void end_abandoned();
   void attend_finalize();
   void report_untold(std::uint64_t index, const Member& member);

@@ -22,8 +22,8 @@ std::string listed(const std::vector<Rank>& ranks) {
 }  // namespace
 
 const Erasures::Verdict& Erasures::judge(const std::vector<bool>& erased) {
-  const auto found = known_.find(erased);
-  if (found != known_.end()) return found->second;
+  const auto entry = known_.find(erased);
+  if (entry != known_.end()) return entry->second;
   if (known_.size() >= most_known) known_.clear();
   Verdict verdict{.missing = missing(erased), .why_not = {}};
   verdict.why_not = why_not(erased, verdict.missing);

@@ -29,9 +29,9 @@ GradientCode::GradientCode(CodeTensor tensor) : tensor_(std::move(tensor)), held
   std::map<std::vector<double>, std::size_t> known;
   for (std::size_t row = 0; row < tensor_.rows; ++row) {
     const double* values = tensor_.row(row);
-    const auto [its, added] =
+    const auto [entry, added] =
         known.try_emplace(std::vector<double>(values, values + width), first_.size());
-    classes_.push_back(its->second);
+    classes_.push_back(entry->second);
     for (std::size_t i = 0; i < width; ++i) {
       const std::size_t partition = i / tensor_.slices;
       const bool last = !held_[row].empty() && held_[row].back() == partition;
@@ -98,7 +98,7 @@ GradientCode::Block GradientCode::block(std::vector<std::size_t> classes,
     std::ranges::copy(magnitudes, out.magnitudes[p]);
     out.weight = std::max(out.weight, length(magnitudes));
   }
-  for (std::size_t its : classes) out.units.push_back(units_[its]);
+  for (std::size_t class_index : classes) out.units.push_back(units_[class_index]);
   out.classes = std::move(classes);
   const Factored factored(out.equations);
   out.everything = out.in_whole_numbers(factored.solve(out.target));
@@ -123,9 +123,9 @@ void GradientCode::Block::put(const Matrix& solution, Matrix& all) const {
 }
 
 bool GradientCode::Block::solves(const Matrix& solution) const {
-  const Matrix found = equations * solution;
-  for (std::size_t i = 0; i < found.values.size(); ++i) {
-    if (!(std::abs(found.values[i] - target.values[i]) <= exact_within)) return false;
+  const Matrix product = equations * solution;
+  for (std::size_t i = 0; i < product.values.size(); ++i) {
+    if (!(std::abs(product.values[i] - target.values[i]) <= exact_within)) return false;
   }
   return true;
 }
@@ -218,12 +218,12 @@ Matrix GradientCode::Block::damped(const std::vector<std::size_t>& missing, doub
 
 Matrix GradientCode::exact(const std::vector<bool>& answered) const {
   const std::vector<bool> heard = heard_classes(answered);
-  std::optional<Solution> found = solved(heard);
-  if (found && found->bound > tensor_.limit) {
+  std::optional<Solution> solution = solved(heard);
+  if (solution && solution->bound > tensor_.limit) {
     const auto enough = promised(heard);
-    if (enough != heard) found = enough ? solved(*enough) : std::nullopt;
+    if (enough != heard) solution = enough ? solved(*enough) : std::nullopt;
   }
-  return found ? by_row(found->coefficients, answered) : Matrix();
+  return solution ? by_row(solution->coefficients, answered) : Matrix();
 }
 
 std::vector<bool> GradientCode::heard_classes(const std::vector<bool>& answered) const {
@@ -274,10 +274,10 @@ Matrix GradientCode::by_row(const Matrix& coefficients, const std::vector<bool>&
   Matrix out(tensor_.slices, tensor_.rows);
   std::vector<bool> done(first_.size());
   for (std::size_t row = 0; row < tensor_.rows; ++row) {
-    const std::size_t its = classes_[row];
-    if (!answered[row] || done[its]) continue;
-    done[its] = true;
-    for (std::size_t u = 0; u < tensor_.slices; ++u) out[u][row] = coefficients[its][u] / units_[its];
+    const std::size_t class_index = classes_[row];
+    if (!answered[row] || done[class_index]) continue;
+    done[class_index] = true;
+    for (std::size_t u = 0; u < tensor_.slices; ++u) out[u][row] = coefficients[class_index][u] / units_[class_index];
   }
   return out;
 }
@@ -308,7 +308,7 @@ Matrix GradientCode::best(const std::vector<bool>& answered) const {
 }
 
 Matrix GradientCode::least_squares(const std::vector<bool>& answered) const {
-  if (Matrix found = exact(answered); found.rows) return found;
+  if (Matrix coefficients = exact(answered); coefficients.rows) return coefficients;
   const std::vector<bool> heard = heard_classes(answered);
   Matrix out(first_.size(), tensor_.slices);
   for (const Block& block : blocks_) {

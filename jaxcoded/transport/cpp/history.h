@@ -22,13 +22,13 @@ struct Entry {
   Buffer buffer = {};               // empty if the result lies in the caller's memory
   std::uint32_t ready = 0;          // pieces that are available
   std::uint32_t remains = 0;        // pieces that were available before the round failed
-  std::vector<bool> here = {};      // which pieces have arrived, also out of order
+  std::vector<bool> arrived = {};   // which pieces have arrived, also out of order
   std::uint64_t counted = 0;        // bytes, see `History::account`
 
   bool complete() const { return ready == layout.size(); }
   const std::byte* data(std::uint32_t piece) const {
-    const Piece it = layout[piece];
-    return at.empty() ? nullptr : at[it.segment] + it.offset;
+    const Piece range = layout[piece];
+    return at.empty() ? nullptr : at[range.segment] + range.offset;
   }
 };
 

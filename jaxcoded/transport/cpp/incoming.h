@@ -12,7 +12,7 @@ struct Incoming {
   std::size_t parts = 1;    // parts of a child's message for each part of this rank's message
   std::size_t vectors = 0;  // vectors in each part
   Layout incoming = {};     // one part of a child's message for each part of this rank's message
-  Layout theirs = {};       // all of a child's message, if it has several parts
+  Layout all_parts = {};    // all of a child's message, if it has several parts
 
   // `message`: this rank's message, in parts of `vectors` vectors each.
   static Incoming of(std::vector<Segment> message, std::size_t vectors, std::size_t slices, std::size_t parts,
@@ -25,21 +25,21 @@ struct Incoming {
       for (auto part = message.begin(); part != message.end(); part += step) {
         for (std::size_t p = 0; p < parts; ++p) all.insert(all.end(), part, part + step);
       }
-      out.theirs = Layout(std::move(all), piece_bytes);
+      out.all_parts = Layout(std::move(all), piece_bytes);
     }
     out.incoming = Layout(std::move(message), piece_bytes);
     return out;
   }
 
   // The layout of a child's message.
-  const Layout& of_child() const { return parts > 1 ? theirs : incoming; }
+  const Layout& of_child() const { return parts > 1 ? all_parts : incoming; }
 
   // Return the piece of this part of a child's message that goes into this piece of `incoming`.
   std::uint32_t piece_of_part(std::size_t part, std::uint32_t piece) const {
     if (parts == 1 || !incoming[piece].count) return piece;
     const std::size_t segment = incoming[piece].segment;
     const std::size_t of_parts = segment / vectors * parts + part;
-    return theirs.first(of_parts * vectors + segment % vectors) + piece - incoming.first(segment);
+    return all_parts.first(of_parts * vectors + segment % vectors) + piece - incoming.first(segment);
   }
 };
 

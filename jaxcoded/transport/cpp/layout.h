@@ -29,9 +29,9 @@ inline std::uint64_t bytes_of(const std::vector<Segment>& segments) {
 // by another rank is damaged.
 inline std::uint64_t most_bytes() {
   static const std::uint64_t bytes = [] {
-    struct sysinfo its {};
-    sysinfo(&its);
-    return (std::uint64_t{its.totalram} + its.totalswap) * its.mem_unit;
+    struct sysinfo memory {};
+    sysinfo(&memory);
+    return (std::uint64_t{memory.totalram} + memory.totalswap) * memory.mem_unit;
   }();
   return bytes;
 }

@@ -37,9 +37,9 @@ Ledger::Ledger(std::vector<std::vector<std::size_t>> holders, std::size_t member
       asks_(members),
       waits_(waits) {
   for (Block block = 0; block < holders_.size(); ++block) {
-    std::vector<Block>& its = own_[holders_[block].front()];
-    places_[block] = its.size();
-    its.push_back(block);
+    std::vector<Block>& blocks = own_[holders_[block].front()];
+    places_[block] = blocks.size();
+    blocks.push_back(block);
   }
 }
 
@@ -127,11 +127,11 @@ void Ledger::heard(std::size_t m, const Progress& progress, double now) {
   }
   if (progress.added > member.added) {
     const double ago = progress.seconds > 0 ? progress.seconds : 0;
-    const double told = cost(member, member.added, progress.added);
-    const double block = (now - ago - member.since) / told;
+    const double reported = cost(member, member.added, progress.added);
+    const double block = (now - ago - member.since) / reported;
     // The member may have begun before the round began here. A cheap block takes little longer than its
     // messages, so its time says little about the member's pace.
-    if (block > 0 && told >= telling) {
+    if (block > 0 && reported >= telling) {
       member.seconds = member.measured ? (member.seconds + block) / 2 : block;
       usual_.reset();
       member.measured = true;
@@ -364,11 +364,11 @@ double Ledger::done_in(const Member& member, double now, double more) const {
   if (!member.left()) return more * usual;
   const double elapsed = now - member.since;
   const double left = cost(member, member.added, member.blocks.size()) + more;
-  const std::size_t told = member.added + member.until_told();
-  const double untold = cost(member, member.added, told);
-  if (elapsed < untold * usual) return left * usual - elapsed;
-  const double present = elapsed - (untold - cost(member.blocks[told - 1])) * usual;  // for one block
-  return further * present + (left - untold) * std::max(usual, elapsed / untold);
+  const std::size_t reported = member.added + member.until_told();
+  const double unreported = cost(member, member.added, reported);
+  if (elapsed < unreported * usual) return left * usual - elapsed;
+  const double present = elapsed - (unreported - cost(member.blocks[reported - 1])) * usual;  // for one block
+  return further * present + (left - unreported) * std::max(usual, elapsed / unreported);
 }
 
 // Return the index of the first of the member's blocks that may be worth a recall.
@@ -377,9 +377,9 @@ std::size_t Ledger::begun(const Member& member, double now) const {
   const double usual = seconds(member);
   double elapsed = now - member.since;
   std::size_t out = member.added + 1;
-  const std::size_t told = std::min(member.added + member.until_told(), member.blocks.size());
-  if (elapsed >= cost(member, member.added, told) * usual) return out;
-  for (; out <= told && elapsed >= cost(member.blocks[out - 1]) * usual; ++out) {
+  const std::size_t reported = std::min(member.added + member.until_told(), member.blocks.size());
+  if (elapsed >= cost(member, member.added, reported) * usual) return out;
+  for (; out <= reported && elapsed >= cost(member.blocks[out - 1]) * usual; ++out) {
     elapsed -= cost(member.blocks[out - 1]) * usual;
   }
   return out;
@@ -453,11 +453,11 @@ double Ledger::anew_in(std::size_t from, double now) const {
 }
 
 // Return how many more seconds a member's last block must be expected to take before it is granted to another
-// member, which would finish it in `mine` seconds. The threshold doubles each time, so a block that takes long
+// member, which would finish it in `own_seconds`. The threshold doubles each time, so a block that takes long
 // on every member is finished in the end.
-double Ledger::worth_taking(std::size_t from, double mine, double now) const {
+double Ledger::worth_taking(std::size_t from, double own_seconds, double now) const {
   const Member& other = members_[from];
-  double least = mine;
+  double least = own_seconds;
   if (other.added || other.kept.contains(other.blocks.back())) {  // the blocks in its vector are lost, too
     if (!replaceable(from)) return never;
     least = std::max(least, anew_in(from, now));
@@ -474,23 +474,23 @@ Ledger::Found Ledger::take_back_for(std::size_t m, double now) {
   double latest = 0;
   std::optional<std::size_t> from;
   Block which = 0;
-  double of = 0, mine = 0;
+  double of = 0, own_seconds = 0;
   for (std::size_t v = 0; v < members_.size(); ++v) {
     const Member& other = members_[v];
     if (v == m || !(other.here() || other.expected()) || other.held) continue;
     if (other.left() <= other.recalls.size()) continue;
-    const double its = done_in(other, now);
+    const double other_seconds = done_in(other, now);
     // A member's only remaining block is in progress. This block is taken back only for an idle member.
     const bool last = other.here() && other.left() == 1;
-    if (its <= latest || (last && !idle)) continue;
+    if (other_seconds <= latest || (last && !idle)) continue;
     for (std::size_t i = other.blocks.size(); i-- > (last ? other.added : begun(other, now));) {
       const Block block = other.blocks[i];
       if (!holds(m, block)) continue;
       if (recalled(other, block) || (other.kept.contains(block) && !last)) continue;
-      // `mine` is estimated like others' times, so no block moves back and forth between two late members.
-      if (cost(block) != of) mine = done_in(member, now, of = cost(block));
-      if (its <= mine || (last && its <= worth_taking(v, mine, now))) continue;
-      latest = its;
+      // `own_seconds` is estimated like others' times, so no block moves back and forth between two late members.
+      if (cost(block) != of) own_seconds = done_in(member, now, of = cost(block));
+      if (other_seconds <= own_seconds || (last && other_seconds <= worth_taking(v, own_seconds, now))) continue;
+      latest = other_seconds;
       from = v;
       which = block;
       break;

@@ -133,7 +133,7 @@ class Ledger {
   double done_in(const Member& member, double now, double more = 0) const;
   std::size_t begun(const Member& member, double now) const;
   double anew_in(std::size_t from, double now) const;
-  double worth_taking(std::size_t from, double mine, double now) const;
+  double worth_taking(std::size_t from, double own_seconds, double now) const;
   bool holds(std::size_t member, Block block) const;
   bool recalled(const Member& member, Block block) const;
   void grant(std::size_t member, const std::vector<Block>& blocks, double now);

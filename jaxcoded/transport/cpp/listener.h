@@ -10,25 +10,25 @@ namespace jaxcoded {
 
 struct Listener {
   Round first = 1, last = 0;  // the results that the rank wants and does not know of yet
-  std::uint32_t told = 0;     // pieces of the result of `first` that the rank knows of
-  Round called = 0;           // the round that the rank waits for in a call
+  std::uint32_t known_pieces = 0;  // pieces of the result of `first` that the rank knows of
+  Round called = 0;                // the round that the rank waits for in a call
   bool wants_state = false;
   Signatures::Known introduced = {};
 
   void want(Round from, Round to) {
     first = from;
     last = to;
-    told = 0;
+    known_pieces = 0;
   }
   void want_nothing() { last = 0; }
   // Record that the result of a round has changed: the rank knows no piece of the new result.
   void changed(Round round) {
-    if (first == round) told = 0;
+    if (first == round) known_pieces = 0;
   }
   // Record that the rank knows all of the result of `first`.
   void next() {
     ++first;
-    told = 0;
+    known_pieces = 0;
   }
 
   // Record that the rank has sent something.

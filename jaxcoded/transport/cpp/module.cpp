@@ -38,13 +38,13 @@ Decoder decoder_of(const nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb
 
 // Return the coefficients, slices × rows, row by row; empty if there are none.
 std::vector<double> coefficients(const Decoder& decoder,
-                                 const std::shared_ptr<const Decoding>& found) {
+                                 const std::shared_ptr<const Decoding>& decoding) {
   std::vector<double> out;
-  if (!found) return out;
+  if (!decoding) return out;
   out.resize(decoder.slices() * decoder.rows());
-  for (std::size_t i = 0; i < found->rows.size(); ++i) {
+  for (std::size_t i = 0; i < decoding->rows.size(); ++i) {
     for (std::size_t u = 0; u < decoder.slices(); ++u) {
-      out[u * decoder.rows() + found->rows[i]] = found->coefficients[u][i];
+      out[u * decoder.rows() + decoding->rows[i]] = decoding->coefficients[u][i];
     }
   }
   return out;
@@ -147,21 +147,21 @@ nb::dict telemetry(std::uint64_t index) {
   std::vector<std::uint32_t> computed;
   {
     const WithoutGil released;
-    Engine::instance().with(index, [&](Member& its) {
-      const Telemetry& known = its.node->telemetry();
-      children = its.node->columns();
+    Engine::instance().with(index, [&](Member& member) {
+      const Telemetry& known = member.node->telemetry();
+      children = member.node->columns();
       records = known.records();
       for (const RoundRecord& record : records) {
         for (std::size_t child = 0; child < children.size(); ++child) {
           arrived.push_back(known.arrival(record.round, child));
           used.push_back(known.was_used(record.round, child));
         }
-        for (const Computed& it : known.computed(record.round)) {
-          computed.insert(computed.end(), {it.own, it.others, it.unused});
+        for (const Computed& blocks : known.computed(record.round)) {
+          computed.insert(computed.end(), {blocks.own, blocks.others, blocks.unused});
         }
       }
-      step_times = its.node->step_times();
-      links = its.wire->links();
+      step_times = member.node->step_times();
+      links = member.wire->links();
       return 0;
     });
   }
@@ -171,30 +171,30 @@ nb::dict telemetry(std::uint64_t index) {
     for (const auto& row : rows) values.append(read(row));
     out[name] = values;
   };
-  column("round", records, [](const RoundRecord& it) { return it.round; });
-  column("work", records, [](const RoundRecord& it) { return it.work; });
-  column("started", records, [](const RoundRecord& it) { return it.started; });
-  column("decided", records, [](const RoundRecord& it) { return it.decided; });
-  column("ended", records, [](const RoundRecord& it) { return it.ended; });
-  column("decider", records, [](const RoundRecord& it) { return it.decider; });
-  column("outcome", records, [](const RoundRecord& it) { return it.outcome; });
-  column("payload", records, [](const RoundRecord& it) { return it.payload; });
-  column("skipped", records, [](const RoundRecord& it) { return it.skipped; });
-  column("approximate", records, [](const RoundRecord& it) { return it.approximate; });
-  column("shared", records, [](const RoundRecord& it) { return it.shared; });
-  column("loop", records, [](const RoundRecord& it) { return it.loop; });
-  column("busy", records, [](const RoundRecord& it) { return it.busy; });
-  column("blocks", records, [](const RoundRecord& it) { return it.blocks; });
-  column("computed", computed, [](std::uint32_t it) { return it; });
-  column("children", children, [](Rank it) { return it; });
-  column("arrived", arrived, [](double it) { return it; });
-  column("used", used, [](bool it) { return it; });
-  column("told", step_times, [](const StepTime& it) { return it.rank; });
-  column("step_times", step_times, [](const StepTime& it) { return it.work; });
-  column("silent", step_times, [](const StepTime& it) { return it.silent; });
-  column("peers", links, [](const auto& it) { return it.first; });
-  column("link_bytes", links, [](const auto& it) { return it.second.bytes; });
-  column("link_seconds", links, [](const auto& it) { return it.second.seconds; });
+  column("round", records, [](const RoundRecord& record) { return record.round; });
+  column("work", records, [](const RoundRecord& record) { return record.work; });
+  column("started", records, [](const RoundRecord& record) { return record.started; });
+  column("decided", records, [](const RoundRecord& record) { return record.decided; });
+  column("ended", records, [](const RoundRecord& record) { return record.ended; });
+  column("decider", records, [](const RoundRecord& record) { return record.decider; });
+  column("outcome", records, [](const RoundRecord& record) { return record.outcome; });
+  column("payload", records, [](const RoundRecord& record) { return record.payload; });
+  column("skipped", records, [](const RoundRecord& record) { return record.skipped; });
+  column("approximate", records, [](const RoundRecord& record) { return record.approximate; });
+  column("shared", records, [](const RoundRecord& record) { return record.shared; });
+  column("loop", records, [](const RoundRecord& record) { return record.loop; });
+  column("busy", records, [](const RoundRecord& record) { return record.busy; });
+  column("blocks", records, [](const RoundRecord& record) { return record.blocks; });
+  column("computed", computed, [](std::uint32_t blocks) { return blocks; });
+  column("children", children, [](Rank rank) { return rank; });
+  column("arrived", arrived, [](double seconds) { return seconds; });
+  column("used", used, [](bool is_used) { return is_used; });
+  column("told", step_times, [](const StepTime& step_time) { return step_time.rank; });
+  column("step_times", step_times, [](const StepTime& step_time) { return step_time.work; });
+  column("silent", step_times, [](const StepTime& step_time) { return step_time.silent; });
+  column("peers", links, [](const auto& link) { return link.first; });
+  column("link_bytes", links, [](const auto& link) { return link.second.bytes; });
+  column("link_seconds", links, [](const auto& link) { return link.second.seconds; });
   return out;
 }
 
@@ -206,16 +206,16 @@ nb::capsule reports_of(std::uint64_t index,
                        void (Node::*subscribe)(std::function<void(const Record&)>)) {
   auto out = std::make_shared<Reports<Record>>();
   // closed together with the hook: when the node ends, or another hook takes its place
-  const std::shared_ptr<Reports<Record>> open(out.get(), [out](Reports<Record>* it) { it->close(); });
+  const std::shared_ptr<Reports<Record>> open(out.get(), [out](Reports<Record>* reports) { reports->close(); });
   {
     const WithoutGil released;
-    Engine::instance().with(index, [&](Member& its) {
-      (its.node.get()->*subscribe)([open](const Record& it) { open->add(it); });
+    Engine::instance().with(index, [&](Member& member) {
+      (member.node.get()->*subscribe)([open](const Record& record) { open->add(record); });
       return 0;
     });
   }
-  return nb::capsule(new std::shared_ptr<Reports<Record>>(std::move(out)), [](void* it) noexcept {
-    delete static_cast<std::shared_ptr<Reports<Record>>*>(it);
+  return nb::capsule(new std::shared_ptr<Reports<Record>>(std::move(out)), [](void* pointer) noexcept {
+    delete static_cast<std::shared_ptr<Reports<Record>>*>(pointer);
   });
 }
 
@@ -236,29 +236,29 @@ std::uint64_t lost_of(nb::capsule reports) {
 nb::capsule reports(std::uint64_t index) { return reports_of(index, &Node::on_round); }
 
 nb::object next_report(nb::capsule reports) {
-  const auto it = next_of<RoundRecord>(reports);
-  if (!it) return nb::none();
-  return nb::make_tuple(it->round, it->work, it->started, it->decided, it->ended, it->decider,
-                        static_cast<int>(it->outcome), it->skipped, it->approximate);
+  const auto record = next_of<RoundRecord>(reports);
+  if (!record) return nb::none();
+  return nb::make_tuple(record->round, record->work, record->started, record->decided, record->ended, record->decider,
+                        static_cast<int>(record->outcome), record->skipped, record->approximate);
 }
 
 nb::capsule record(std::uint64_t index) { return reports_of(index, &Node::on_dealt); }
 
 std::optional<DealtTuple> next_dealt(nb::capsule reports) {
-  const auto it = next_of<Dealt>(reports);
+  const auto dealt = next_of<Dealt>(reports);
   if (const auto lost = lost_of<Dealt>(reports)) {
     throw std::runtime_error("it takes longer to write than the rounds take, and " + std::to_string(lost) +
                              " rounds are lost");
   }
-  if (!it) return {};
-  return DealtTuple{it->round, it->call, it->division};
+  if (!dealt) return {};
+  return DealtTuple{dealt->round, dealt->call, dealt->division};
 }
 
 void replay(std::uint64_t index, const std::vector<DealtTuple>& rounds) {
   const std::vector<Dealt> all = dealt_in(rounds);
   const WithoutGil released;
-  Engine::instance().with(index, [&](Member& its) {
-    its.node->replay(all);
+  Engine::instance().with(index, [&](Member& member) {
+    member.node->replay(all);
     return 0;
   });
 }
@@ -454,10 +454,10 @@ NB_MODULE(_engine, module) {
     if (makers.empty() || choices.empty() || !pieces || !known) {
       throw nb::value_error("there are no makers, choices, pieces, or no such ports");
     }
-    const SectionShares found = section_shares(makers, messages, ports, pieces, taker);
+    const SectionShares result = section_shares(makers, messages, ports, pieces, taker);
     std::vector<std::tuple<std::size_t, std::size_t, std::uint32_t>> out;
-    for (const auto& [maker, choice, count] : found.shares) out.emplace_back(maker, choice, count);
-    return std::pair(out, found.busiest);
+    for (const auto& [maker, choice, count] : result.shares) out.emplace_back(maker, choice, count);
+    return std::pair(out, result.busiest);
   }, nb::arg("makers"), nb::arg("choices"), nb::arg("ports"), nb::arg("pieces"), nb::arg("taker") = nb::none());
 
   module.attr("Closed") =
@@ -516,26 +516,26 @@ NB_MODULE(_engine, module) {
 
   const auto query = [&](const char* name, auto read) {
     module.def(name, [read](std::uint64_t index) {
-      return Engine::instance().with(index, [read](Member& its) { return read(its); });
+      return Engine::instance().with(index, [read](Member& member) { return read(member); });
     }, Release());
   };
-  query("lag", [](Member& its) { return its.lag(); });
-  query("next_round", [](Member& its) { return its.next(); });
-  query("undone", [](Member& its) { return its.started.size(); });
-  query("alike", [](Member& its) { return its.node->alike(); });
-  query("decided", [](Member& its) { return its.node->decided(); });
-  query("departed", [](Member& its) { return its.node->departed(); });
-  query("rounds_of_all", [](Member& its) {
-    const Round failed = its.node->failed_alone();
-    const Round next = its.node->next();
+  query("lag", [](Member& member) { return member.lag(); });
+  query("next_round", [](Member& member) { return member.next(); });
+  query("undone", [](Member& member) { return member.started.size(); });
+  query("alike", [](Member& member) { return member.node->alike(); });
+  query("decided", [](Member& member) { return member.node->decided(); });
+  query("departed", [](Member& member) { return member.node->departed(); });
+  query("rounds_of_all", [](Member& member) {
+    const Round failed = member.node->failed_alone();
+    const Round next = member.node->next();
     return (failed ? std::min(failed, next) : next) - 1;
   });
-  query("history_bytes", [](Member& its) { return its.node->history_bytes(); });
-  query("memory_bytes", [](Member& its) { return its.memory_bytes(); });
-  query("fetched_bytes", [](Member& its) { return its.node->fetched_bytes(); });
-  query("formed_bytes", [](Member& its) { return its.node->formed_bytes(); });
-  query("compared_rounds", [](Member& its) { return its.node->compared_rounds(); });
-  query("status", [](Member& its) { return its.node->status(); });
+  query("history_bytes", [](Member& member) { return member.node->history_bytes(); });
+  query("memory_bytes", [](Member& member) { return member.memory_bytes(); });
+  query("fetched_bytes", [](Member& member) { return member.node->fetched_bytes(); });
+  query("formed_bytes", [](Member& member) { return member.node->formed_bytes(); });
+  query("compared_rounds", [](Member& member) { return member.node->compared_rounds(); });
+  query("status", [](Member& member) { return member.node->status(); });
 
   module.def("telemetry", &telemetry);
   module.def("reports", &reports);
@@ -555,52 +555,52 @@ NB_MODULE(_engine, module) {
   }, Release());
   module.def("replan", &replan);
   module.def("computes_with", [](std::uint64_t index, double eps) {
-    Engine::instance().with(index, [&](Member& its) { its.node->computes_with(eps); });
+    Engine::instance().with(index, [&](Member& member) { member.node->computes_with(eps); });
   }, Release());
   // Other threads have their turns while the new snapshot is copied, and while the previous one is freed.
   module.def("keep_state", [](std::uint64_t index, std::uint64_t address, std::uint64_t bytes) {
     State state = state_of({reinterpret_cast<const std::byte*>(address), bytes});
-    state = Engine::instance().with(index, [&](Member& its) {
-      return its.node->keep_state(its.next(), std::move(state));
+    state = Engine::instance().with(index, [&](Member& member) {
+      return member.node->keep_state(member.next(), std::move(state));
     });
   }, Release());
   // Fetch the newest snapshot of the nearest ancestor that has one, within `seconds`. Returns its round, or 0.
   module.def("fetch_state", [](std::uint64_t index, double seconds) {
     Engine& engine = Engine::instance();
-    engine.with(index, [](Member& its) { its.node->ask_state(); return 0; });
-    engine.wait(index, seconds, [](Member& its) {
-      return its.node->state_round() != 0 || its.node->state_missing();
+    engine.with(index, [](Member& member) { member.node->ask_state(); return 0; });
+    engine.wait(index, seconds, [](Member& member) {
+      return member.node->state_round() != 0 || member.node->state_missing();
     });
-    return engine.with(index, [](Member& its) {
-      const Round round = its.node->state_round();
-      if (!round) its.node->ask_no_more();
+    return engine.with(index, [](Member& member) {
+      const Round round = member.node->state_round();
+      if (!round) member.node->ask_no_more();
       return round;
     });
   }, Release());
   module.def("drained", [](std::uint64_t index, double seconds) {
-    return Engine::instance().wait(index, seconds, [](Member& its) { return its.queue.empty(); });
+    return Engine::instance().wait(index, seconds, [](Member& member) { return member.queue.empty(); });
   }, Release());
   module.def("state", [](std::uint64_t index) {
     State state;
     {
       const WithoutGil released;
-      state = Engine::instance().with(index, [](Member& its) { return its.node->take_state(); });
+      state = Engine::instance().with(index, [](Member& member) { return member.node->take_state(); });
     }
     return bytes_of(state.all());
   });
   module.def("resume", [](std::uint64_t index) {
-    return Engine::instance().with(index, [](Member& its) {
-      if (!its.queue.empty()) return false;
-      its.node->resume();
+    return Engine::instance().with(index, [](Member& member) {
+      if (!member.queue.empty()) return false;
+      member.node->resume();
       return true;
     });
   }, Release());
 
   module.def("expect_state", [](std::uint64_t index) {
-    Engine::instance().with(index, [](Member& its) { its.node->expect_state(); return 0; });
+    Engine::instance().with(index, [](Member& member) { member.node->expect_state(); return 0; });
   }, Release());
   module.def("watch", [](std::uint64_t index, bool whether) {
-    Engine::instance().with(index, [&](Member& its) { its.node->watch(whether); return 0; });
+    Engine::instance().with(index, [&](Member& member) { member.node->watch(whether); return 0; });
   }, Release());
 
   const auto handler = [&](const char* name, XLA_FFI_Error* (*function)(XLA_FFI_CallFrame*)) {

@@ -104,13 +104,13 @@ MpiWire::~MpiWire() {
   }
   // No rank will send these pieces or take these messages any more. MPI may still use their memory, so it is
   // never freed.
-  for (Transfer& it : fetches_) {
-    if (it.request == MPI_REQUEST_NULL) continue;
-    MPI_Cancel(&it.request);
-    MPI_Request_free(&it.request);
+  for (Transfer& transfer : fetches_) {
+    if (transfer.request == MPI_REQUEST_NULL) continue;
+    MPI_Cancel(&transfer.request);
+    MPI_Request_free(&transfer.request);
   }
-  for (Transfer& it : outgoing_) {
-    if (it.request != MPI_REQUEST_NULL) MPI_Request_free(&it.request);
+  for (Transfer& transfer : outgoing_) {
+    if (transfer.request != MPI_REQUEST_NULL) MPI_Request_free(&transfer.request);
   }
   left_to_mpi_->splice(left_to_mpi_->end(), fetches_);
   left_to_mpi_->splice(left_to_mpi_->end(), outgoing_);
@@ -122,33 +122,33 @@ void MpiWire::receive(std::size_t peer) {
             tag::control, comm_, &inboxes_[peer]);
 }
 
-void MpiWire::receive(Transfer& it) noexcept {
-  it.received = 0;
-  const int outcome = MPI_Irecv(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
-                                comm_, &it.request);
-  it.state = may_try_again(outcome) ? Transfer::refused : Transfer::pending;
+void MpiWire::receive(Transfer& transfer) noexcept {
+  transfer.received = 0;
+  const int outcome = MPI_Irecv(transfer.bytes.data(), static_cast<int>(transfer.bytes.size()), MPI_BYTE,
+                                transfer.other, transfer.tag, comm_, &transfer.request);
+  transfer.state = may_try_again(outcome) ? Transfer::refused : Transfer::pending;
 }
 
 // Send a message. Returns whether MPI lacked the resources to take it. Nothing is sent to a dead rank, or over
 // an unusable communicator.
-bool MpiWire::refused(Transfer& it) noexcept {
-  return may_try_again(MPI_Isend(it.bytes.data(), static_cast<int>(it.bytes.size()), MPI_BYTE, it.other, it.tag,
-                                 comm_, &it.request));
+bool MpiWire::refused(Transfer& transfer) noexcept {
+  return may_try_again(MPI_Isend(transfer.bytes.data(), static_cast<int>(transfer.bytes.size()), MPI_BYTE,
+                                 transfer.other, transfer.tag, comm_, &transfer.request));
 }
 
 void MpiWire::post(Transfers ready) noexcept {
   while (!ready.empty()) {
-    Transfer& it = ready.front();
-    const bool behind = std::ranges::find(refused_, it.other, &Transfer::other) != refused_.end();
-    if (behind || refused(it)) {
+    Transfer& transfer = ready.front();
+    const bool behind = std::ranges::find(refused_, transfer.other, &Transfer::other) != refused_.end();
+    if (behind || refused(transfer)) {
       refused_.splice(refused_.end(), ready, ready.begin());
       continue;
     }
     int sent = 0;
-    const int outcome = MPI_Test(&it.request, &sent, MPI_STATUS_IGNORE);
-    tell(it.other);
-    if (may_try_again(outcome)) it.state = Transfer::lost;
-    const bool over = it.state != Transfer::lost && (outcome != MPI_SUCCESS || sent);
+    const int outcome = MPI_Test(&transfer.request, &sent, MPI_STATUS_IGNORE);
+    tell(transfer.other);
+    if (may_try_again(outcome)) transfer.state = Transfer::lost;
+    const bool over = transfer.state != Transfer::lost && (outcome != MPI_SUCCESS || sent);
     over ? ready.pop_front() : outgoing_.splice(outgoing_.end(), ready, ready.begin());
   }
 }
@@ -208,23 +208,23 @@ Wire::Fetch MpiWire::fetch(Rank from, Object object, std::uint32_t piece, std::u
 
 // Whether this rank still waits, under the next tag, for the answer to an earlier request, which may be lost.
 bool MpiWire::tag_is_taken(Rank from) const {
-  for (const Transfer& it : fetches_) {  // the oldest come first
-    if (fetched_ - it.number < tags) break;
-    if (it.other == from && (fetched_ - it.number) % tags == 0) return true;
+  for (const Transfer& transfer : fetches_) {  // the oldest come first
+    if (fetched_ - transfer.number < tags) break;
+    if (transfer.other == from && (fetched_ - transfer.number) % tags == 0) return true;
   }
   return false;
 }
 
-MpiWire::Transfers MpiWire::asking_for(const Transfer& it) const {
+MpiWire::Transfers MpiWire::asking_for(const Transfer& transfer) const {
   const Header pull{.kind = Kind::pull,
-                    .flags = static_cast<std::uint8_t>(it.object.what),
-                    .ready = it.piece,
-                    .round = it.object.round,
-                    .last = static_cast<Round>(it.tag),
-                    .fingerprint = it.object.version,
+                    .flags = static_cast<std::uint8_t>(transfer.object.what),
+                    .ready = transfer.piece,
+                    .round = transfer.object.round,
+                    .last = static_cast<Round>(transfer.tag),
+                    .fingerprint = transfer.object.version,
                     .session = session_};
   Transfers out;
-  out.push_back({it.other, tag::control, Message::bytes(pull, {})});
+  out.push_back({transfer.other, tag::control, Message::bytes(pull, {})});
   return out;
 }
 
@@ -290,22 +290,22 @@ bool MpiWire::open_inboxes(Node& node) {
   // Note all messages before the node gets any of them, since the node may have too little memory for one.
   for (int i = 0; i < count; ++i) {
     const MPI_Status& status = statuses_[static_cast<std::size_t>(i)];
-    Peer& its = peers_[ranks_[static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)])]];
+    Peer& peer = peers_[ranks_[static_cast<std::size_t>(indices_[static_cast<std::size_t>(i)])]];
     int error = MPI_SUCCESS, bytes = 0;
     if (outcome != MPI_SUCCESS) MPI_Error_class(status.MPI_ERROR, &error);
     if (error == MPI_SUCCESS) {
       MPI_Get_count(&status, MPI_BYTE, &bytes);
-      its.bytes = static_cast<std::size_t>(bytes);
-      its.link.bytes += its.bytes;
-      its.unread = Unread::message;
+      peer.bytes = static_cast<std::size_t>(bytes);
+      peer.link.bytes += peer.bytes;
+      peer.unread = Unread::message;
     } else if (error == MPI_ERR_TRUNCATE) {
-      its.unread = Unread::too_long;
+      peer.unread = Unread::too_long;
     } else if (reports_death(error)) {
-      its.unread = Unread::death;
+      peer.unread = Unread::death;
     } else if (may_try_again(error)) {
-      its.unread = Unread::lost;
+      peer.unread = Unread::lost;
     }
-    unread_ += its.unread != Unread::nothing;
+    unread_ += peer.unread != Unread::nothing;
   }
   bool news = false;
   Attempts attempts;
@@ -320,39 +320,39 @@ bool MpiWire::open_inboxes(Node& node) {
 // Hand the message in an inbox to the node, and wait for the next one. Returns whether there was a message.
 bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   const Rank from = ranks_[peer];
-  Peer& its = peers_[from];
-  if (its.unread == Unread::message) {
-    understand(from, its, node);
-  } else if (its.unread == Unread::too_long) {
+  Peer& sender = peers_[from];
+  if (sender.unread == Unread::message) {
+    understand(from, sender, node);
+  } else if (sender.unread == Unread::too_long) {
     node.garbled(from, "one that is too long");
-  } else if (its.unread == Unread::death) {
+  } else if (sender.unread == Unread::death) {
     node.lost(from);
-  } else if (its.unread == Unread::lost) {
+  } else if (sender.unread == Unread::lost) {
     node.lost_message(from);
-    its.begun = {};
+    sender.begun = {};
   }
-  const Unread had = std::exchange(its.unread, Unread::nothing);
+  const Unread had = std::exchange(sender.unread, Unread::nothing);
   unread_ -= had != Unread::nothing;
   const bool news = had == Unread::message || had == Unread::too_long;
   if (news) receive(peer);  // otherwise nothing has come; the next poll tries again
   return news;
 }
 
-void MpiWire::understand(Rank from, Peer& its, Node& node) {
+void MpiWire::understand(Rank from, Peer& peer, Node& node) {
   try {
-    Message message = Message::from(std::span(its.inbox.get(), its.bytes));
+    Message message = Message::from(std::span(peer.inbox.get(), peer.bytes));
     if (message.header.session != session_) return;
     const std::size_t before = message.header.before;
-    if (its.begun.size() != before) its.begun = {};  // MPI has lost a part, and has reported this to one of the ranks
-    if (its.begun.size() != before) return;
+    if (peer.begun.size() != before) peer.begun = {};  // MPI has lost a part, and has reported this to one of the ranks
+    if (peer.begun.size() != before) return;
     const bool more = (message.header.flags & continued) != 0;
-    if (more || !its.begun.empty()) {
-      if (its.begun.size() + message.body.size() > longest_body) throw Damaged();
+    if (more || !peer.begun.empty()) {
+      if (peer.begun.size() + message.body.size() > longest_body) throw Damaged();
       if (more) {
-        its.begun.insert(its.begun.end(), message.body.begin(), message.body.end());
+        peer.begun.insert(peer.begun.end(), message.body.begin(), message.body.end());
         return;
       }
-      message.body.insert(message.body.begin(), its.begun.begin(), its.begun.end());
+      message.body.insert(message.body.begin(), peer.begun.begin(), peer.begun.end());
     }
     if (message.header.kind == Kind::pull) {
       answer(from, message.header, node);
@@ -360,9 +360,9 @@ void MpiWire::understand(Rank from, Peer& its, Node& node) {
       node.deliver(from, message);
     }
   } catch (const Damaged&) {
-    node.garbled(from, "one of " + std::to_string(its.bytes) + " bytes");
+    node.garbled(from, "one of " + std::to_string(peer.bytes) + " bytes");
   }
-  its.begun = {};
+  peer.begun = {};
 }
 
 // Note the outcome of all transfers that are on their way. One check of the network serves all of them: a check
@@ -372,10 +372,10 @@ void MpiWire::complete_some() {
   requests.clear();
   transfers.clear();
   for (Transfers* list : {&outgoing_, &fetches_}) {
-    for (Transfer& it : *list) {
-      if (it.state != Transfer::pending) continue;  // MPI had no memory for it
-      requests.push_back(it.request);
-      transfers.push_back(&it);
+    for (Transfer& transfer : *list) {
+      if (transfer.state != Transfer::pending) continue;  // MPI had no memory for it
+      requests.push_back(transfer.request);
+      transfers.push_back(&transfer);
     }
   }
   if (requests.empty()) return;
@@ -388,59 +388,61 @@ void MpiWire::complete_some() {
   }
   for (int i = 0; i < count; ++i) {
     const auto at = static_cast<std::size_t>(i);
-    Transfer& it = *transfers[static_cast<std::size_t>(indices[at])];
+    Transfer& transfer = *transfers[static_cast<std::size_t>(indices[at])];
     const bool well = outcome == MPI_SUCCESS || statuses[at].MPI_ERROR == MPI_SUCCESS;
-    it.state = well ? Transfer::done : may_try_again(statuses[at].MPI_ERROR) ? Transfer::lost : Transfer::failed;
+    transfer.state = well ? Transfer::done : may_try_again(statuses[at].MPI_ERROR) ? Transfer::lost : Transfer::failed;
     int bytes = 0;
     if (well) MPI_Get_count(&statuses[at], MPI_BYTE, &bytes);
-    it.received = static_cast<std::size_t>(bytes);
+    transfer.received = static_cast<std::size_t>(bytes);
   }
   for (std::size_t i = 0; i < requests.size(); ++i) {
-    Transfer& it = *transfers[i];
-    it.request = requests[i];
+    Transfer& transfer = *transfers[i];
+    transfer.request = requests[i];
     // If one request has failed, Open MPI frees all requests whose rank is dead. But it reports only the
     // requests whose failure it had already seen.
-    if (it.state == Transfer::pending && it.request == MPI_REQUEST_NULL) it.state = Transfer::unreported;
+    if (transfer.state == Transfer::pending && transfer.request == MPI_REQUEST_NULL) {
+      transfer.state = Transfer::unreported;
+    }
   }
 }
 
 // Hand the node a piece, or tell it that the piece will not come. Returns whether either was done.
-bool MpiWire::end_fetch(Transfer& it, Node& node) {
-  if (it.state == Transfer::lost) post(asking_for(it));
-  if (it.state == Transfer::lost || it.state == Transfer::refused) {
-    receive(it);
+bool MpiWire::end_fetch(Transfer& transfer, Node& node) {
+  if (transfer.state == Transfer::lost) post(asking_for(transfer));
+  if (transfer.state == Transfer::lost || transfer.state == Transfer::refused) {
+    receive(transfer);
     return false;
   }
-  const Stamp expected{session_, it.object.round, it.object.version, it.piece,
-                       static_cast<std::uint64_t>(it.object.what)};
-  if (it.received >= sizeof(Stamp) && std::memcmp(it.bytes.data(), &expected, sizeof expected) != 0) {
-    receive(it);  // an answer to an earlier rank, which has left
+  const Stamp expected{session_, transfer.object.round, transfer.object.version, transfer.piece,
+                       static_cast<std::uint64_t>(transfer.object.what)};
+  if (transfer.received >= sizeof(Stamp) && std::memcmp(transfer.bytes.data(), &expected, sizeof expected) != 0) {
+    receive(transfer);  // an answer to an earlier rank, which has left
     return false;
   }
   std::span<const std::byte> data;  // nothing, or all that was requested
-  if (it.received == it.bytes.size()) data = std::span(it.bytes).subspan(sizeof(Stamp));
-  node.arrived(it.other, it.object, it.piece, data);
-  Peer& peer = peers_[it.other];
-  peer.link.bytes += it.received;
+  if (transfer.received == transfer.bytes.size()) data = std::span(transfer.bytes).subspan(sizeof(Stamp));
+  node.arrived(transfer.other, transfer.object, transfer.piece, data);
+  Peer& peer = peers_[transfer.other];
+  peer.link.bytes += transfer.received;
   if (--peer.fetches == 0) peer.link.seconds += now() - peer.since;
   return true;
 }
 
 // Remove a transfer. MPI may still use a request whose end it has not reported.
-void MpiWire::remove(Transfers& from, Transfers::iterator it) {
-  if (it->state == Transfer::unreported) {
-    left_to_mpi_->splice(left_to_mpi_->end(), from, it);
+void MpiWire::remove(Transfers& from, Transfers::iterator transfer) {
+  if (transfer->state == Transfer::unreported) {
+    left_to_mpi_->splice(left_to_mpi_->end(), from, transfer);
   } else {
-    from.erase(it);
+    from.erase(transfer);
   }
 }
 
 // Whether a transfer is a piece, or a request for one. Both may come twice, and in any order: the receiver
 // checks the stamp.
-bool MpiWire::is_of_fetch(const Transfer& it) {
-  if (it.tag != tag::control) return true;
+bool MpiWire::is_of_fetch(const Transfer& transfer) {
+  if (transfer.tag != tag::control) return true;
   Header header;
-  std::memcpy(&header, it.bytes.data(), sizeof header);
+  std::memcpy(&header, transfer.bytes.data(), sizeof header);
   return header.kind == Kind::pull;
 }
 
@@ -463,8 +465,8 @@ bool MpiWire::poll(Node& node, bool anyway) {
   });
   post(std::exchange(refused_, {}));
   Transfers again;
-  for (auto it = outgoing_.begin(); it != outgoing_.end();) {
-    const auto at = it++;
+  for (auto next = outgoing_.begin(); next != outgoing_.end();) {
+    const auto at = next++;
     if (at->state == Transfer::pending) {
       tell(at->other);  // MPI sends a long message in parts
       continue;
@@ -479,8 +481,8 @@ bool MpiWire::poll(Node& node, bool anyway) {
   }
   post(std::move(again));
   // A piece that has come may make the node request more pieces, which go to the end of the list.
-  for (auto it = fetches_.begin(); it != fetches_.end();) {
-    const auto at = it++;
+  for (auto next = fetches_.begin(); next != fetches_.end();) {
+    const auto at = next++;
     if (at->state == Transfer::pending) continue;
     if (!attempts.make([&] { return end_fetch(*at, node); })) continue;
     remove(fetches_, at);

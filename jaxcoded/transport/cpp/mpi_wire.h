@@ -111,16 +111,16 @@ class MpiWire : public Wire {
   void understand(Rank from, Peer& peer, Node& node);
   void receive(std::size_t peer);
   void complete_some();
-  bool end_fetch(Transfer& it, Node& node);
-  static bool is_of_fetch(const Transfer& it);
-  void remove(Transfers& from, Transfers::iterator it);
+  bool end_fetch(Transfer& transfer, Node& node);
+  static bool is_of_fetch(const Transfer& transfer);
+  void remove(Transfers& from, Transfers::iterator transfer);
   void post(Transfers ready) noexcept;
-  bool refused(Transfer& it) noexcept;
+  bool refused(Transfer& transfer) noexcept;
   bool tag_is_taken(Rank from) const;
   Transfers asking_for(const Transfer& piece) const;
   void tell(Rank to) const noexcept;
   void answer(Rank from, const Header& pull, const Node& node);
-  void receive(Transfer& it) noexcept;
+  void receive(Transfer& transfer) noexcept;
 
   MPI_Comm comm_;
   std::uint64_t session_;

@@ -89,12 +89,12 @@ void Node::lack_memory(bool for_call) {
   up_.call.lacks_memory |= for_call && !up_.call.complete;  // a complete call loses nothing
   const std::string text = me() + " has too little memory for this call";
   const Entry* entry = history_.find(next_);
-  const bool here = entry && entry->complete();
-  if (here && (entry->failed || !up_.call.lacks_memory)) {
+  const bool has_result = entry && entry->complete();
+  if (has_result && (entry->failed || !up_.call.lacks_memory)) {
     if (!root()) stop_contributing();  // there may be no memory for this rank's sum
     return hand_over(*entry);
   }
-  if (root() && here) {  // other ranks may have the result: the next round reports this failure to them
+  if (root() && has_result) {  // other ranks may have the result: the next round reports this failure to them
     alerts_.add(next_ + 1, "CodedError: " + text + ", round " + std::to_string(next_) +
                                ", whose result others have: go on from a checkpoint, on all ranks");
     return finish(Outcome::failed, "CodedError: " + text);
@@ -336,9 +336,9 @@ Round Node::decided() const {
 // contribute in place of a child that dies or leaves.
 bool Node::is_over(Round round) const {
   if (round < frontier_ || round < newest_) return true;
-  const auto found = announced_.find(round);
-  if (found == announced_.end()) return false;
-  const Announcement& news = found->second;
+  const auto announcement = announced_.find(round);
+  if (announcement == announced_.end()) return false;
+  const Announcement& news = announcement->second;
   return news.failed || news.ready == laid_out(news.segments).size();
 }
 
@@ -449,10 +449,10 @@ void Node::understand(Rank from, const Message& message) {
       on_step_times(from, message);
       break;
     case Kind::ask: {
-      Message here{header(Kind::here, head.round)};
-      here.header.flags = in_program() ? 0 : calls;
-      here.header.last = next_;
-      wire_.send(from, here);
+      Message answer{header(Kind::here, head.round)};
+      answer.header.flags = in_program() ? 0 : calls;
+      answer.header.last = next_;
+      wire_.send(from, answer);
       break;
     }
     case Kind::here:
@@ -461,7 +461,7 @@ void Node::understand(Rank from, const Message& message) {
       child->behind.answered = now;
       child->behind.in_program = !(head.flags & calls);
       child->behind.next = head.last;
-      if (head.last) child->told = std::max(child->told, head.last - !(head.flags & calls));
+      if (head.last) child->reported_round = std::max(child->reported_round, head.last - !(head.flags & calls));
       break;
     case Kind::order:
       if (!root() && from == upstream_.parent()) on_order(message);
@@ -512,14 +512,14 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
     Child* child = child_of(from);
     if (!child || !calling() || object.round != next_ || child->offer.round != next_) return;
     const auto slot = child->offer.slots.find(piece);
-    if (slot == child->offer.slots.end() || slot->second.here) return;
+    if (slot == child->offer.slots.end() || slot->second.arrived) return;
     if (object.version != version_of(child->offer)) return;  // the piece was requested for an earlier version
     if (data.empty()) {
       child->offer.withdraw();
       return check_offers();
     }
     std::memcpy(slot->second.buffer.data(), data.data(), data.size());
-    slot->second.here = true;
+    slot->second.arrived = true;
     up_.stalled.erase(from);
   } else if (object.what == Object::What::result) {
     if (object.round != frontier_) return;
@@ -534,10 +534,10 @@ void Node::arrived(Rank from, Object object, std::uint32_t piece, std::span<cons
       }
       return;
     }
-    if (piece < entry->ready || piece >= entry->here.size() || entry->here[piece]) return;
-    const Piece it = entry->layout[piece];
-    std::memcpy(entry->at[it.segment] + it.offset, data.data(), data.size());
-    entry->here[piece] = true;
+    if (piece < entry->ready || piece >= entry->arrived.size() || entry->arrived[piece]) return;
+    const Piece range = entry->layout[piece];
+    std::memcpy(entry->at[range.segment] + range.offset, data.data(), data.size());
+    entry->arrived[piece] = true;
     upstream_.moved(wire_.now());
   } else if (recovery_) {
     const auto progress = recovery_->arrived(from, object.round, piece, data, wire_.now());
@@ -559,11 +559,11 @@ std::string Node::status() const {
   for (const auto& [round, news] : announced_) {
     out += "; rank " + number(news.from) + " has " + number(news.ready) + " of " + number(round);
   }
-  for (const Sections::Known& it : sections_.all) {
-    const Section& section = it.section;
+  for (const Sections::Known& known : sections_.all) {
+    const Section& section = known.section;
     out += "; rank " + number(section.maker) + " forms pieces " + number(section.first) + " to " +
-           number(section.last) + ", formed before " + number(it.formed) + ", here before " +
-           number(it.taken);
+           number(section.last) + ", formed before " + number(known.formed) + ", here before " +
+           number(known.taken);
   }
   for (const Child& child : children_) {
     const Listener& listener = listeners_.at(child.rank);
@@ -587,9 +587,9 @@ std::optional<std::span<const std::byte>> Node::read(Object object, std::uint32_
     const bool offered = of_own ? delegates && adds_own() && own_ready(with_it) : up_.offering && piece < up_.offered;
     if (!offered) return std::nullopt;
     if (up_.call.shared && object.version != up_.share.version().number()) return std::nullopt;
-    const Piece it = up_.outgoing[piece];
-    const std::byte* from = of_own ? up_.call.own[it.segment] : up_.sum_at[it.segment];
-    return std::span<const std::byte>{from + it.offset, it.bytes};
+    const Piece range = up_.outgoing[piece];
+    const std::byte* from = of_own ? up_.call.own[range.segment] : up_.sum_at[range.segment];
+    return std::span<const std::byte>{from + range.offset, range.bytes};
   }
   if (object.what == Object::What::result) {
     const Entry* entry = history_.find(object.round);

@@ -287,13 +287,13 @@ class Node {
     double heard;  // when it last sent something
     double asked = 0;  // when it was asked whether it is there; 0 if it has sent something since
     Round asked_round = 0;
-    Round there = 0;  // the round that it has confirmed to be in
+    Round confirmed_round = 0;  // the round that it has confirmed to be in
     Offer offer = {};         // the child's latest offer
     Round overdue_round = 0;  // the latest round in which the child reported a wait past its deadline
     std::string overdue = {};  // the ranks that the child then waited for
     Round not_finite_round = 0;  // the latest round in which it reported NaN or infinities
     Round done = 1;
-    Round told = 0;  // the latest round that it has reported to have called
+    Round reported_round = 0;  // the latest round that it has reported to have called
     bool dead = false;
     bool retired = false;  // makes no more offers
     bool left = false;     // has left, and no rank below it needs anything
@@ -304,11 +304,11 @@ class Node {
       double answered = 0;  // when the child answered; its answer follows
       bool in_program = false;
       Round next = 0;
-      bool said = false;  // whether this was reported to the user
+      bool reported = false;  // whether this was reported to the user
     };
     Behind behind = {};
     // The `done` of a child that makes no more offers says nothing about its calls.
-    Round called() const { return std::max({offer.round, retired ? 0 : done - 1, told}); }
+    Round called() const { return std::max({offer.round, retired ? 0 : done - 1, reported_round}); }
   };
   // A result that a rank above has.
   struct Announcement {
@@ -414,7 +414,7 @@ class Node {
   bool chosen_by_all() const;
   bool own_is_zero() const;
   bool fetchable(const Decoding& choice);
-  SectionShares shares_of(const Delegated& it,
+  SectionShares shares_of(const Delegated& delegated,
                           const std::vector<std::shared_ptr<const Decoding>>& choices) const;
   std::vector<std::shared_ptr<const Decoding>> decodings_in_turn(std::shared_ptr<const Decoding> first);
   std::shared_ptr<const Decoding> decoding_from(const std::vector<std::size_t>& order, bool in_time);
@@ -444,7 +444,7 @@ class Node {
   struct Destination {
     const Layout& layout;
     const std::vector<std::byte*>& at;
-    std::vector<bool>& here;
+    std::vector<bool>& arrived;
     Copy how;
   };
   Destination destination();
@@ -457,7 +457,7 @@ class Node {
   void end_sections();
   bool form();
   void drop_formed();
-  bool bring_terms(Forming& it, std::vector<const std::byte*>& inputs);
+  bool bring_terms(Forming& forming, std::vector<const std::byte*>& inputs);
   void cannot_form(std::size_t index, Rank term);
   void unless_copy_lacks_memory(std::size_t index, const std::function<void()>& act);
   void lose_term(Rank rank);
@@ -569,8 +569,8 @@ class Node {
   // Calls that do not match.
   std::string unreadable(Rank from, const std::string& which) const;
   void introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprint);
-  std::string clash(Rank one, std::uint64_t its, Round round, Rank other,
-                    std::uint64_t others) const;
+  std::string clash(Rank one, std::uint64_t fingerprint, Round round, Rank other,
+                    std::uint64_t other_fingerprint) const;
   void check_offer(Child& child);
   void check_offers();
   std::vector<bool> may_offer(std::uint32_t piece) const;

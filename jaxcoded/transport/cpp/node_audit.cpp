@@ -56,12 +56,12 @@ bool Node::audited_alike() {
   const auto block = audited();
   if (!block) return true;
   const std::size_t vectors = up_.call.audits.size(), ranks = children_.size() + 1;
-  std::vector<double> told(ranks + 2 * (1 + 3 * vectors));
-  if (up_.incoming.segments().back() != Segment{DType::float32, told.size()}) {
+  std::vector<double> reports(ranks + 2 * (1 + 3 * vectors));
+  if (up_.incoming.segments().back() != Segment{DType::float32, reports.size()}) {
     decide_error("CodedError: " + about_round() + "what is told of audits is of another shape");
     return false;
   }
-  widen(DType::float32, told.data(), up_.sum_at.back(), told.size());
+  widen(DType::float32, reports.data(), up_.sum_at.back(), reports.size());
   const bool warns = limits_.on_contradiction == OnContradiction::warn;
   const auto wrong = [&](const std::string& text) {
     if (warns) {
@@ -73,7 +73,7 @@ bool Node::audited_alike() {
   };
   std::vector<Rank> not_finite;
   for (std::size_t rank = 0; rank < ranks; ++rank) {
-    if (told[rank] != 0) not_finite.push_back(static_cast<Rank>(rank));
+    if (reports[rank] != 0) not_finite.push_back(static_cast<Rank>(rank));
   }
   if (!not_finite.empty()) {
     return wrong("what " + listed(not_finite) + (not_finite.size() == 1 ? " has" : " have") +
@@ -86,13 +86,13 @@ bool Node::audited_alike() {
     both.insert(both.begin(), member ? children_[member - 1].rank : family_.rank);
   }
   if (both.size() < 2 || both[0] == both[1]) return true;
-  const double* const first = told.data() + ranks;
+  const double* const first = reports.data() + ranks;
   const double* const second = first + 1 + 3 * vectors;
   if (first[0] != 1 || second[0] != 1) return true;
   ++compared_rounds_;
   const auto number = [](const double* whose, std::size_t v, std::size_t i) {
-    const double* const its = whose + 1 + 3 * v;
-    return std::ldexp(its[i], static_cast<int>(its[0]));
+    const double* const values = whose + 1 + 3 * v;
+    return std::ldexp(values[i], static_cast<int>(values[0]));
   };
   // Use the smaller size, so that a wrong size cannot raise the bound.
   const auto size = [&](std::size_t v) { return std::min(number(first, v, 1), number(second, v, 1)); };

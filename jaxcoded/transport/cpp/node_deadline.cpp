@@ -76,7 +76,7 @@ double Node::uncalled_at() const {
 void Node::fail_uncalled() {
   const double at = uncalled_at();
   if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
-  const auto first = std::ranges::find(children_, frontier_, [](const Child& it) { return it.offer.round; });
+  const auto first = std::ranges::find(children_, frontier_, [](const Child& child) { return child.offer.round; });
   const std::uint64_t fingerprint = first->offer.fingerprint;
   const std::string text = !alerts_.pending().empty()
                                ? alerts_.pending()
@@ -255,8 +255,9 @@ std::shared_ptr<const Decoding> Node::approximation(std::uint32_t piece) {
 
 // Whether the chosen messages can be fetched from ranks that answer.
 bool Node::can_be_had() const {
-  const auto answer = [&](const std::shared_ptr<const Decoding>& it) {
-    return it && std::ranges::none_of(it->rows, [&](std::size_t row) { return stalled(child_of_row(row)); });
+  const auto answer = [&](const std::shared_ptr<const Decoding>& decoding) {
+    return decoding &&
+           std::ranges::none_of(decoding->rows, [&](std::size_t row) { return stalled(child_of_row(row)); });
   };
   return up_.delegated ? std::ranges::all_of(up_.delegated->decodings, answer) : answer(up_.decoding);
 }
@@ -271,7 +272,7 @@ std::string Node::lacking() const {
   if (deals()) return lacking_blocks();
   if (up_.all_decoded() || can_be_had()) return {};
   std::vector<Rank> missing, silent;
-  std::string theirs;
+  std::string overdue;
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     if (up_.call.leaves_out(i)) continue;
@@ -280,7 +281,7 @@ std::string Node::lacking() const {
       silent.push_back(child.rank);
     } else {
       missing.push_back(child.rank);
-      if (child.overdue_round == next_) theirs += "; " + child.overdue;
+      if (child.overdue_round == next_) overdue += "; " + child.overdue;
     }
   }
   if (missing.empty()) return {};  // this rank waits for its own vectors
@@ -293,7 +294,7 @@ std::string Node::lacking() const {
                                : "; it needs " +
                                      (awaits_all() ? "all" : std::to_string(decoder_.enough())) +
                                      " of its " + std::to_string(children_.size()) + " children") +
-         skipped + theirs;
+         skipped + overdue;
 }
 
 std::string Node::waiting_for() const {

@@ -70,10 +70,10 @@ std::optional<bool> Node::delegate() {
 double Node::latecomers_until() const {
   if (!root() || up_.overdue) return up_.sufficient_at;
   // children that were reported as stuck are not expected
-  const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.said; };
-  const auto here = [&](const Child& child) { return takes_part(child); };
+  const auto comes = [&](const Child& child) { return !child.retired && !child.dead && !child.behind.reported; };
+  const auto present = [&](const Child& child) { return takes_part(child); };
   const auto most = static_cast<std::size_t>(std::ranges::count_if(children_, comes));
-  const auto now = static_cast<std::size_t>(std::ranges::count_if(children_, here));
+  const auto now = static_cast<std::size_t>(std::ranges::count_if(children_, present));
   if (now >= most) return up_.sufficient_at;
   const double messages = static_cast<double>(decoder_.enough()) / limits_.slices;
   const double before = evenly_shared(messages, now + 1);
@@ -82,7 +82,7 @@ double Node::latecomers_until() const {
   const double share = section_bytes_ > 0 ? static_cast<double>(up_.outgoing.bytes()) / section_bytes_ : 0;
   const double lasts = section_seconds_ * std::min(share, 1.0);
   const double saved = lasts * (before / after - 1);
-  const bool near = std::ranges::all_of(children_, [&](const Child& it) { return wire_.direct(it.rank); });
+  const bool near = std::ranges::all_of(children_, [&](const Child& child) { return wire_.direct(child.rank); });
   return up_.sufficient_at + (near ? saved : std::max(limits_.stall_seconds, saved));
 }
 
@@ -93,32 +93,32 @@ bool Node::takes_part(const Child& child) const {
 }
 
 bool Node::begin_sections(const std::shared_ptr<const Decoding>& decoding) {
-  Delegated it;
+  Delegated delegated;
   for (const Child& child : children_) {
-    if (takes_part(child)) it.members.push_back(child.rank);
+    if (takes_part(child)) delegated.members.push_back(child.rank);
   }
-  if (it.members.empty()) return false;
+  if (delegated.members.empty()) return false;
   const auto choices = chosen_by_all() ? std::vector{decoding} : decodings_in_turn(decoding);
   for (const auto& choice : choices) {
     if (!fetchable(*choice)) return false;
   }
-  it.since = wire_.now();
-  if (adds_own()) it.of_parent = own_is_zero() ? OfParent::zero : OfParent::term;
+  delegated.since = wire_.now();
+  if (adds_own()) delegated.of_parent = own_is_zero() ? OfParent::zero : OfParent::term;
   std::vector<Section> sections;
   std::uint32_t first = 0;
-  for (const SectionShare& share : shares_of(it, choices).shares) {
-    const bool own = share.maker == it.members.size();
+  for (const SectionShare& share : shares_of(delegated, choices).shares) {
+    const bool own = share.maker == delegated.members.size();
     const std::uint32_t pieces = share.pieces * limits_.slices;
     sections.push_back({.first = first,
                         .last = first + pieces,
-                        .maker = own ? family_.rank : it.members[share.maker],
+                        .maker = own ? family_.rank : delegated.members[share.maker],
                         .version = section_versions_.next()});
-    it.decodings.push_back(choices[share.choice]);
+    delegated.decodings.push_back(choices[share.choice]);
     first += pieces;
   }
-  it.flows.assign(sections.size(), {.moved = it.since});
-  it.attempts.assign(sections.size(), 0);
-  up_.delegated = std::move(it);
+  delegated.flows.assign(sections.size(), {.moved = delegated.since});
+  delegated.attempts.assign(sections.size(), 0);
+  up_.delegated = std::move(delegated);
   assign(std::move(sections));
   return true;
 }
@@ -142,7 +142,7 @@ bool Node::fetchable(const Decoding& choice) {
 }
 
 // Return how much each member forms, and from which messages; this rank counts as the last member.
-SectionShares Node::shares_of(const Delegated& it,
+SectionShares Node::shares_of(const Delegated& delegated,
                               const std::vector<std::shared_ptr<const Decoding>>& choices) const {
   const std::size_t own = children_.size();
   const auto port = [&](Rank rank) {
@@ -150,7 +150,7 @@ SectionShares Node::shares_of(const Delegated& it,
     return static_cast<std::size_t>(std::ranges::find_if(children_, same) - children_.begin());
   };
   std::vector<std::size_t> makers;
-  for (const Rank rank : it.members) makers.push_back(port(rank));
+  for (const Rank rank : delegated.members) makers.push_back(port(rank));
   makers.push_back(own);
   const double length = 1.0 / limits_.slices;
   std::vector<std::vector<PortMessage>> messages;
@@ -161,7 +161,7 @@ SectionShares Node::shares_of(const Delegated& it,
       const auto known = std::ranges::find(ports, child, &PortMessage::port);
       known == ports.end() ? ports.push_back({child, length}) : void(known->length += length);
     }
-    if (it.of_parent == OfParent::term) ports.push_back({own, 1});
+    if (delegated.of_parent == OfParent::term) ports.push_back({own, 1});
   }
   const auto taker = root() ? std::nullopt : std::optional(own);
   return section_shares(makers, messages, own + 1, up_.incoming.size(), taker);
@@ -174,7 +174,7 @@ std::vector<std::shared_ptr<const Decoding>> Node::decodings_in_turn(
   std::iota(order.begin(), order.end(), 0);
   std::vector<std::shared_ptr<const Decoding>> out;
   for (auto next = std::move(first); next && out.size() < most_choices; next = decoding_from(order, true)) {
-    if (std::ranges::any_of(out, [&](const auto& it) { return it->rows == next->rows; })) break;
+    if (std::ranges::any_of(out, [&](const auto& choice) { return choice->rows == next->rows; })) break;
     for (const std::size_t row : next->rows) ++used[row];
     out.push_back(std::move(next));
     std::ranges::stable_sort(order, {}, [&](std::size_t row) { return used[row]; });
@@ -193,12 +193,12 @@ bool Node::chosen_by_all() const { return pinned() || up_.call.shared || sums_bl
 // Return messages that suffice for the whole sum: the first ones in this order.
 std::shared_ptr<const Decoding> Node::decoding_from(const std::vector<std::size_t>& order, bool in_time) {
   const std::uint32_t last = up_.incoming.size() - 1;
-  std::vector<std::size_t> here;
+  std::vector<std::size_t> available;
   for (const std::size_t row : order) {
     const Child& child = child_of_row(row);
-    if (usable(row, last) && !child.dead && !(in_time && stalled(child))) here.push_back(row);
+    if (usable(row, last) && !child.dead && !(in_time && stalled(child))) available.push_back(row);
   }
-  return decoder_.decode(here, may_offer(last));
+  return decoder_.decode(available, may_offer(last));
 }
 
 // Return messages that suffice for the whole sum: the first ones among the rows from `first` on, followed by the
@@ -211,7 +211,7 @@ std::shared_ptr<const Decoding> Node::decoding_from(std::size_t first, bool in_t
 
 // Tell the members which rank forms which section, if this has changed.
 void Node::assign(std::vector<Section> sections) {
-  Delegated& it = *up_.delegated;
+  Delegated& delegated = *up_.delegated;
   const auto is_new = [&](std::size_t i) {
     return i >= sections_.all.size() || sections_.all[i].section != sections[i];
   };
@@ -219,15 +219,15 @@ void Node::assign(std::vector<Section> sections) {
   for (std::size_t i = 0; i < sections.size(); ++i) {
     if (!is_new(i)) continue;
     jobs.push_back(i);
-    it.flows[i].begin(wire_.now());
-    for (const std::size_t row : it.decodings[i]->rows) {
+    delegated.flows[i].begin(wire_.now());
+    for (const std::size_t row : delegated.decodings[i]->rows) {
       telemetry_.used(next_, child_of_row(row).column);
     }
   }
   SectionPlan plan{.purpose = purpose(), .sections = std::move(sections)};
-  if (root()) plan.members = it.members;
-  std::vector<Rank> idle = it.members;
-  idle.insert(idle.end(), it.joined.begin(), it.joined.end());
+  if (root()) plan.members = delegated.members;
+  std::vector<Rank> idle = delegated.members;
+  idle.insert(idle.end(), delegated.joined.begin(), delegated.joined.end());
   for (const std::size_t job : jobs) {
     const Rank maker = plan.sections[job].maker;
     if (maker == family_.rank) continue;
@@ -284,11 +284,11 @@ void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const 
 // can fetch them.
 void Node::join_sections(const Child& child) {
   if (!root() || !up_.delegated || !takes_part(child)) return;
-  Delegated& it = *up_.delegated;
-  if (std::ranges::find(it.members, child.rank) != it.members.end()) return;
-  if (std::ranges::find(it.joined, child.rank) != it.joined.end()) return;
-  it.joined.push_back(child.rank);
-  SectionPlan plan{.members = it.members};
+  Delegated& delegated = *up_.delegated;
+  if (std::ranges::find(delegated.members, child.rank) != delegated.members.end()) return;
+  if (std::ranges::find(delegated.joined, child.rank) != delegated.joined.end()) return;
+  delegated.joined.push_back(child.rank);
+  SectionPlan plan{.members = delegated.members};
   for (const Sections::Known& known : sections_.all) plan.sections.push_back(known.section);
   tell_sections(child.rank, next_, up_.call.fingerprint, plan, 0);
   for (std::size_t i = 0; i < sections_.all.size(); ++i) {
@@ -339,12 +339,12 @@ void Node::end_delegation() {
 
 // Make sure that some rank forms each section. Returns false if that is impossible.
 bool Node::mend_sections() {
-  Delegated& it = *up_.delegated;
+  Delegated& delegated = *up_.delegated;
   const double now = wire_.now();
   believe_answers();
   // On slow cables all sections are slow. Until the first piece is formed, the absence of pieces says little.
   double longest = 0;
-  for (const Flow& flow : it.flows) longest = std::max(longest, flow.longest);
+  for (const Flow& flow : delegated.flows) longest = std::max(longest, flow.longest);
   const double patience = longest > 0 ? std::max(limits_.silent_seconds, 2 * longest)
                                       : unformed * limits_.silent_seconds;
   std::vector<Section> sections;
@@ -354,7 +354,7 @@ bool Node::mend_sections() {
     Section& section = sections.emplace_back(known.section);
     if (known.taken == section.last) continue;
     bool lost = false, late = false;  // whether messages are lost or late
-    for (const std::size_t row : it.decodings[i]->rows) {
+    for (const std::size_t row : delegated.decodings[i]->rows) {
       Child& child = child_of_row(row);
       lost |= !usable(row, up_.incoming.size() - 1) || child.dead;
       late |= !is_responsive(child);
@@ -371,20 +371,20 @@ bool Node::mend_sections() {
       if (!other && lost && !gives_up()) other = decoding_from(i, false);
       if (!other && (lost || gives_up())) return false;
     }
-    if (late && !other) it.flows[i].wait(now);
+    if (late && !other) delegated.flows[i].wait(now);
     // A section that begins again loses all fetched pieces. So patience doubles with each attempt. The parent
     // is the last to try, and never loses its pieces: even on slow networks the sum is formed in the end.
-    const bool stuck = now - it.flows[i].moved >= std::ldexp(patience, static_cast<int>(it.attempts[i]));
+    const bool stuck = now - delegated.flows[i].moved >= std::ldexp(patience, static_cast<int>(delegated.attempts[i]));
     if (!other && (!maker || !(left || stuck))) continue;
     other_messages |= late && other;
-    if (other) it.decodings[i] = std::move(other);
+    if (other) delegated.decodings[i] = std::move(other);
     // a child may have offered a part of its message first, and then the whole message within the offer
-    if (!fetchable(*it.decodings[i])) return false;
+    if (!fetchable(*delegated.decodings[i])) return false;
     if (left || stuck) section.maker = stand_in(i);
     section.version = section_versions_.next();
     changed = true;
   }
-  it.changes += other_messages;
+  delegated.changes += other_messages;
   if (changed) assign(std::move(sections));
   return true;
 }
@@ -409,10 +409,10 @@ bool Node::is_responsive(Child& child) {
 
 // Choose a rank to form a section in place of its maker.
 Rank Node::stand_in(std::size_t index) {
-  Delegated& it = *up_.delegated;
-  if (++it.attempts[index] > most_attempts) return family_.rank;
-  for (std::size_t i = 0; i < it.members.size(); ++i) {
-    const Rank rank = it.members[it.turns++ % it.members.size()];
+  Delegated& delegated = *up_.delegated;
+  if (++delegated.attempts[index] > most_attempts) return family_.rank;
+  for (std::size_t i = 0; i < delegated.members.size(); ++i) {
+    const Rank rank = delegated.members[delegated.turns++ % delegated.members.size()];
     const Child& child = *child_of(rank);
     if (rank != sections_.all[index].section.maker && takes_part(child)) return rank;
   }
@@ -423,10 +423,10 @@ Rank Node::stand_in(std::size_t index) {
 void Node::abandon_sections() {
   up_.sufficient_at = 0;
   if (!up_.delegated) return;
-  const Delegated& it = *up_.delegated;
-  const SectionPlan none{.purpose = purpose(), .members = it.members};
-  for (const Rank rank : it.members) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
-  for (const Rank rank : it.joined) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
+  const Delegated& delegated = *up_.delegated;
+  const SectionPlan none{.purpose = purpose(), .members = delegated.members};
+  for (const Rank rank : delegated.members) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
+  for (const Rank rank : delegated.joined) tell_sections(rank, next_, up_.call.fingerprint, none, 0);
   learn_sections(none);
   root() ? up_.delegated.reset() : end_delegation();
   up_.whole = !up_.call.shared;
@@ -448,7 +448,7 @@ std::vector<Rank> Node::those_waiting(const Entry& entry) const {
   for (const Child& child : children_) {
     const Listener& listener = listeners_.at(child.rank);
     const bool waits = child.offer.round == entry.round && listener.first == entry.round &&
-                       listener.last >= entry.round && !listener.told;
+                       listener.last >= entry.round && !listener.known_pieces;
     if (waits && child.offer.fingerprint == entry.fingerprint && !child.dead && !child.asked) {
       out.push_back(child.rank);
     }

@@ -44,11 +44,11 @@ void Node::decided(Entry& entry, std::uint32_t ready) {
 
 void Node::on_result(Rank from, const Message& message) {
   const Header& head = message.header;
-  const bool theirs = !(head.flags & alone);
+  const bool by_root = !(head.flags & alone);
   // the round may still fail while only a part of its result is known
   const bool settled = (head.flags & (failed | inlined)) || head.round != failed_alone_.first() ||
                        head.ready == laid_out(segments_of(message)).size();
-  if (theirs && settled && !desynchronized_) {
+  if (by_root && settled && !desynchronized_) {
     const auto heard = failed_alone_.heard(head.round, (head.flags & failed) != 0);
     if (heard == FailedAlone::Heard::confirmed) {  // the round failed for all ranks
       if (Entry* entry = history_.find(head.round)) entry->alone = false;
@@ -77,7 +77,7 @@ void Node::on_result(Rank from, const Message& message) {
   news.from = from;
   news.ready = head.ready;
   news.failed = (head.flags & failed) != 0;
-  news.alone = news.failed && !theirs;
+  news.alone = news.failed && !by_root;
   news.fingerprint = head.fingerprint;
   if (news.failed) {
     news.body = message.body;
@@ -137,15 +137,15 @@ Entry* Node::entry_at_frontier(const Announcement& news) {
               .error = error,
               .alone = news.alone,
               .layout = laid_out(news.segments)};
-  const bool mine = calling() && next_ == frontier_;
+  const bool own_call = calling() && next_ == frontier_;
   // the program will fetch the result at once
-  const bool comes = mine && up_.call.shared && !up_.call.complete && !up_.call.lacks_memory;
+  const bool comes = own_call && up_.call.shared && !up_.call.complete && !up_.call.lacks_memory;
   if (comes && listeners_.empty()) return nullptr;
-  const bool in_place = mine && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
+  const bool in_place = own_call && !up_.call.out.empty() && up_.call.complete && listeners_.empty() && up_.call.down &&
                         !news.failed && news.fingerprint == up_.call.fingerprint &&
                         news.segments == up_.call.total;
   // A leaf keeps only the first results that it needs for its own calls. The ranks above keep the later results.
-  if (!mine && listeners_.empty() && !history_.empty() &&
+  if (!own_call && listeners_.empty() && !history_.empty() &&
       history_.bytes() + entry.layout.bytes() > limits_.ahead_bytes) {
     return nullptr;
   }
@@ -175,15 +175,15 @@ bool Node::follow() {
   if (root()) return false;
   // the result may soon overwrite this rank's own vector
   if (up_.delegated && announced_.contains(frontier_)) abandon_sections();
-  const auto found = announced_.find(frontier_);
-  const bool known = found != announced_.end();
-  if (known && !found->second.alone && failed_alone_.first() && !desynchronized_) {
+  const auto announcement = announced_.find(frontier_);
+  const bool known = announcement != announced_.end();
+  if (known && !announcement->second.alone && failed_alone_.first() && !desynchronized_) {
     take_back();  // the root had announced the result before the round failed here
     return true;
   }
   if (const auto more = follow_sections()) return *more;
   if (!known) return false;
-  const Announcement& news = found->second;
+  const Announcement& news = announcement->second;
   Entry* entry = entry_at_frontier(news);
   if (!entry) return false;
   if (news.failed) {
@@ -193,15 +193,15 @@ bool Node::follow() {
   }
   if (!news.body.empty()) {
     for (std::uint32_t p = entry->ready; p < entry->layout.size(); ++p) {
-      const Piece it = entry->layout[p];
-      if (it.bytes == 0) continue;
-      std::memcpy(entry->at[it.segment] + it.offset,
-                  news.body.data() + entry->layout.start(it.segment) + it.offset, it.bytes);
+      const Piece piece = entry->layout[p];
+      if (piece.bytes == 0) continue;
+      std::memcpy(entry->at[piece.segment] + piece.offset,
+                  news.body.data() + entry->layout.start(piece.segment) + piece.offset, piece.bytes);
     }
     decided(*entry, entry->layout.size());
     return true;
   }
-  entry->here.resize(entry->layout.size());
+  entry->arrived.resize(entry->layout.size());
   // a result in a buffer is fetched by ranks below; otherwise it goes to the program
   const Copy how = entry->buffer ? Copy::cached : for_program(entry->layout.bytes());
   const std::uint32_t ahead = wire_.direct(news.from) ? 1 : pieces_ahead;
@@ -210,9 +210,9 @@ bool Node::follow() {
   while (ready < news.ready && bytes < limits_.announced_bytes) {
     for (std::uint32_t p = ready; p < std::min(news.ready, ready + ahead); ++p) {
       const Piece piece = entry->layout[p];
-      if (entry->here[p] || asked_pieces_.contains(p)) continue;
+      if (entry->arrived[p] || asked_pieces_.contains(p)) continue;
       if (piece.bytes == 0) {
-        entry->here[p] = true;
+        entry->arrived[p] = true;
         continue;
       }
       fetched_bytes_ += piece.bytes;
@@ -220,7 +220,7 @@ bool Node::follow() {
                           news.addresses[piece.segment] + piece.offset,
                           entry->at[piece.segment] + piece.offset, piece.bytes, how)) {
         case Wire::Fetch::done:
-          entry->here[p] = true;
+          entry->arrived[p] = true;
           break;
         case Wire::Fetch::pending:
           asked_pieces_.insert(p);
@@ -230,11 +230,11 @@ bool Node::follow() {
           return true;
       }
     }
-    if (!entry->here[ready]) break;
+    if (!entry->arrived[ready]) break;
     bytes += entry->layout[ready].bytes;
     ++ready;
   }
-  const bool more = ready < news.ready && (entry->here[ready] || !asked_pieces_.contains(ready));
+  const bool more = ready < news.ready && (entry->arrived[ready] || !asked_pieces_.contains(ready));
   const bool last = ready == entry->layout.size();
   decided(*entry, ready);
   return more || (last && announced_.contains(frontier_));
@@ -275,10 +275,10 @@ void Node::hand_over(const Entry& entry) {
     // ranks below may not know yet that no section is formed from this rank's own vector any more
     if (up_.given < entry.ready && !children_.empty()) withdraw(Object::What::own, next_ + 1);
     for (; up_.given < entry.ready; ++up_.given) {
-      const Piece it = entry.layout[up_.given];
-      if (!it.bytes) continue;
+      const Piece piece = entry.layout[up_.given];
+      if (!piece.bytes) continue;
       if (entry.buffer && !up_.call.out.empty()) {
-        copy(up_.call.out[it.segment] + it.offset, entry.data(up_.given), it.bytes,
+        copy(up_.call.out[piece.segment] + piece.offset, entry.data(up_.given), piece.bytes,
              for_program(entry.layout.bytes()));
       }
       if (up_.call.feed) give(entry.layout, up_.given);
@@ -290,10 +290,10 @@ void Node::hand_over(const Entry& entry) {
 // Tell the feed which bytes are in place, in order. The pieces of slices alternate, so with slices the feed is
 // told of a vector only once the whole vector is in place.
 void Node::give(const Layout& layout, std::uint32_t piece) {
-  const Piece it = layout[piece];
-  if (limits_.slices == 1) return up_.call.feed->given(it.segment, it.offset, it.bytes);
-  if (piece + 1 < layout.first(it.segment + 1)) return;
-  up_.call.feed->given(it.segment, 0, layout.segments()[it.segment].bytes());
+  const Piece range = layout[piece];
+  if (limits_.slices == 1) return up_.call.feed->given(range.segment, range.offset, range.bytes);
+  if (piece + 1 < layout.first(range.segment + 1)) return;
+  up_.call.feed->given(range.segment, 0, layout.segments()[range.segment].bytes());
 }
 
 // Return how far above this rank an ancestor is; 0 for the parent.
@@ -307,23 +307,23 @@ bool Node::is_above(Rank rank) const { return height(rank) < family_.ancestors.s
 
 bool Node::awaited_below() const {
   return std::ranges::any_of(listeners_,
-                             [&](const auto& it) { return it.second.called >= frontier_; });
+                             [&](const auto& entry) { return entry.second.called >= frontier_; });
 }
 
 // Ask above for decided results. If a result does not come, ask another rank for it.
 void Node::ask() {
   if (root() || left()) return;
   // an announced result of shared work is not late: it waits for this rank's program
-  const bool there = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
-  const bool mine = calling() && next_ == frontier_ && !there;
+  const bool is_announced = up_.call.shared && !up_.call.complete && announced_.contains(frontier_);
+  const bool own_call = calling() && next_ == frontier_ && !is_announced;
   const bool decided = newest_ >= frontier_;
   // an offer that is held back until the root sends something does not ask for the result
-  const bool unsure = mine && unsure_of() && upstream_.may_ask(upstream_.source());
+  const bool unsure = own_call && unsure_of() && upstream_.may_ask(upstream_.source());
   if (((decided || unsure) && upstream_.wanted() < frontier_) ||
-      (mine && upstream_.stand_in_unasked(frontier_))) {
+      (own_call && upstream_.stand_in_unasked(frontier_))) {
     want(upstream_.source());
   }
-  if (!mine && !watches_ && !awaited_below()) return;
+  if (!own_call && !watches_ && !awaited_below()) return;
   // The rank that has the result, or will have it, may only be slow. Ask whether it is there, and give it up if
   // it stays silent. A rank that has not answered is not asked again.
   const auto source = announced_.find(frontier_);
@@ -344,12 +344,12 @@ void Node::ask() {
 }
 
 void Node::want(Rank rank) {
-  const bool mine = calling() && next_ == frontier_;
+  const bool own_call = calling() && next_ == frontier_;
   Message message{header(Kind::want, frontier_)};
-  const bool one = mine && rank == upstream_.parent();
+  const bool one = own_call && rank == upstream_.parent();
   message.header.last = one ? frontier_ : frontier_ + rounds_ahead - 1;
   message.header.fingerprint = desynchronized_ ? 0 : unsure_of();
-  if (mine || awaited_below()) message.header.flags = calls;
+  if (own_call || awaited_below()) message.header.flags = calls;
   wire_.send(rank, message);
   upstream_.asked(rank, frontier_, message.header.last, wire_.now());
 }
@@ -427,7 +427,7 @@ void Node::tell(Rank rank, Listener& listener) {
       return listener.want_nothing();
     }
     const bool small = !entry->failed && entry->layout.bytes() <= wire_.inline_bytes(rank);
-    if (entry->ready == listener.told) return;
+    if (entry->ready == listener.known_pieces) return;
     if (!entry->complete() && (small || will_spread_to(rank, *entry))) return;
     if (!entry->failed) introduce(rank, listener.introduced, entry->fingerprint);
     Message message{header(Kind::result, entry->round)};
@@ -452,7 +452,7 @@ void Node::tell(Rank rank, Listener& listener) {
     }
     wire_.send(rank, message);
     if (!entry->complete()) {
-      listener.told = entry->ready;
+      listener.known_pieces = entry->ready;
       return;
     }
     listener.next();
@@ -491,7 +491,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   if (root() && departures_.leaving()) refuse_called(rank, listener);
   tell(rank, listener);
   // Tell a rank that asks that this rank is there, even if there is no result yet.
-  const bool answered = listener.first > head.round || listener.told || !listener.last;
+  const bool answered = listener.first > head.round || listener.known_pieces || !listener.last;
   if (!answered) note(rank, newest_);
 }
 

@@ -40,7 +40,7 @@ void Node::on_bye(Child& child, const Message& message) {
     child.left = true;
     listeners_[child.rank].want_nothing();
   }
-  child.told = std::max(child.called(), message.header.last);
+  child.reported_round = std::max(child.called(), message.header.last);
   child.retired = true;
   say_bye();
 }

@@ -17,15 +17,15 @@ void Node::introduce(Rank to, Signatures::Known& known, std::uint64_t fingerprin
   wire_.send(to, message);
 }
 
-std::string Node::clash(Rank one, std::uint64_t its, Round round, Rank other,
-                        std::uint64_t others) const {
-  const std::string call = signatures_.of(its), another = signatures_.of(others);
-  const std::string who = "rank " + std::to_string(one), whom = "rank " + std::to_string(other);
+std::string Node::clash(Rank one, std::uint64_t fingerprint, Round round, Rank other,
+                        std::uint64_t other_fingerprint) const {
+  const std::string call = signatures_.of(fingerprint), another = signatures_.of(other_fingerprint);
+  const std::string name = "rank " + std::to_string(one), other_name = "rank " + std::to_string(other);
   const std::string at = ": round " + std::to_string(round) + ", ";
-  const auto [here, there] = difference(call, another);
-  return "GroupMismatch: " + std::string(here) + " at " + who + ", " + std::string(there) + " at " +
-         whom + ": ranks called different things in the same round; " + who + at + shortened(call) +
-         "; " + whom + at + shortened(another);
+  const auto [item, other_item] = difference(call, another);
+  return "GroupMismatch: " + std::string(item) + " at " + name + ", " + std::string(other_item) + " at " +
+         other_name + ": ranks called different things in the same round; " + name + at + shortened(call) +
+         "; " + other_name + at + shortened(another);
 }
 
 void Node::check_offer(Child& child) {

@@ -194,12 +194,12 @@ bool Node::accepted_not_finite(const std::vector<std::size_t>& children) {
     const Child& child = children_[number];
     if (child.not_finite_round != next_) ranks.push_back(child.rank);  // no rank below it has reported them
   }
-  const std::string mine = me();
+  const std::string name = me();
   std::string text;
   if (!ranks.empty()) {
-    text = "what " + listed(ranks) + (ranks.size() == 1 ? " has" : " have") + " sent to " + mine + " has ";
+    text = "what " + listed(ranks) + (ranks.size() == 1 ? " has" : " have") + " sent to " + name + " has ";
   }
-  if (!up_.own_finite) text += (text.empty() ? "what " : "and what ") + mine + " adds itself has ";
+  if (!up_.own_finite) text += (text.empty() ? "what " : "and what ") + name + " adds itself has ";
   text = about_round() + text + "NaN or infinities";
   if (warns) {
     if (!ranks.empty() || !up_.own_finite) tell_not_finite(next_, text);

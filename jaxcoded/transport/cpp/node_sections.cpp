@@ -61,8 +61,8 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (known != announced_.end() && !known->second.failed && known->second.segments != total) {
     throw Damaged();
   }
-  const bool mine = !plan.terms.empty();
-  if (mine) {
+  const bool forms = !plan.terms.empty();
+  if (forms) {
     // the family's code has no messages for this sum, for example if slices do not divide the sum's length
     if (shape.pieces != messages_of(total).incoming.size() * limits_.slices) throw Damaged();
     if (head.ready >= plan.sections.size()) throw Damaged();
@@ -72,13 +72,13 @@ void Node::on_delegate(Rank from, const Message& message) {
   if (plan.purpose != Purpose::result && limits_.slices != 1) throw Damaged();
   if (up_.delegated) abandon_sections();  // this rank's message is not needed any more
   learn_sections(plan);
-  if (mine && plan.purpose == Purpose::copy) {
+  if (forms && plan.purpose == Purpose::copy) {
     copied_ = {next_, head.ready, plan.sections[head.ready].version, plan.members};
   }
-  if (mine && !has_begun(plan.sections[head.ready])) {
+  if (forms && !has_begun(plan.sections[head.ready])) {
     unless_copy_lacks_memory(head.ready, [&] { begin_forming(plan, head.ready); });
   }
-  for (auto& [who, early] : std::exchange(early_, {})) on_formed(who, early);
+  for (auto& [sender, early] : std::exchange(early_, {})) on_formed(sender, early);
 }
 
 // Refuse to form a section. For a copy, tell the members, as no rank oversees the sections of a copy.
@@ -118,39 +118,39 @@ void Node::learn_sections(SectionPlan plan) {
                  .messages = messages_of(up_.call.total),
                  .slices = limits_.slices};
   }
-  Sections& it = sections_;
+  Sections& sections = sections_;
   // if there is too little memory for these, nothing has changed
   std::vector<Sections::Known> all;
   for (std::size_t i = 0; i < plan.sections.size(); ++i) {
     const Section& section = plan.sections[i];
-    const bool same = i < it.all.size() && it.all[i].section == section;
-    all.push_back(same ? it.all[i]
+    const bool same = i < sections.all.size() && sections.all[i].section == section;
+    all.push_back(same ? sections.all[i]
                        : Sections::Known{.section = section,
                                          .formed = section.first,
                                          .taken = section.first});
   }
   Entry* entry = history_.find(next_);
-  if (entry) entry->here.resize(entry->layout.size());
-  if (plan.purpose == Purpose::message) it.here.resize(it.layout.size());
-  it.purpose = plan.purpose;
-  it.members = std::move(plan.members);
-  it.flow.begin(wire_.now());
-  const auto before = std::exchange(it.all, std::move(all));
+  if (entry) entry->arrived.resize(entry->layout.size());
+  if (plan.purpose == Purpose::message) sections.arrived.resize(sections.layout.size());
+  sections.purpose = plan.purpose;
+  sections.members = std::move(plan.members);
+  sections.flow.begin(wire_.now());
+  const auto before = std::exchange(sections.all, std::move(all));
   const auto stays = [&](std::uint32_t piece) {
-    const std::size_t i = it.of_piece(piece);
-    return i < before.size() && i < it.all.size() && before[i].section == it.all[i].section;
+    const std::size_t i = sections.of_piece(piece);
+    return i < before.size() && i < sections.all.size() && before[i].section == sections.all[i].section;
   };
-  std::erase_if(it.asked, [&](const auto& each) { return !stays(each.first); });
-  if (it.purpose == Purpose::message) {
-    for (std::uint32_t p = 0; p < it.layout.size(); ++p) it.here[p] = it.here[p] && stays(p);
+  std::erase_if(sections.asked, [&](const auto& each) { return !stays(each.first); });
+  if (sections.purpose == Purpose::message) {
+    for (std::uint32_t p = 0; p < sections.layout.size(); ++p) sections.arrived[p] = sections.arrived[p] && stays(p);
   } else if (entry) {
     asked_pieces_.clear();
-    for (std::uint32_t p = 0; p < entry->layout.size(); ++p) entry->here[p] = entry->here[p] && stays(p);
+    for (std::uint32_t p = 0; p < entry->layout.size(); ++p) entry->arrived[p] = entry->arrived[p] && stays(p);
   }
-  std::erase_if(it.forming, [&](const Forming& each) {
-    return each.index >= it.all.size() || it.all[each.index].section != each.section;
+  std::erase_if(sections.forming, [&](const Forming& each) {
+    return each.index >= sections.all.size() || sections.all[each.index].section != each.section;
   });
-  if (it.all.empty()) it = {};
+  if (sections.all.empty()) sections = {};
 }
 
 // Forget the sections of the call in progress, because a message that takes them back may be lost. Their pieces must
@@ -162,8 +162,8 @@ void Node::distrust_sections() {
 // Whether some sections come from another host. On one host it saves no time to copy sections before the round
 // is decided. Afterwards they can be copied directly to where the program wants them.
 bool Node::from_afar() const {
-  return std::ranges::any_of(sections_.all, [&](const Sections::Known& it) {
-    return it.section.maker != family_.rank && !wire_.direct(it.section.maker);
+  return std::ranges::any_of(sections_.all, [&](const Sections::Known& known) {
+    return known.section.maker != family_.rank && !wire_.direct(known.section.maker);
   });
 }
 
@@ -175,20 +175,20 @@ Entry* Node::begin_entry() {
     place(begun);
     entry = &history_.add(std::move(begun));
   }
-  entry->here.resize(entry->layout.size());
+  entry->arrived.resize(entry->layout.size());
   return entry;
 }
 
 // Where the pieces of sections are written.
 Node::Destination Node::destination() {
   if (sections_.purpose == Purpose::message) {
-    return {sections_.layout, up_.sum_at, sections_.here, Copy::cached};
+    return {sections_.layout, up_.sum_at, sections_.arrived, Copy::cached};
   }
   return destination(*begin_entry());
 }
 
 Node::Destination Node::destination(Entry& entry) const {
-  return {entry.layout, entry.at, entry.here, for_program(entry.layout.bytes())};
+  return {entry.layout, entry.at, entry.arrived, for_program(entry.layout.bytes())};
 }
 
 bool Node::is_sibling(Rank rank) const {
@@ -216,8 +216,8 @@ void Node::end_sections() {
   if (!sections_.round) return;
   const Sections ended = std::exchange(sections_, {});  // first, as telling other ranks may run out of memory
   if (ended.purpose != Purpose::copy) return;
-  for (const Forming& it : ended.forming) {
-    tell_unformed(ended.round, it.index, it.section.version, ended.members);
+  for (const Forming& forming : ended.forming) {
+    tell_unformed(ended.round, forming.index, forming.section.version, ended.members);
   }
 }
 
@@ -232,42 +232,42 @@ void Node::drop_formed() {
 // Form some pieces of this rank's next section. Returns whether there is more to do at once.
 bool Node::form() {
   if (sections_.forming.empty()) return false;
-  Forming& it = sections_.forming.front();
-  Formed::Part& part = *formed_.find(it.section.version);
+  Forming& forming = sections_.forming.front();
+  Formed::Part& part = *formed_.find(forming.section.version);
   std::uint64_t bytes = 0;
-  while (it.next < it.section.last && bytes < limits_.announced_bytes) {
+  while (forming.next < forming.section.last && bytes < limits_.announced_bytes) {
     std::vector<const std::byte*> inputs;
     bool brought = false;
-    unless_copy_lacks_memory(it.index, [&] { brought = bring_terms(it, inputs); });
+    unless_copy_lacks_memory(forming.index, [&] { brought = bring_terms(forming, inputs); });
     if (!brought) return true;
-    if (inputs.size() < it.terms.size()) break;
-    const Piece piece = formed_.layout[it.next];
+    if (inputs.size() < forming.terms.size()) break;
+    const Piece piece = formed_.layout[forming.next];
     std::vector<double> coefficients;
-    for (const Term& term : it.terms) coefficients.push_back(term.coefficients[it.next % sections_.slices]);
-    const std::size_t own = it.of_parent == OfParent::term ? 1 : 0;
+    for (const Term& term : forming.terms) coefficients.push_back(term.coefficients[forming.next % sections_.slices]);
+    const std::size_t own = forming.of_parent == OfParent::term ? 1 : 0;
     const std::byte* of_parent = own ? inputs.front() : nullptr;
-    if (it.of_parent == OfParent::zero) {
+    if (forming.of_parent == OfParent::zero) {
       zeros_.resize(std::max<std::size_t>(zeros_.size(), piece.bytes));
       of_parent = zeros_.data();
     }
     if (piece.count) {
-      combine(formed_.layout.segments()[piece.segment].dtype, formed_.at(part, it.next), of_parent,
+      combine(formed_.layout.segments()[piece.segment].dtype, formed_.at(part, forming.next), of_parent,
               std::span(inputs).subspan(own), std::span(coefficients).subspan(own), piece.count);
     }
-    ++it.next;
-    for (std::size_t i = 0; i < it.terms.size(); ++i) {
-      const std::uint32_t number = sections_.number(it, i, it.next - 1);
-      const bool again = it.next < it.section.last && sections_.number(it, i, it.next) == number;
-      if (!again) it.slots.erase({number, i});
+    ++forming.next;
+    for (std::size_t i = 0; i < forming.terms.size(); ++i) {
+      const std::uint32_t number = sections_.number(forming, i, forming.next - 1);
+      const bool again = forming.next < forming.section.last && sections_.number(forming, i, forming.next) == number;
+      if (!again) forming.slots.erase({number, i});
     }
     bytes += piece.bytes;
   }
-  if (it.next == part.end) return false;
+  if (forming.next == part.end) return false;
   formed_bytes_ += bytes;
-  part.end = it.next;
-  const std::size_t index = it.index;
-  const bool over = it.next == it.section.last;
-  formed(index, it.next, formed_.addresses(part));
+  part.end = forming.next;
+  const std::size_t index = forming.index;
+  const bool over = forming.next == forming.section.last;
+  formed(index, forming.next, formed_.addresses(part));
   for (const Rank rank : sections_.members) {
     if (rank != family_.rank) tell_formed(rank, index);
   }
@@ -278,53 +278,53 @@ bool Node::form() {
 
 // Request the messages of a section, and collect their pieces for the section's next piece, as far as these
 // have arrived. Returns false if a message is no longer available.
-bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
+bool Node::bring_terms(Forming& forming, std::vector<const std::byte*>& inputs) {
   static const std::byte nothing[1] = {};
-  const std::size_t count = it.terms.size(), ahead = terms_ahead_.pieces();
-  for (std::uint32_t p = it.next; p < it.section.last; ++p) {
+  const std::size_t count = forming.terms.size(), ahead = terms_ahead_.pieces();
+  for (std::uint32_t p = forming.next; p < forming.section.last; ++p) {
     for (std::size_t turn = 0; turn < count; ++turn) {
-      const std::size_t i = (turn + it.index) % count;  // each maker begins with a different term
-      const Term& term = it.terms[i];
-      const std::uint32_t number = sections_.number(it, i, p);
-      const Piece piece = sections_.of_term(it, i, number);
-      if (!piece.bytes || term.rank == family_.rank || it.slots.contains({number, i})) continue;
+      const std::size_t i = (turn + forming.index) % count;  // each maker begins with a different term
+      const Term& term = forming.terms[i];
+      const std::uint32_t number = sections_.number(forming, i, p);
+      const Piece piece = sections_.of_term(forming, i, number);
+      if (!piece.bytes || term.rank == family_.rank || forming.slots.contains({number, i})) continue;
       const bool direct = wire_.direct(term.rank);
-      if (direct ? p > it.next : it.pending >= ahead) continue;
+      if (direct ? p > forming.next : forming.pending >= ahead) continue;
       Buffer memory = pool_.take(piece.bytes);
-      Forming::Slot& slot = it.slots[{number, i}];
+      Forming::Slot& slot = forming.slots[{number, i}];
       slot.buffer = std::move(memory);
       slot.asked = wire_.now();
       fetched_bytes_ += piece.bytes;
       const std::size_t vector = piece.segment % term.addresses.size();
-      switch (wire_.fetch(term.rank, {sections_.kind_of_term(it, i), sections_.round, term.version}, number,
+      switch (wire_.fetch(term.rank, {sections_.kind_of_term(forming, i), sections_.round, term.version}, number,
                           term.addresses[vector] + piece.offset, slot.buffer.data(),
                           piece.bytes, Copy::cached)) {
         case Wire::Fetch::done:
-          slot.here = true;
+          slot.arrived = true;
           break;
         case Wire::Fetch::pending:
-          ++it.pending;
+          ++forming.pending;
           break;
         case Wire::Fetch::gone:
-          cannot_form(it.index, term.rank);
+          cannot_form(forming.index, term.rank);
           return false;
       }
     }
-    if (!it.pending || it.pending >= ahead) break;
+    if (!forming.pending || forming.pending >= ahead) break;
   }
   for (std::size_t i = 0; i < count; ++i) {
-    const Term& term = it.terms[i];
-    const std::uint32_t number = sections_.number(it, i, it.next);
-    if (!sections_.of_term(it, i, number).bytes) {
+    const Term& term = forming.terms[i];
+    const std::uint32_t number = sections_.number(forming, i, forming.next);
+    if (!sections_.of_term(forming, i, number).bytes) {
       inputs.push_back(nothing);
     } else if (term.rank == family_.rank) {
-      const auto own = read({sections_.kind_of_term(it, i), sections_.round, term.version}, number);
+      const auto own = read({sections_.kind_of_term(forming, i), sections_.round, term.version}, number);
       if (!own) {
-        cannot_form(it.index, term.rank);
+        cannot_form(forming.index, term.rank);
         return false;
       }
       inputs.push_back(own->data());
-    } else if (const auto slot = it.slots.find({number, i}); slot != it.slots.end() && slot->second.here) {
+    } else if (const auto slot = forming.slots.find({number, i}); slot != forming.slots.end() && slot->second.arrived) {
       inputs.push_back(slot->second.buffer.data());
     } else {
       break;
@@ -337,7 +337,7 @@ bool Node::bring_terms(Forming& it, std::vector<const std::byte*>& inputs) {
 // result directly from the parent.
 void Node::cannot_form(std::size_t index, Rank term) {
   const Section section = sections_.all[index].section;
-  std::erase_if(sections_.forming, [&](const Forming& it) { return it.section == section; });
+  std::erase_if(sections_.forming, [&](const Forming& forming) { return forming.section == section; });
   if (up_.delegated) return lose_term(term);
   if (sections_.purpose == Purpose::copy) {
     sections_.all[index].gone = true;
@@ -373,20 +373,20 @@ void Node::lose_term(Rank rank) {
 bool Node::term_arrived(Rank from, Object object, std::uint32_t piece,
                           std::span<const std::byte> data) {
   if (!sections_.round || object.round != sections_.round) return false;
-  for (Forming& it : sections_.forming) {
-    for (std::size_t i = 0; i < it.terms.size(); ++i) {
-      if (it.terms[i].rank != from || it.terms[i].version != object.version) continue;
-      if (sections_.kind_of_term(it, i) != object.what) continue;
-      const auto slot = it.slots.find({piece, i});
-      if (slot == it.slots.end() || slot->second.here) continue;
+  for (Forming& forming : sections_.forming) {
+    for (std::size_t i = 0; i < forming.terms.size(); ++i) {
+      if (forming.terms[i].rank != from || forming.terms[i].version != object.version) continue;
+      if (sections_.kind_of_term(forming, i) != object.what) continue;
+      const auto slot = forming.slots.find({piece, i});
+      if (slot == forming.slots.end() || slot->second.arrived) continue;
       if (data.empty()) {
-        cannot_form(it.index, from);
+        cannot_form(forming.index, from);
         return true;
       }
       std::memcpy(slot->second.buffer.data(), data.data(), data.size());
-      slot->second.here = true;
+      slot->second.arrived = true;
       terms_ahead_.arrived(wire_.now() - slot->second.asked);
-      --it.pending;
+      --forming.pending;
       return true;
     }
   }
@@ -402,7 +402,7 @@ const std::byte* Node::piece_of_section(std::size_t index, std::uint32_t piece) 
     return piece < part->end ? formed_.at(*part, piece) : nullptr;
   }
   const Entry* entry = history_.find(sections_.round);
-  return entry && piece < entry->here.size() && entry->here[piece] ? entry->data(piece) : nullptr;
+  return entry && piece < entry->arrived.size() && entry->arrived[piece] ? entry->data(piece) : nullptr;
 }
 
 // Tell a rank how much of a section is available, and where. If the section is short, send all of it.
@@ -411,12 +411,12 @@ void Node::tell_formed(Rank to, std::size_t index) {
   Message message = about_section(sections_.round, index, known.section.version);
   message.header.ready = known.formed;
   std::uint64_t bytes = 0;
-  bool here = known.formed == known.section.last;
-  for (std::uint32_t p = known.section.first; p < known.formed && here; ++p) {
+  bool available = known.formed == known.section.last;
+  for (std::uint32_t p = known.section.first; p < known.formed && available; ++p) {
     bytes += sections_.layout[p].bytes;
-    here = piece_of_section(index, p) != nullptr;
+    available = piece_of_section(index, p) != nullptr;
   }
-  if (here && bytes <= wire_.inline_bytes(to)) {
+  if (available && bytes <= wire_.inline_bytes(to)) {
     message.header.flags = inlined;
     for (std::uint32_t p = known.section.first; p < known.formed; ++p) {
       message.append(piece_of_section(index, p), sections_.layout[p].bytes);
@@ -440,33 +440,33 @@ void Node::on_formed(Rank from, const Message& message) {
                      of_mine == up_.delegated.has_value();
   if (!known || head.fingerprint > sections_.all[head.last].section.version) {
     if (of_mine) return;
-    std::erase_if(early_, [&](const auto& it) {  // the new message replaces this one
-      return it.first == from && it.second.header.last == head.last;
+    std::erase_if(early_, [&](const auto& early) {  // the new message replaces this one
+      return early.first == from && early.second.header.last == head.last;
     });
     if (early_.size() < early_of_each * (family_.siblings.size() + 1)) early_.emplace_back(from, message);
     return;
   }
-  Sections::Known& it = sections_.all[head.last];
-  if (head.fingerprint != it.section.version) return;
-  if (from != it.section.maker && !relayed) throw Damaged();
+  Sections::Known& reported = sections_.all[head.last];
+  if (head.fingerprint != reported.section.version) return;
+  if (from != reported.section.maker && !relayed) throw Damaged();
   if (head.flags & failed) {
-    it.gone |= of_mine || relayed || sections_.purpose == Purpose::copy;
+    reported.gone |= of_mine || relayed || sections_.purpose == Purpose::copy;
     if (of_mine) lose_term(static_cast<Rank>(head.ready));
     return;
   }
-  if (head.ready < it.section.first || head.ready > it.section.last) throw Damaged();
-  if (head.ready <= it.formed) return;
+  if (head.ready < reported.section.first || head.ready > reported.section.last) throw Damaged();
+  if (head.ready <= reported.formed) return;
   if (head.flags & inlined) {
     std::size_t at = 0;
-    for (std::uint32_t p = it.section.first; p < head.ready; ++p) at += sections_.layout[p].bytes;
+    for (std::uint32_t p = reported.section.first; p < head.ready; ++p) at += sections_.layout[p].bytes;
     if (at != message.body.size()) throw Damaged();
     const Destination to = destination();
     at = 0;
-    for (std::uint32_t p = it.section.first; p < head.ready; ++p) {
+    for (std::uint32_t p = reported.section.first; p < head.ready; ++p) {
       const Piece piece = to.layout[p];
       if (piece.bytes) std::memcpy(to.at[piece.segment] + piece.offset, message.body.data() + at, piece.bytes);
       at += piece.bytes;
-      to.here[p] = true;
+      to.arrived[p] = true;
     }
     formed(head.last, head.ready, {});
   } else {
@@ -480,9 +480,9 @@ void Node::on_formed(Rank from, const Message& message) {
 
 // Record that a section's pieces before `ready` are available from its maker, at these addresses.
 void Node::formed(std::size_t index, std::uint32_t ready, std::vector<std::uint64_t> addresses) {
-  Sections::Known& it = sections_.all[index];
-  it.formed = ready;
-  it.addresses = std::move(addresses);
+  Sections::Known& known = sections_.all[index];
+  known.formed = ready;
+  known.addresses = std::move(addresses);
   sections_came_on();
   if (!up_.delegated) return;
   up_.delegated->flows[index].move(wire_.now());
@@ -504,16 +504,16 @@ bool Node::take_sections(Destination to) {
   const std::size_t from_one = std::max(results_from_one, ahead / std::max<std::size_t>(count, 1));
   for (std::size_t turn = 1; turn <= count; ++turn) {
     // each rank begins with a different section
-    Sections::Known& it = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
-    const Rank maker = it.section.maker;
+    Sections::Known& known = sections_.all[(turn + static_cast<std::size_t>(family_.rank)) % count];
+    const Rank maker = known.section.maker;
     std::size_t on_their_way = 0;
-    for (std::uint32_t p = it.taken; p < it.formed && !it.gone; ++p) {
-      if (to.here[p]) continue;
+    for (std::uint32_t p = known.taken; p < known.formed && !known.gone; ++p) {
+      if (to.arrived[p]) continue;
       const Piece piece = to.layout[p];
       std::byte* place = piece.bytes ? to.at[piece.segment] + piece.offset : nullptr;
       if (maker == family_.rank || !piece.bytes) {
         if (piece.bytes) copy(place, piece_of_section(sections_.of_piece(p), p), piece.bytes, to.how);
-        to.here[p] = true;
+        to.arrived[p] = true;
         continue;
       }
       if (sections_.asked.contains(p)) {
@@ -526,10 +526,10 @@ bool Node::take_sections(Destination to) {
         break;
       }
       fetched_bytes_ += piece.bytes;
-      switch (wire_.fetch(maker, {Object::What::section, sections_.round, it.section.version}, p,
-                          it.addresses[piece.segment] + piece.packed, place, piece.bytes, to.how)) {
+      switch (wire_.fetch(maker, {Object::What::section, sections_.round, known.section.version}, p,
+                          known.addresses[piece.segment] + piece.packed, place, piece.bytes, to.how)) {
         case Wire::Fetch::done:
-          to.here[p] = true;
+          to.arrived[p] = true;
           bytes += piece.bytes;
           break;
         case Wire::Fetch::pending:
@@ -537,11 +537,11 @@ bool Node::take_sections(Destination to) {
           ++on_their_way;
           break;
         case Wire::Fetch::gone:
-          it.gone = true;
+          known.gone = true;
           break;
       }
     }
-    it.take(to.here);
+    known.take(to.arrived);
   }
   if (bytes) sections_came_on();
   return false;
@@ -549,7 +549,9 @@ bool Node::take_sections(Destination to) {
 
 // Whether the whole sum has arrived. With `or_gone`: whether everything that is still available has arrived.
 bool Node::all_taken(bool or_gone) const {
-  const auto is_taken = [&](const Sections::Known& it) { return it.taken == it.section.last || (or_gone && it.gone); };
+  const auto is_taken = [&](const Sections::Known& known) {
+    return known.taken == known.section.last || (or_gone && known.gone);
+  };
   return std::ranges::all_of(sections_.all, is_taken);
 }
 
@@ -558,19 +560,19 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
                            std::span<const std::byte> data) {
   const auto asked = sections_.asked.find(piece);
   if (object.round != sections_.round || asked == sections_.asked.end()) return;
-  Sections::Known& it = sections_.all[sections_.of_piece(piece)];
-  if (asked->second.first != from || it.section.version != object.version) return;
+  Sections::Known& known = sections_.all[sections_.of_piece(piece)];
+  if (asked->second.first != from || known.section.version != object.version) return;
   results_ahead_.arrived(wire_.now() - asked->second.second);
   sections_.asked.erase(asked);
   if (data.empty()) {
-    it.gone = true;
+    known.gone = true;
     return;
   }
   const Destination to = destination();
-  const Piece its = to.layout[piece];
-  std::memcpy(to.at[its.segment] + its.offset, data.data(), data.size());
-  to.here[piece] = true;
-  it.take(to.here);
+  const Piece range = to.layout[piece];
+  std::memcpy(to.at[range.segment] + range.offset, data.data(), data.size());
+  to.arrived[piece] = true;
+  known.take(to.arrived);
   sections_came_on();
   if (up_.delegated) up_.delegated->flows[sections_.of_piece(piece)].move(wire_.now());
 }
@@ -579,14 +581,14 @@ void Node::section_arrived(Rank from, Object object, std::uint32_t piece,
 // nothing if there are no sections, or if the rest must come from above.
 std::optional<bool> Node::follow_sections() {
   if (!sections_.round || sections_.round != frontier_ || sections_.purpose == Purpose::message) return {};
-  const auto found = announced_.find(frontier_);
-  const bool decided = found != announced_.end();
+  const auto announcement = announced_.find(frontier_);
+  const bool decided = announcement != announced_.end();
   bool more = false;
-  if (!decided || !found->second.failed) {
+  if (!decided || !announcement->second.failed) {
     Entry* entry = history_.find(frontier_);
-    if (!entry && decided) entry = entry_at_frontier(found->second);
+    if (!entry && decided) entry = entry_at_frontier(announcement->second);
     if (!entry && from_afar()) entry = begin_entry();
-    if (entry) entry->here.resize(entry->layout.size());
+    if (entry) entry->arrived.resize(entry->layout.size());
     if (entry) more = take_sections(destination(*entry));
     if (!decided || !entry) return more;
     if (!all_taken()) {

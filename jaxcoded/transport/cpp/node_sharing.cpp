@@ -196,11 +196,11 @@ std::string Node::why_not_as_before() const {
   const Call& call = up_.call;
   if (!work_.replayed || !call.shared) return {};
   const std::string round = "CodedError: round " + std::to_string(next_);
-  const auto found = work_.replayed->find(next_);
-  if (found != work_.replayed->end()) {
-    if (found->second.call == call.signature) return {};
+  const auto recorded = work_.replayed->find(next_);
+  if (recorded != work_.replayed->end()) {
+    if (recorded->second.call == call.signature) return {};
     return round + " is not the recorded one: ranks called " + call.signature +
-           ", the record has " + found->second.call + "; replay= needs the same program";
+           ", the record has " + recorded->second.call + "; replay= needs the same program";
   }
   const Round last = work_.replayed->empty() ? 0 : work_.replayed->rbegin()->first;
   return round + " cannot be replayed: the record " +
@@ -235,10 +235,10 @@ bool Node::deal() {
   if (up_.overdue && approximates()) work_.ledger->close(now);
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
-    const bool mine = child.offer.round == next_;
-    if (child.dead || (child.retired && !(mine && !child.offer.withdrawn))) {
+    const bool in_round = child.offer.round == next_;
+    if (child.dead || (child.retired && !(in_round && !child.offer.withdrawn))) {
       work_.ledger->lost(i + 1);
-    } else if ((mine && child.offer.withdrawn) || does_not_answer(child)) {
+    } else if ((in_round && child.offer.withdrawn) || does_not_answer(child)) {
       work_.ledger->will_ask(i + 1);  // matters if the child is expected and has not come yet
       work_.ledger->give_up(i + 1, now);
     }
@@ -284,7 +284,7 @@ bool Node::deal() {
 // Whether a child was present when all blocks were computed. If its vector is summed in a later round, no other
 // rank can stand in for it then.
 bool Node::is_there(Child& child) {
-  if (child.there == next_) return true;
+  if (child.confirmed_round == next_) return true;
   if (child.asked_round != next_) ask_whether_it_is_there(child);
   return false;
 }
@@ -293,7 +293,7 @@ bool Node::is_there(Child& child) {
 // continued. The child then no longer has its vector, although the round may still get a result.
 void Node::hear_where_it_is(Child& child, const Header& head) {
   if (head.last == head.round) {
-    child.there = head.round;
+    child.confirmed_round = head.round;
   } else if (head.round == next_ && deals() && !up_.call.lends()) {
     const auto member = static_cast<std::size_t>(&child - children_.data()) + 1;
     work_.ledger->give_up(member, wire_.now());
@@ -303,7 +303,7 @@ void Node::hear_where_it_is(Child& child, const Header& head) {
 // Return the vectors that hold the blocks, once all these vectors are available.
 std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
   if (!work_.ledger->settled()) return nullptr;
-  bool there = true;
+  bool all_present = true;
   auto out = std::make_shared<Decoding>();
   std::vector<Version> versions{work_.ledger->version(0)};
   for (std::size_t i = 0; i < children_.size(); ++i) {
@@ -311,10 +311,10 @@ std::shared_ptr<const Decoding> Node::choose_sealed(std::uint32_t piece) {
     if (!version.blocks) continue;
     if (!usable(i, piece) || children_[i].offer.progress.version() != version) return nullptr;
     if (gives_up() && stalled(children_[i])) return nullptr;
-    there &= up_.call.lends() || is_there(children_[i]);
+    all_present &= up_.call.lends() || is_there(children_[i]);
     out->rows.push_back(i);
   }
-  if (!there) return nullptr;
+  if (!all_present) return nullptr;
   // The whole sum uses one division of the work, so that a record of this division gives the same bits.
   if (versions != up_.versions) up_.decoded = up_.exact;
   up_.versions = std::move(versions);
@@ -368,15 +368,15 @@ std::shared_ptr<const Decoding> Node::choose_dealt(std::uint32_t piece) {
     up_.decoded = up_.exact;  // nothing is summed yet
     begin_approximating();
   }
-  const auto here = [&](std::size_t i) { return usable(i, piece); };
+  const auto available = [&](std::size_t i) { return usable(i, piece); };
   if (some && up_.decoding) {
-    return std::ranges::all_of(up_.decoding->rows, here) ? up_.decoding : nullptr;
+    return std::ranges::all_of(up_.decoding->rows, available) ? up_.decoding : nullptr;
   }
   up_.decoding.reset();
   auto out = std::make_shared<Decoding>();
   for (std::size_t i = 0; i < children_.size(); ++i) {
     if (up_.call.leaves_out(i)) continue;
-    if (here(i) && !(gives_up() && stalled(children_[i]))) {
+    if (available(i) && !(gives_up() && stalled(children_[i]))) {
       out->rows.push_back(i);
     } else if (!some) {
       return nullptr;
@@ -421,7 +421,7 @@ void Node::watch_members() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     Child& child = children_[i];
     if (!work_.ledger->version(i + 1).blocks) continue;
-    if (up_.call.lends() ? child.offer.has(up_.decoded.pieces) : child.there == next_) continue;
+    if (up_.call.lends() ? child.offer.has(up_.decoded.pieces) : child.confirmed_round == next_) continue;
     const double quiet = now - std::max(child.heard, up_.waiting_since);
     if (quiet < limits_.orphan_seconds) continue;
     if (!child.asked) {

@@ -68,49 +68,49 @@ bool Node::in_program() const {
 // this rank makes more calls: usually the child's program was set to make fewer steps.
 void Node::watch_children() {
   for (Child& child : children_) {
-    Child::Behind& it = child.behind;
+    Child::Behind& behind = child.behind;
     const Round called = child.called();
     const bool leaves = child.left || child.retired;
     if (called >= newest_) {
-      it = {};
+      behind = {};
       continue;
     }
     const double now = wire_.now();
-    if (!it.since || called != it.called) it = {.called = called, .since = now};
-    if (it.said) continue;
+    if (!behind.since || called != behind.called) behind = {.called = called, .since = now};
+    if (behind.reported) continue;
     const auto known = [&] {
       return (called ? "; the last call that is known is that of " + numbered(called)
                      : "; no call of it is known") +
              ", and rounds up to " + std::to_string(newest_) + " are decided";
     };
     const auto without = [&] {
-      return "no call of " + named(child.rank) + " has come for " + seconds_in_words(now - it.since) +
+      return "no call of " + named(child.rank) + " has come for " + seconds_in_words(now - behind.since) +
              known();
     };
     if (leaves) {
-      it.said = true;
+      behind.reported = true;
       const auto failure = departures_.failures().find(child.rank);
       const bool failed = failure != departures_.failures().end();
       news_.push_back(named(child.rank) + (failed ? " failed: " + failure->second : " has closed the group") +
                       known() + " without it");
     } else if (child.dead) {
-      it.said = true;
+      behind.reported = true;
       news_.push_back(named(child.rank) + " is dead, as MPI reports" + known());
-    } else if (now - it.since < limits_.stuck_seconds) {
+    } else if (now - behind.since < limits_.stuck_seconds) {
       continue;
-    } else if (it.asked == 0) {
-      it.asked = now;
+    } else if (behind.asked == 0) {
+      behind.asked = now;
       wire_.send(child.rank, {header(Kind::ask, 0)});
-    } else if (it.answered >= it.asked) {
-      if (it.in_program && it.next <= newest_) {
-        it.said = true;
+    } else if (behind.answered >= behind.asked) {
+      if (behind.in_program && behind.next <= newest_) {
+        behind.reported = true;
         news_.push_back(without() + "; its process answers, so its program is busy or stuck at " +
-                        numbered(it.next) + "; a program that is only slow can skip: see group.lag()");
+                        numbered(behind.next) + "; a program that is only slow can skip: see group.lag()");
       } else {
-        it = {.called = called, .since = now};
+        behind = {.called = called, .since = now};
       }
-    } else if (now - it.asked >= limits_.silent_seconds) {
-      it.said = true;
+    } else if (now - behind.asked >= limits_.silent_seconds) {
+      behind.reported = true;
       news_.push_back(without() + "; its process does not answer: it is stopped, dead or cut off, and was "
                                 "heard of " + seconds_in_words(now - child.heard) + " ago");
     }

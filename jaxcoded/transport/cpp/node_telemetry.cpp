@@ -74,9 +74,9 @@ std::vector<StepTime> Node::step_times() const {
 
 void Node::on_step_times(Rank from, const Message& message) {
   if (!child_of(from)) return;
-  for (const StepTime& told : message.all<StepTime>()) {
-    const auto rank = static_cast<Rank>(told.rank);
-    if (listeners_.contains(rank)) step_times_[rank] = told;
+  for (const StepTime& step_time : message.all<StepTime>()) {
+    const auto rank = static_cast<Rank>(step_time.rank);
+    if (listeners_.contains(rank)) step_times_[rank] = step_time;
   }
 }
 

@@ -61,9 +61,9 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   if (decoder_.checked()) return choose_checked();
   if (const auto chosen = up_.decoding; chosen && pinned()) {
     const auto withdrawn = [&](std::size_t row) { return child_of_row(row).offer.withdrawn; };
-    const auto here = [&](std::size_t row) { return usable(row, piece); };
+    const auto available = [&](std::size_t row) { return usable(row, piece); };
     if (std::ranges::none_of(chosen->rows, withdrawn)) {
-      return std::ranges::all_of(chosen->rows, here) ? chosen : nullptr;
+      return std::ranges::all_of(chosen->rows, available) ? chosen : nullptr;
     }
     start_again_without(chosen->rows);
   }
@@ -75,11 +75,11 @@ std::shared_ptr<const Decoding> Node::choose(std::uint32_t piece) {
   const std::vector<bool> possible = may_come(piece);
   for (const bool with_stalled : {false, true}) {
     if (up_.approximating || (with_stalled && gives_up())) break;
-    std::vector<std::size_t> here;
+    std::vector<std::size_t> available;
     for (std::size_t row : rows_in_order()) {
-      if (usable(row, piece) && (with_stalled || !stalled(child_of_row(row)))) here.push_back(row);
+      if (usable(row, piece) && (with_stalled || !stalled(child_of_row(row)))) available.push_back(row);
     }
-    if (auto found = decoder_.decode(here, possible)) return up_.decoding = found;
+    if (auto decoding = decoder_.decode(available, possible)) return up_.decoding = decoding;
   }
   up_.decoding.reset();
   if (up_.overdue && approximates()) {
@@ -125,10 +125,10 @@ void Node::go_without_sum() {
   for (std::size_t i = 0; i < children_.size(); ++i) {
     const Child& child = children_[i];
     if (!(child.dead || skips(child)) || up_.call.leaves_out(i)) continue;
-    const std::string who = "rank " + std::to_string(child.rank);
+    const std::string name = "rank " + std::to_string(child.rank);
     lacks += (lacks.empty() ? "" : ", ") +
-             (child.dead                ? who + is_dead
-              : child.offer.why.empty() ? who + " (skip=True)"
+             (child.dead                ? name + is_dead
+              : child.offer.why.empty() ? name + " (skip=True)"
                                         : readable(child.offer.why));
   }
   if (root()) {
@@ -184,14 +184,14 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
   Offer& offer = child_of_row(row).offer;
   const Layout& layout = up_.of_child();
   const std::uint32_t first = up_.piece_of_row(row, piece);
-  const Piece it = layout[first];
-  if (it.bytes == 0) return nothing;
-  if (!offer.body.empty()) return offer.body.data() + layout.start(it.segment) + it.offset;
+  const Piece range = layout[first];
+  if (range.bytes == 0) return nothing;
+  if (!offer.body.empty()) return offer.body.data() + layout.start(range.segment) + range.offset;
   const std::uint32_t ahead = wire_.direct(child) ? 1 : pieces_ahead;
   for (std::uint32_t p = first; p < std::min(offer.ready, first + ahead); ++p) {
     const Piece wanted = layout[p];
     // a part that the sum may not need
-    if (p != first && decoder_.parts() > 1 && wanted.segment != it.segment) break;
+    if (p != first && decoder_.parts() > 1 && wanted.segment != range.segment) break;
     if (offer.slots.contains(p)) continue;
     Buffer memory = pool_.take(wanted.bytes);
     const auto slot = offer.slots.try_emplace(p, std::move(memory)).first;
@@ -200,7 +200,7 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
                         offer.addresses[wanted.segment] + wanted.offset,
                         slot->second.buffer.data(), wanted.bytes, Copy::cached)) {
       case Wire::Fetch::done:
-        slot->second.here = true;
+        slot->second.arrived = true;
         break;
       case Wire::Fetch::pending:
         break;
@@ -210,18 +210,18 @@ const std::byte* Node::bring(std::size_t row, std::uint32_t piece) {
     }
   }
   const Offer::Slot& slot = offer.slots[first];
-  return slot.here ? slot.buffer.data() : nullptr;
+  return slot.arrived ? slot.buffer.data() : nullptr;
 }
 
 // Whether this rank's own vectors are available up to this piece of `up_.incoming`.
 bool Node::own_ready(std::uint32_t piece) const {
-  const Piece it = up_.incoming[piece];
+  const Piece range = up_.incoming[piece];
   if (up_.call.shared) return up_.lent || !work_.ledger->version(0).blocks;
-  if (up_.call.skipped || !it.count) return true;
-  if (it.segment >= up_.call.own.size()) return false;
+  if (up_.call.skipped || !range.count) return true;
+  if (range.segment >= up_.call.own.size()) return false;
   if (!up_.call.feed) return true;
-  const std::uint64_t last = (decoder_.slices() - 1) * up_.incoming.segments()[it.segment].bytes();
-  return up_.call.feed->ready(it.segment) >= last + it.offset + it.bytes;
+  const std::uint64_t last = (decoder_.slices() - 1) * up_.incoming.segments()[range.segment].bytes();
+  return up_.call.feed->ready(range.segment) >= last + range.offset + range.bytes;
 }
 
 // Report to every rank why this rank cannot contribute.
@@ -447,7 +447,7 @@ void Node::watch_for_stalls() {
       const auto& slots = child_of_row(row).offer.slots;
       const auto slot = slots.find(up_.piece_of_row(row, up_.decoded.pieces));
       const bool asked = slot != slots.end();
-      if (asked ? !slot->second.here : !usable(row, up_.decoded.pieces)) late.push_back(row);
+      if (asked ? !slot->second.arrived : !usable(row, up_.decoded.pieces)) late.push_back(row);
     }
     std::vector<std::size_t> others;
     for (std::size_t row : rows_in_order()) {
@@ -463,7 +463,7 @@ void Node::watch_for_stalls() {
   for (std::size_t row : up_.decoding->rows) {
     Child& child = child_of_row(row);
     const auto slot = child.offer.slots.find(up_.piece_of_row(row, up_.decoded.pieces));
-    if (slot != child.offer.slots.end() && !slot->second.here) stall(child);
+    if (slot != child.offer.slots.end() && !slot->second.arrived) stall(child);
   }
 }
 

@@ -29,7 +29,7 @@ struct Offer {
   std::vector<std::byte> body = {};  // the message itself, if the offer contained it
   struct Slot {
     Buffer buffer;
-    bool here = false;
+    bool arrived = false;
   };
   std::map<std::uint32_t, Slot> slots = {};  // pieces that were requested
 
@@ -37,7 +37,7 @@ struct Offer {
   bool grow(const Message& message) {
     const Header& head = message.header;
     std::size_t start = 0;
-    Progress its = head.flags & shares ? Progress::from(message, start) : Progress();
+    Progress reported = head.flags & shares ? Progress::from(message, start) : Progress();
     // if there is too little memory for these copies, nothing has changed yet
     std::vector<std::uint64_t> places;
     std::vector<std::byte> whole;
@@ -47,13 +47,13 @@ struct Offer {
       places = message.values<std::uint64_t>(start, head.segments);
     }
     if (head.flags & shares) {
-      if (its.before(progress)) return false;
-      if (its.version() != progress.version()) slots.clear();
-      if (progress.before(its)) {  // fewer pieces may be available now, or withdrawn pieces may be available again
+      if (reported.before(progress)) return false;
+      if (reported.version() != progress.version()) slots.clear();
+      if (progress.before(reported)) {  // fewer pieces may be available now, or withdrawn pieces may be available again
         ready = 0;
         withdrawn = false;
       }
-      progress = std::move(its);
+      progress = std::move(reported);
     } else if (head.ready == 0) {
       why = message.text();
       skips = true;
@@ -68,7 +68,7 @@ struct Offer {
   // Whether a piece has arrived here.
   bool has(std::uint32_t piece) const {
     const auto slot = slots.find(piece);
-    return !body.empty() || (slot != slots.end() && slot->second.here);
+    return !body.empty() || (slot != slots.end() && slot->second.arrived);
   }
   // Record that nothing is available any more.
   void withdraw() {

@@ -54,19 +54,19 @@ void WakeUp::send() {
   }
 }
 
-void WakeUp::wake(Sleeper who) { futex(sent_, FUTEX_WAKE_BITSET, 1, nullptr, who); }
+void WakeUp::wake(Sleeper sleeper) { futex(sent_, FUTEX_WAKE_BITSET, 1, nullptr, sleeper); }
 
-void WakeUp::sleep(Sleeper who, std::uint32_t seen, double seconds) {
+void WakeUp::sleep(Sleeper sleeper, std::uint32_t seen, double seconds) {
   timespec until;
   clock_gettime(CLOCK_MONOTONIC, &until);
   const auto nanoseconds =
       static_cast<std::int64_t>(seconds * 1e9) + until.tv_nsec + until.tv_sec * 1'000'000'000;
   until.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000);
   until.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000);
-  state_.fetch_or(who);
+  state_.fetch_or(sleeper);
   // Does not sleep if a wake-up was sent meanwhile. Later senders see the sleeper.
-  futex(sent_, FUTEX_WAIT_BITSET, seen, &until, who);
-  state_.fetch_and(~static_cast<std::uint32_t>(who));
+  futex(sent_, FUTEX_WAIT_BITSET, seen, &until, sleeper);
+  state_.fetch_and(~static_cast<std::uint32_t>(sleeper));
 }
 
 void WakeUp::end_driving(std::uint32_t seen, bool wake_it) {
@@ -139,10 +139,10 @@ bool PeerPage::read_by_kernel(std::uint64_t address, std::byte* to, std::size_t 
   // Read the data together with a word that identifies the process. The process may have ended, and another
   // process may have its number.
   std::uint64_t magic = 0;
-  const iovec here[2] = {{&magic, sizeof magic}, {to, bytes}};
-  const iovec there[2] = {{reinterpret_cast<void*>(card_.magic_address), sizeof magic},
-                          {reinterpret_cast<void*>(address), bytes}};
-  return process_vm_readv(static_cast<pid_t>(card_.pid), here, 2, there, 2, 0) ==
+  const iovec local[2] = {{&magic, sizeof magic}, {to, bytes}};
+  const iovec remote[2] = {{reinterpret_cast<void*>(card_.magic_address), sizeof magic},
+                           {reinterpret_cast<void*>(address), bytes}};
+  return process_vm_readv(static_cast<pid_t>(card_.pid), local, 2, remote, 2, 0) ==
              static_cast<ssize_t>(sizeof magic + bytes) &&
          magic == card_.magic;
 }

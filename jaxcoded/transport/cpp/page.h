@@ -27,14 +27,14 @@ class WakeUp {
   std::uint32_t sent() const { return sent_.load(); }  // how many wake-ups were sent
   void send();
   // Sleep until more than `seen` wake-ups were sent, or for this many seconds.
-  void sleep(Sleeper who, std::uint32_t seen, double seconds);
+  void sleep(Sleeper sleeper, std::uint32_t seen, double seconds);
   void begin_driving() { state_.fetch_or(driving); }
   // Let the progress thread take over. The thread is woken if `wake`, or if more than `seen` wake-ups were sent.
   void end_driving(std::uint32_t seen, bool wake);
 
  private:
   static constexpr std::uint32_t driving = 4;
-  void wake(Sleeper who);
+  void wake(Sleeper sleeper);
 
   std::atomic<std::uint32_t> sent_{0};
   std::atomic<std::uint32_t> state_{0};  // sleepers, and whether a thread drives

@@ -185,7 +185,9 @@ std::size_t Parity::sums_of(std::size_t vector, int kind) {
 void Parity::begin(const std::vector<bool>& rows, std::span<const Segment> vectors,
                    const std::vector<Apart>& apart, double program_eps) {
   vectors_.clear();
-  for (const Segment& it : vectors) vectors_.insert(vectors_.end(), {static_cast<std::uint64_t>(it.dtype), it.count});
+  for (const Segment& vector : vectors) {
+    vectors_.insert(vectors_.end(), {static_cast<std::uint64_t>(vector.dtype), vector.count});
+  }
   program_eps_ = program_eps;
   if (rows != rows_) {
     rows_.clear();  // if the rest runs out of memory, the next call forms the checks
@@ -209,11 +211,11 @@ void Parity::begin(const std::vector<bool>& rows, std::span<const Segment> vecto
                      std::vector<Size>(active_.size())});
   }
   runs_.assign(vectors.size(), {});
-  for (const Apart& it : apart) {
-    const std::uint64_t size = vectors[it.vector].count;
+  for (const Apart& part : apart) {
+    const std::uint64_t size = vectors[part.vector].count;
     if (!size) continue;
-    const std::uint64_t first = it.first % size;  // in a message with slices, all slices have the same places
-    runs_[it.vector].push_back({first, std::min(first + it.count, size), sums_of(it.vector, it.kind)});
+    const std::uint64_t first = part.first % size;  // in a message with slices, all slices have the same places
+    runs_[part.vector].push_back({first, std::min(first + part.count, size), sums_of(part.vector, part.kind)});
   }
   for (std::vector<Run>& runs : runs_) std::ranges::sort(runs, {}, &Run::first);
 }
@@ -249,10 +251,10 @@ void Parity::add_run(Sums& sums, std::span<const std::byte* const> messages, std
       double* const values = &wide[row * block];
       widen(sums.dtype, values, messages[row] + (from + first) * size, n);
       std::fill(values + n, values + padded, 0.0);
-      Size its;
-      its.add(values, padded);
-      sums.rows[row] += its;
-      if (!std::isfinite(its.squares)) {  // the squares may also be too large for a double, which does no harm
+      Size row_size;
+      row_size.add(values, padded);
+      sums.rows[row] += row_size;
+      if (!std::isfinite(row_size.squares)) {  // the squares may also be too large for a double, which does no harm
         const auto number = [](double x) { return std::isfinite(x); };
         finite_[row] = finite_[row] && std::all_of(values, values + n, number);
       }
@@ -300,23 +302,23 @@ double Parity::scale(const Check& check, const std::vector<Size>& rows, Norm nor
   double first = 0, second = 0;
   std::size_t concerned = 0;
   for (std::size_t child = 0; child < below_.size(); ++child) {
-    double its = 0;
+    double size = 0;
     bool has = false;
     for (std::size_t row = child * parts(); row < (child + 1) * parts(); ++row) {
       if (check[row] == 0) continue;
       has = true;
-      if (sizes_[row] > 0) its = std::max(its, in(norm, rows[row]) / sizes_[row]);
+      if (sizes_[row] > 0) size = std::max(size, in(norm, rows[row]) / sizes_[row]);
     }
     concerned += has;
-    second = std::max(second, std::min(first, its));
-    first = std::max(first, its);
+    second = std::max(second, std::min(first, size));
+    first = std::max(first, size);
   }
   return concerned > 1 ? second : first;
 }
 
 // Return how large rounding can make a sum that should be 0.
 double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
-  const double here = scale(check, sums.rows, norm);
+  const double in_sum = scale(check, sums.rows, norm);
   double everywhere = scale(check, all_, norm);
   if (const auto before = remembered_.find(vectors_); before != remembered_.end()) {
     everywhere = std::max(everywhere, before->second[static_cast<std::size_t>(norm)]);
@@ -327,7 +329,7 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
     const double share =
         of_programs(std::max(eps(sums.dtype), program_eps_)) + carried(sums.dtype, below);
     const double factor = std::abs(check[row]) * sizes_[row] * below.amplification;
-    if (factor > 0) out += factor * (share * here + noise(sums.dtype, below) * everywhere);  // may be infinite
+    if (factor > 0) out += factor * (share * in_sum + noise(sums.dtype, below) * everywhere);  // may be infinite
   }
   return out;
 }
@@ -341,8 +343,8 @@ std::optional<Contradiction> Parity::contradiction() {
     const Check& check = active_[c];
     for (const Sums& sums : sums_) {
       for (const Norm norm : norms) {
-        const double found = in(norm, sums.checks[c]), allowed = bound(check, sums, norm);
-        if (found <= allowed) continue;  // false for NaN
+        const double mismatch = in(norm, sums.checks[c]), allowed = bound(check, sums, norm);
+        if (mismatch <= allowed) continue;  // false for NaN
         double added = 0;
         for (std::size_t row = 0; row < check.size(); ++row) {
           if (check[row] != 0) added += std::abs(check[row]) * in(norm, sums.rows[row]);
@@ -352,10 +354,10 @@ std::optional<Contradiction> Parity::contradiction() {
           if (check[row] != 0) concerned[row / parts()] = true;
         }
         const double excess =
-            allowed > 0 ? found / allowed : std::numeric_limits<double>::infinity();
+            allowed > 0 ? mismatch / allowed : std::numeric_limits<double>::infinity();
         if (excess <= worst) continue;
         worst = excess;
-        out.mismatch = found / added;
+        out.mismatch = mismatch / added;
         out.allowed = allowed / added;
       }
     }
@@ -375,8 +377,8 @@ void Parity::remember() {
   for (const Check& check : active_) {
     for (const Norm norm : norms) {
       double& largest = remembered_[vectors_][static_cast<std::size_t>(norm)];
-      const double its = scale(check, all_, norm);
-      if (std::isfinite(its)) largest = std::max(largest, its);
+      const double size = scale(check, all_, norm);
+      if (std::isfinite(size)) largest = std::max(largest, size);
     }
   }
 }

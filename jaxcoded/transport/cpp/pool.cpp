@@ -61,9 +61,9 @@ void Heap::release(std::byte* data, std::size_t capacity) {
 std::byte* Spare::allocate(std::size_t bytes) {
   {
     const std::scoped_lock lock(mutex_);
-    if (const auto found = free_.find(bytes); found != free_.end()) {
-      std::byte* data = found->second;
-      free_.erase(found);
+    if (const auto entry = free_.find(bytes); entry != free_.end()) {
+      std::byte* data = entry->second;
+      free_.erase(entry);
       kept_ -= bytes;
       return data;
     }
@@ -106,10 +106,10 @@ Pool::~Pool() {
 Buffer Pool::take(std::size_t bytes) {
   std::size_t capacity = rounded(bytes);
   std::byte* data = nullptr;
-  const auto found = free_.lower_bound(capacity);
-  if (found != free_.end()) {
-    std::tie(capacity, data) = *found;
-    free_.erase(found);
+  const auto entry = free_.lower_bound(capacity);
+  if (entry != free_.end()) {
+    std::tie(capacity, data) = *entry;
+    free_.erase(entry);
     kept_ -= capacity;
   } else {
     data = allocated(source_, capacity, [this] { trim(0); });

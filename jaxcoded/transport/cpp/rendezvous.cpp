@@ -26,7 +26,7 @@ Rendezvous& Rendezvous::instance() {
 // Return why the run has failed at this rank, if it has.
 std::optional<std::string_view> Rendezvous::failure_of(std::int64_t run) const {
   const auto end = failed_.begin() + static_cast<std::ptrdiff_t>(std::min(failures_, failed_.size()));
-  const auto failed = std::find_if(failed_.begin(), end, [&](const auto& it) { return it.first == run; });
+  const auto failed = std::find_if(failed_.begin(), end, [&](const auto& failure) { return failure.first == run; });
   if (failed == end) return {};
   return failed->second.empty() ? no_memory : std::string_view(failed->second);
 }
@@ -37,8 +37,8 @@ void Rendezvous::end(Meeting& meeting) {
 }
 
 void Rendezvous::remember(std::int64_t run, std::string_view failure) {
-  auto& [its, words] = failed_[failures_++ % failed_.size()];
-  its = run;
+  auto& [failed_run, words] = failed_[failures_++ % failed_.size()];
+  failed_run = run;
   words.clear();
   try {
     words = failure;
@@ -117,7 +117,7 @@ Met Rendezvous::meet(const Arrival& arrival,
     });
   }
   meeting->brought[arrival.device] = arrival.brings;
-  if (++meeting->here == arrival.devices) {
+  if (++meeting->arrived == arrival.devices) {
     open_.erase(arrival.group);
     lock.unlock();
     try {
@@ -137,24 +137,24 @@ Met Rendezvous::meet(const Arrival& arrival,
   std::chrono::duration<double> waited{0};
   while (!changed_.wait_for(lock, turn, [&] { return meeting->over; })) {
     waited += turn;
-    if (meeting->here == arrival.devices) continue;  // the call is on its way
+    if (meeting->arrived == arrival.devices) continue;  // the call is on its way
     // Nothing may be thrown before the meeting is over: the thread that makes its call uses what this device
     // brings.
     std::string closed;
     lock.unlock();
     try {
       Engine::instance().with(arrival.group, [](Member&) {});
-    } catch (Closed& its) {
-      closed = std::move(its.text);
+    } catch (Closed& exception) {
+      closed = std::move(exception.text);
     } catch (const std::bad_alloc&) {  // too little memory for the text: try again in the next turn
     }
     lock.lock();
-    if (meeting->over || meeting->here == arrival.devices) continue;
+    if (meeting->over || meeting->arrived == arrival.devices) continue;
     if (!closed.empty()) {
       fail(arrival.group, meeting, [&] { return std::move(closed); });
     } else if (waited.count() >= arrival.seconds) {
       fail(arrival.group, meeting, [&] {
-        return std::to_string(meeting->brought.size() - meeting->here) + " of the " +
+        return std::to_string(meeting->brought.size() - meeting->arrived) + " of the " +
                std::to_string(meeting->brought.size()) + " devices of this process have not called " +
                arrival.call + " within " + std::to_string(static_cast<long>(arrival.seconds)) +
                " s of the first: all devices of a shard_map make the same calls; the predicates of cond "

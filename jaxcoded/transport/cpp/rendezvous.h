@@ -57,7 +57,7 @@ class Rendezvous {
     std::int64_t run;
     std::string call;
     std::vector<void*> brought;
-    std::size_t here = 0;
+    std::size_t arrived = 0;
     bool over = false;
     Met met = {.failed = true, .error = "CodedError: the call of this process's devices was not made"};
   };

@@ -29,7 +29,7 @@ void give() {
 
 void keep() {
   fill();
-  if (const auto its = std::set_new_handler(give); its != give) before = its;
+  if (const auto previous = std::set_new_handler(give); previous != give) before = previous;
 }
 
 Turn::Turn() {

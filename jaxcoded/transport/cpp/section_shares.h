@@ -53,7 +53,9 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   // If they did not count, a rank whose message is in every choice would get too many units at first.
   std::vector<double> turns(ports), sends(ports), fetches(ports);
   for (const auto& choice : choices) {
-    for (const PortMessage& it : choice) turns[it.port] += it.length / static_cast<double>(choices.size());
+    for (const PortMessage& message : choice) {
+      turns[message.port] += message.length / static_cast<double>(choices.size());
+    }
   }
   for (std::size_t port = 0; port < ports; ++port) sends[port] = static_cast<double>(units) * turns[port];
   for (const std::size_t port : makers) fetches[port] = static_cast<double>(units) * takes(port);
@@ -62,9 +64,9 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   std::vector<std::vector<double>> own(choices.size(), std::vector<double>(ports));
   std::vector<double> lengths(choices.size());
   for (std::size_t c = 0; c < choices.size(); ++c) {
-    for (const PortMessage& it : choices[c]) {
-      own[c][it.port] = it.length;
-      lengths[c] += it.length;
+    for (const PortMessage& message : choices[c]) {
+      own[c][message.port] = message.length;
+      lengths[c] += message.length;
     }
   }
   // For a choice: the port that would send most, what it would send, and what the second one would send.
@@ -75,10 +77,10 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
   std::vector<Most> most(choices.size());
   const auto look = [&](std::size_t c) {
     most[c] = {};
-    for (const PortMessage& it : choices[c]) {
-      const double load = sends[it.port] - turns[it.port] + it.length;
+    for (const PortMessage& message : choices[c]) {
+      const double load = sends[message.port] - turns[message.port] + message.length;
       if (load > most[c].first) {
-        most[c] = {.port = it.port, .first = load, .second = most[c].first};
+        most[c] = {.port = message.port, .first = load, .second = most[c].first};
       } else {
         most[c].second = std::max(most[c].second, load);
       }
@@ -101,8 +103,8 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     auto least = cost(0, 0);
     for (std::size_t m = 0; m < makers.size(); ++m) {
       for (std::size_t c = 0; c < choices.size(); ++c) {
-        if (const auto it = cost(m, c); it < least) {
-          least = it;
+        if (const auto candidate = cost(m, c); candidate < least) {
+          least = candidate;
           maker = m;
           choice = c;
         }
@@ -110,7 +112,7 @@ inline SectionShares section_shares(std::span<const std::size_t> makers,
     }
     ++given[maker][choice];
     const std::size_t port = makers[maker];
-    for (std::size_t it = 0; it < ports; ++it) sends[it] -= turns[it];
+    for (std::size_t sender = 0; sender < ports; ++sender) sends[sender] -= turns[sender];
     for (const PortMessage& other : choices[choice]) sends[other.port] += other.length;
     fetches[port] += lengths[choice] - own[choice][port] - takes(port);
     sends[port] += takers - takes(port) - own[choice][port];

@@ -92,16 +92,16 @@ struct SectionPlan {
     add(terms.empty() ? 0 : terms.front().addresses.size());
     add(static_cast<std::uint64_t>(of_parent));
     add(static_cast<std::uint64_t>(purpose));
-    for (const Section& it : sections) {
-      add(std::uint64_t{it.first} << 32 | it.last);
-      add(static_cast<std::uint64_t>(it.maker) << 32 | it.version);
+    for (const Section& section : sections) {
+      add(std::uint64_t{section.first} << 32 | section.last);
+      add(static_cast<std::uint64_t>(section.maker) << 32 | section.version);
     }
     for (const Rank rank : members) add(static_cast<std::uint64_t>(rank));
-    for (const Term& it : terms) {
-      add(static_cast<std::uint64_t>(it.rank) << 32 | it.part);
-      for (const double coefficient : it.coefficients) add(std::bit_cast<std::uint64_t>(coefficient));
-      add(it.version);
-      message.append(it.addresses.data(), it.addresses.size() * sizeof(std::uint64_t));
+    for (const Term& term : terms) {
+      add(static_cast<std::uint64_t>(term.rank) << 32 | term.part);
+      for (const double coefficient : term.coefficients) add(std::bit_cast<std::uint64_t>(coefficient));
+      add(term.version);
+      message.append(term.addresses.data(), term.addresses.size() * sizeof(std::uint64_t));
     }
   }
 
@@ -125,9 +125,9 @@ struct SectionPlan {
     if (std::max({sections, members, terms}) > all.size()) throw Damaged();
     if (sum && terms && addresses != sum->segments) throw Damaged();
     const auto rank = [&](std::uint64_t number) {
-      const auto it = static_cast<Rank>(number);
-      if (number > std::numeric_limits<std::uint32_t>::max() || !is_member(it)) throw Damaged();
-      return it;
+      const auto value = static_cast<Rank>(number);
+      if (number > std::numeric_limits<std::uint32_t>::max() || !is_member(value)) throw Damaged();
+      return value;
     };
     std::uint32_t end = 0;
     for (std::uint64_t i = 0; i < sections; ++i) {
@@ -137,7 +137,7 @@ struct SectionPlan {
                             .maker = rank(whose >> 32),
                             .version = static_cast<std::uint32_t>(whose)};
       const bool known = std::ranges::any_of(
-          out.sections, [&](const Section& it) { return it.version == section.version; });
+          out.sections, [&](const Section& other) { return other.version == section.version; });
       if (section.first != end || section.last <= end || !section.version || known) throw Damaged();
       if (sum && section.last % sum->slices) throw Damaged();
       end = section.last;
@@ -171,7 +171,7 @@ struct Forming {
 
   struct Slot {
     Buffer buffer = {};
-    bool here = false;
+    bool arrived = false;
     double asked = 0;  // when it was requested
   };
   std::map<std::pair<std::uint32_t, std::size_t>, Slot> slots = {};  // by piece of a message, and term
@@ -249,28 +249,28 @@ struct Sections {
     std::vector<std::uint64_t> addresses = {};  // where the maker has these pieces
     bool gone = false;         // the maker no longer has these pieces
     std::uint32_t taken = 0;   // pieces before this one have arrived
-    void take(const std::vector<bool>& here) {
-      while (taken < formed && here[taken]) ++taken;
+    void take(const std::vector<bool>& arrived) {
+      while (taken < formed && arrived[taken]) ++taken;
     }
   };
   std::vector<Known> all = {};
   std::vector<Rank> members = {};
-  std::vector<bool> here = {};               // which pieces of this rank's message have arrived
+  std::vector<bool> arrived = {};  // which pieces of this rank's message have arrived
   std::map<std::uint32_t, std::pair<Rank, double>> asked = {};  // pieces on their way: from which rank, and since when
   std::list<Forming> forming = {};  // an empty list needs no memory
   Flow flow = {};         // of all sections
   double decided_at = 0;  // when this rank heard that the root has the whole sum
 
   // Return which piece of a term's vector goes into this piece of the sum.
-  std::uint32_t number(const Forming& it, std::size_t term, std::uint32_t piece) const {
-    if (is_of_parent(it, term)) return piece;
-    return messages.piece_of_part(it.terms[term].part, piece / slices);
+  std::uint32_t number(const Forming& forming, std::size_t term, std::uint32_t piece) const {
+    if (is_of_parent(forming, term)) return piece;
+    return messages.piece_of_part(forming.terms[term].part, piece / slices);
   }
-  Piece of_term(const Forming& it, std::size_t term, std::uint32_t number) const {
-    return is_of_parent(it, term) ? layout[number] : messages.of_child()[number];
+  Piece of_term(const Forming& forming, std::size_t term, std::uint32_t number) const {
+    return is_of_parent(forming, term) ? layout[number] : messages.of_child()[number];
   }
-  Object::What kind_of_term(const Forming& it, std::size_t term) const {
-    if (!is_of_parent(it, term)) return Object::What::message;
+  Object::What kind_of_term(const Forming& forming, std::size_t term) const {
+    if (!is_of_parent(forming, term)) return Object::What::message;
     return purpose == Purpose::copy ? Object::What::result : Object::What::own;
   }
 
@@ -281,8 +281,8 @@ struct Sections {
   }
 
  private:
-  static bool is_of_parent(const Forming& it, std::size_t term) {
-    return it.of_parent == OfParent::term && term == 0;
+  static bool is_of_parent(const Forming& forming, std::size_t term) {
+    return forming.of_parent == OfParent::term && term == 0;
   }
 };
 

@@ -86,8 +86,8 @@ class Share {
   void recall(const std::vector<Block>& blocks) {
     for (const Block block : blocks) {
       ++progress_.answered;
-      if (const auto found = std::ranges::find(queue_, block); found != queue_.end()) {
-        queue_.erase(found);
+      if (const auto position = std::ranges::find(queue_, block); position != queue_.end()) {
+        queue_.erase(position);
       } else if (computes_ == block && wanted_ && empties_ && !progress_.added) {
         wanted_ = false;  // the vector holds no block that is wanted
       } else {

@@ -69,19 +69,19 @@ SharedPlace SharedMemory::place() const {
 std::byte* SharedMemory::allocate(std::size_t bytes) {
   const std::size_t wanted = in_pages(bytes);
   std::unique_lock lock(mutex_);
-  const auto found = bytes < least ? free_.end() : std::ranges::find_if(free_, [&](const auto& it) {
-    return it.second >= wanted;
+  const auto hole = bytes < least ? free_.end() : std::ranges::find_if(free_, [&](const auto& entry) {
+    return entry.second >= wanted;
   });
-  if (found == free_.end()) return heap.allocate(bytes);
+  if (hole == free_.end()) return heap.allocate(bytes);
   // If the file system has no memory, a write to the mapping would kill this process.
-  bool there = false;
-  for (int attempt = 0; attempt < most_attempts && !there; ++attempt) {
-    there = fallocate(file_.number(), 0, static_cast<off_t>(found->first),
-                      static_cast<off_t>(wanted)) == 0;
-    if (!there && errno != EINTR) break;
+  bool allocated = false;
+  for (int attempt = 0; attempt < most_attempts && !allocated; ++attempt) {
+    allocated = fallocate(file_.number(), 0, static_cast<off_t>(hole->first),
+                          static_cast<off_t>(wanted)) == 0;
+    if (!allocated && errno != EINTR) break;
   }
-  if (!there) return heap.allocate(bytes);
-  auto taken = free_.extract(found);  // this node is reused, so noting the rest takes no memory
+  if (!allocated) return heap.allocate(bytes);
+  auto taken = free_.extract(hole);  // this node is reused, so noting the rest takes no memory
   const std::size_t at = taken.key();
   if (taken.mapped() > wanted) {
     taken.key() += wanted;
@@ -98,20 +98,20 @@ void SharedMemory::release(std::byte* data, std::size_t bytes) {
   std::unique_lock lock(mutex_);
   fallocate(file_.number(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(at),
             static_cast<off_t>(length));
-  auto it = free_.end();
+  auto freed = free_.end();
   try {
-    it = free_.emplace(at, length).first;
+    freed = free_.emplace(at, length).first;
   } catch (const std::bad_alloc&) {
     return;  // destructors call this: these addresses stay unused, but they take no memory
   }
-  if (const auto next = std::next(it); next != free_.end() && at + length == next->first) {
-    it->second += next->second;
+  if (const auto next = std::next(freed); next != free_.end() && at + length == next->first) {
+    freed->second += next->second;
     free_.erase(next);
   }
-  if (it == free_.begin()) return;
-  if (const auto before = std::prev(it); before->first + before->second == at) {
-    before->second += it->second;
-    free_.erase(it);
+  if (freed == free_.begin()) return;
+  if (const auto before = std::prev(freed); before->first + before->second == at) {
+    before->second += freed->second;
+    free_.erase(freed);
   }
 }
 
@@ -120,10 +120,10 @@ std::shared_ptr<const PeerMemory> PeerMemory::of(std::int64_t pid, std::uint64_t
   static std::mutex mutex;
   static std::map<std::uint64_t, std::weak_ptr<const PeerMemory>> known;
   std::unique_lock lock(mutex);
-  std::erase_if(known, [](const auto& it) { return it.second.expired(); });
-  std::weak_ptr<const PeerMemory>& its = known[magic];
-  std::shared_ptr<const PeerMemory> out = its.lock();
-  if (!out) its = out = std::make_shared<const PeerMemory>(pid, magic, place);
+  std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
+  std::weak_ptr<const PeerMemory>& peer = known[magic];
+  std::shared_ptr<const PeerMemory> out = peer.lock();
+  if (!out) peer = out = std::make_shared<const PeerMemory>(pid, magic, place);
   return out;
 }
 
@@ -137,9 +137,9 @@ PeerMemory::PeerMemory(std::int64_t pid, std::uint64_t magic, const SharedPlace&
   if (!file) return;
   memory_ = map(file, place.bytes, PROT_READ);
   place_ = place;
-  std::uint64_t its = 0;
-  if (memory_) std::memcpy(&its, memory_, sizeof its);
-  if (its == magic) return;
+  std::uint64_t current = 0;
+  if (memory_) std::memcpy(&current, memory_, sizeof current);
+  if (current == magic) return;
   if (memory_) munmap(const_cast<std::byte*>(memory_), place.bytes);
   memory_ = nullptr;
 }

@@ -24,16 +24,16 @@ class Signatures {
     if (words_.try_emplace(fingerprint, words).second) bytes_ += words.size();
   }
   std::string of(std::uint64_t fingerprint) const {
-    const auto found = words_.find(fingerprint);
-    return found == words_.end() ? "something else" : found->second;
+    const auto entry = words_.find(fingerprint);
+    return entry == words_.end() ? "something else" : entry->second;
   }
   // Return a call's words to send to a rank that does not know them, and add them to `known`. Null if the other
   // rank already knows the words, or if this rank does not.
   const std::string* news(std::uint64_t fingerprint, Known& known) const {
     if (known.size() >= most) known.clear();
-    const auto found = words_.find(fingerprint);
-    const bool untold = found != words_.end() && known.insert(fingerprint).second;
-    return untold ? &found->second : nullptr;
+    const auto entry = words_.find(fingerprint);
+    const bool untold = entry != words_.end() && known.insert(fingerprint).second;
+    return untold ? &entry->second : nullptr;
   }
 
  private:

@@ -59,14 +59,14 @@ void Recovery::begin(Rank from, const Message& message, std::uint64_t piece_byte
   if (where[0] > most_bytes()) throw Damaged();
   // if there is too little memory for these, nothing has changed
   Layout layout({{DType::bytes, where[0]}}, piece_bytes);
-  std::vector<bool> here(layout.size());
+  std::vector<bool> arrived(layout.size());
   state_ = State(where[0]);
   from_ = from;
   round_ = message.header.round;
   address_ = where[1];
   number_ = where[2];
   layout_ = std::move(layout);
-  here_ = std::move(here);
+  arrived_ = std::move(arrived);
   fetched_ = wanted_ = 0;
   turns_ = 0;
 }
@@ -91,16 +91,16 @@ Recovery::Progress Recovery::fetch(Wire& wire, std::uint64_t bytes, std::uint32_
   std::uint64_t taken = 0;
   // if this process can read the other rank's memory, each piece arrives at once
   while (wanted_ < layout_.size() && taken < bytes && wanted_ < fetched_ + ahead) {
-    const Piece& it = layout_[wanted_];
+    const Piece& piece = layout_[wanted_];
     const Wire::Fetch fetch =
-        it.bytes == 0 ? Wire::Fetch::done
+        piece.bytes == 0 ? Wire::Fetch::done
                       : wire.fetch(from_, {Object::What::state, number_}, wanted_,
-                                   address_ + it.offset, state_.data() + it.offset, it.bytes,
+                                   address_ + piece.offset, state_.data() + piece.offset, piece.bytes,
                                    Copy::past_caches);
     if (fetch == Wire::Fetch::gone) return gone();
-    taken += it.bytes;
-    if (fetch == Wire::Fetch::done && !here_[wanted_]) {
-      here_[wanted_] = true;
+    taken += piece.bytes;
+    if (fetch == Wire::Fetch::done && !arrived_[wanted_]) {
+      arrived_[wanted_] = true;
       ++fetched_;
     }
     ++wanted_;
@@ -116,8 +116,8 @@ Recovery::Progress Recovery::arrived(Rank from, std::uint64_t number, std::uint3
   if (data.empty()) return gone();
   std::memcpy(state_.data() + layout_[piece].offset, data.data(), data.size());
   heard_at_ = now;
-  fetched_ += !here_[piece];
-  here_[piece] = true;
+  fetched_ += !arrived_[piece];
+  arrived_[piece] = true;
   return Progress::waits;
 }
 

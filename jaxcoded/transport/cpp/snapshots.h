@@ -101,9 +101,9 @@ class Recovery {
   std::uint64_t address_ = 0;
   Layout layout_ = {};
   State state_ = {};
-  std::vector<bool> here_ = {};  // which pieces are here
-  std::uint32_t fetched_ = 0;    // the number of pieces fetched
-  std::uint32_t wanted_ = 0;     // the number of pieces requested
+  std::vector<bool> arrived_ = {};  // which pieces are here
+  std::uint32_t fetched_ = 0;       // the number of pieces fetched
+  std::uint32_t wanted_ = 0;        // the number of pieces requested
 };
 
 }  // namespace jaxcoded

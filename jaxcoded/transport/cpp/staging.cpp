@@ -113,9 +113,9 @@ struct Batch {
   std::atomic<std::size_t> arrived{0};  // stretches that have arrived, in order
 
   std::uint64_t ready(std::size_t vector) const {
-    const std::size_t here = arrived.load(std::memory_order_acquire);
-    if (here <= first[vector]) return 0;
-    return std::min(bytes[vector], (here - first[vector]) * stretch_bytes);
+    const std::size_t received = arrived.load(std::memory_order_acquire);
+    if (received <= first[vector]) return 0;
+    return std::min(bytes[vector], (received - first[vector]) * stretch_bytes);
   }
   bool complete() const { return arrived.load(std::memory_order_acquire) == stretches; }
 };
@@ -130,9 +130,9 @@ struct Retired {
 
 // Never destroy this object, since the GPU may still use it.
 template <class T>
-void leave_behind(T it) noexcept {
+void leave_behind(T object) noexcept {
   alignas(T) std::byte place[sizeof(T)];
-  new (place) T(std::move(it));
+  new (place) T(std::move(object));
 }
 
 // The pinned memory and the lanes. The context of a lane must be current when a function gets the lane.
@@ -204,16 +204,16 @@ class Depot {
  private:
   // Reclaim the memory of all lanes, since no other call may come to the lanes of an idle GPU.
   void reclaim() {
-    for (auto it = retired_.begin(); it != retired_.end();) {
-      Lane& lane = *it->lane;
-      const int state = state_of(lane, it->event);
+    for (auto retired = retired_.begin(); retired != retired_.end();) {
+      Lane& lane = *retired->lane;
+      const int state = state_of(lane, retired->event);
       if (state == cuda::not_ready) {
-        ++it;
+        ++retired;
         continue;
       }
-      if (state != cuda::success) leave_behind(std::move(*it));  // the GPU is lost
-      else lane.events.push_back(it->event);
-      it = retired_.erase(it);
+      if (state != cuda::success) leave_behind(std::move(*retired));  // the GPU is lost
+      else lane.events.push_back(retired->event);
+      retired = retired_.erase(retired);
     }
   }
 
@@ -384,7 +384,7 @@ class DeviceFlight : public Feed {
     attempt([&] {
       const Current current(lane_->context);
       std::uint64_t all = 0;
-      for (const Segment& it : request.total) all += aligned(it.bytes());
+      for (const Segment& segment : request.total) all += aligned(segment.bytes());
       memory_ = Depot::instance().take(all);
       std::uint64_t start = 0;
       for (std::size_t i = 0; i < request.out.size(); ++i) {
@@ -407,12 +407,12 @@ class DeviceFlight : public Feed {
 
   void given(std::size_t vector, std::uint64_t offset, std::uint64_t bytes) override {
     if (vector >= outs_.size()) return;
-    Out& it = outs_[vector];
-    const std::uint64_t here = offset + bytes;
-    if (here - it.copied < stretch_bytes && here < it.bytes) return;
+    Out& out = outs_[vector];
+    const std::uint64_t end = offset + bytes;
+    if (end - out.copied < stretch_bytes && end < out.bytes) return;
     attempt([&] {
       const Current current(lane_->context);
-      copy_back(it, here);
+      copy_back(out, end);
     });
   }
 
@@ -464,7 +464,7 @@ class DeviceFlight : public Feed {
     if (done) {
       attempt([&] {
         const Current current(lane_->context);
-        for (Out& it : outs_) copy_back(it, it.bytes);
+        for (Out& out : outs_) copy_back(out, out.bytes);
       });
     }
     go_on();
@@ -524,7 +524,7 @@ class DeviceFlight : public Feed {
 
   bool comes() const {
     std::unique_lock lock(mutex_);
-    return std::ranges::any_of(batches_, [](const auto& it) { return !it->complete(); });
+    return std::ranges::any_of(batches_, [](const auto& batch) { return !batch->complete(); });
   }
 
   std::shared_ptr<Batch> make_batch(const DeviceCall& call) {
@@ -547,10 +547,10 @@ class DeviceFlight : public Feed {
     return batch;
   }
 
-  void copy_back(Out& it, std::uint64_t here) {
-    if (here == it.copied) return;
-    driver().copy_to_device(it.device + it.copied, it.host + it.copied, here - it.copied, stream_);
-    it.copied = here;
+  void copy_back(Out& out, std::uint64_t end) {
+    if (end == out.copied) return;
+    driver().copy_to_device(out.device + out.copied, out.host + out.copied, end - out.copied, stream_);
+    out.copied = end;
   }
 
   // Keep memory for the next calls, once the stream no longer uses it.
@@ -599,8 +599,8 @@ std::shared_ptr<DeviceFlight> flight_of(const DeviceCall& call) {
 void prepare(DeviceFlight& flight, DeviceCall& call, bool waits) {
   Request& request = call.request;
   flight.begin(call, waits);
-  const auto [late, root] = Engine::instance().with(call.group, [](Member& its) {
-    return std::pair(its.lag() > 0, its.root);
+  const auto [late, root] = Engine::instance().with(call.group, [](Member& member) {
+    return std::pair(member.lag() > 0, member.root);
   });
   if (late) request.skipped = true;  // the round is decided: no rank fetches this rank's vectors
   flight.bring(call, !request.skipped && (request.up || root));
@@ -680,7 +680,7 @@ std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own,
   const auto start = now();
   flight.bring(call, true);
   flight.wait_for_own();
-  const auto here = now();
+  const auto brought = now();
   flight.expect(call);
   const auto ready = now();
   const std::uint64_t piece = Limits().piece_bytes;
@@ -688,7 +688,7 @@ std::pair<double, double> time_copies(cuda::Stream stream, const std::byte* own,
   flight.finish(true);
   flight.wait_for_stream();
   if (const std::string why = flight.failure(); !why.empty()) throw cuda::Failure{why};
-  return {seconds(start, here), seconds(ready, now())};
+  return {seconds(start, brought), seconds(ready, now())};
 }
 
 std::pair<std::size_t, std::size_t> pinned_bytes() { return Depot::instance().bytes(); }

@@ -33,7 +33,7 @@ class Upstream {
     if (rank == source() && !asks) heard_at_ = now;
     if (rank == parent()) {
       unanswered_ = told_step_times_ = false;
-      for (auto& [kind, alert] : alerts_) alert.told = 0;
+      for (auto& [kind, alert] : alerts_) alert.sent = 0;
       if (std::exchange(source_, 0)) wanted_ = 0;  // a rank further up was asked for the wanted results
     }
   }
@@ -87,9 +87,9 @@ class Upstream {
   // Send the alerts that the parent may get now. Keep an alert for which `send` has too little memory.
   void send_alerts(const std::function<void(const Message&)>& send) {
     for (auto& [kind, alert] : alerts_) {
-      if (!alert.waiting || alert.told == most_alerts) continue;
+      if (!alert.waiting || alert.sent == most_alerts) continue;
       send(*alert.waiting);
-      ++alert.told;
+      ++alert.sent;
       alert.waiting.reset();
     }
   }
@@ -170,7 +170,7 @@ class Upstream {
   bool unanswered_ = false;
   bool told_step_times_ = false;  // whether the parent got step times since it last sent something
   struct Alert {
-    int told = 0;  // alerts sent to the parent since it last sent something
+    int sent = 0;  // alerts sent to the parent since it last sent something
     std::optional<Message> waiting = {};
   };
   std::map<std::uint8_t, Alert> alerts_;  // by the flags of the messages

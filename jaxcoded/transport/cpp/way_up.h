@@ -108,12 +108,12 @@ struct WayUp : Incoming {
   std::uint32_t summed(const Layout& layout, std::uint32_t piece) const {
     if (all_decoded()) return layout.size();
     for (; piece < layout.size(); ++piece) {
-      const Piece it = layout[piece];
-      if (!it.count) break;
-      const std::uint64_t part = incoming.segments()[it.segment].count;
-      const std::uint64_t known = decoded.elements[it.segment];
-      const std::uint64_t last = it.first + it.count - 1;
-      if (known < part && (it.first / part != last / part || last % part >= known)) break;
+      const Piece range = layout[piece];
+      if (!range.count) break;
+      const std::uint64_t part = incoming.segments()[range.segment].count;
+      const std::uint64_t known = decoded.elements[range.segment];
+      const std::uint64_t last = range.first + range.count - 1;
+      if (known < part && (range.first / part != last / part || last % part >= known)) break;
     }
     return piece;
   }

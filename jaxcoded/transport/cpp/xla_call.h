@@ -150,7 +150,7 @@ inline constexpr const char* no_blocks =
 // Return 1 for each block that this rank computed in the previous round. Nothing if that round had no blocks.
 inline std::optional<std::vector<float>> blocks_computed(std::int64_t group, std::size_t count) {
   const auto computed = Engine::instance().with(
-      static_cast<std::uint64_t>(group), [](Member& its) { return its.node->computed(); });
+      static_cast<std::uint64_t>(group), [](Member& member) { return member.node->computed(); });
   if (!computed) return std::nullopt;
   std::vector<float> out(count);
   for (const Block block : *computed) out[block] = 1;
@@ -226,7 +226,7 @@ inline ffi::Error error_of(const Result& result) {
 // Return the lag as an int32.
 inline std::int32_t lag_of(std::int64_t group) {
   const std::uint64_t rounds = Engine::instance().with(
-      static_cast<std::uint64_t>(group), [](Member& its) { return its.lag(); });
+      static_cast<std::uint64_t>(group), [](Member& member) { return member.lag(); });
   constexpr std::uint64_t most = std::numeric_limits<std::int32_t>::max();
   return static_cast<std::int32_t>(std::min(rounds, most));
 }

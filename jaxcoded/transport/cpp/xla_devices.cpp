@@ -39,10 +39,10 @@ class Together {
 
   Request request() const {
     Request out = devices_.front()->call.request;
-    out.message = chosen<Segment>([](Request& its) -> auto& { return its.message; });
-    out.total = chosen<Segment>([](Request& its) -> auto& { return its.total; });
-    out.own = chosen<const std::byte*>([](Request& its) -> auto& { return its.own; });
-    out.out = chosen<std::byte*>([](Request& its) -> auto& { return its.out; });
+    out.message = chosen<Segment>([](Request& request) -> auto& { return request.message; });
+    out.total = chosen<Segment>([](Request& request) -> auto& { return request.total; });
+    out.own = chosen<const std::byte*>([](Request& request) -> auto& { return request.own; });
+    out.out = chosen<std::byte*>([](Request& request) -> auto& { return request.out; });
     return out;
   }
 
