@@ -75,14 +75,14 @@ def array(data: bytes) -> np.ndarray:
     except Exception as error:  # noqa: BLE001  # damaged files raise any error
         raise ValueError(f"its header cannot be read: {error}") from None
     start = file.tell()
-    there = len(data) - start
+    length = len(data) - start
     if dtype.hasobject or min(shape, default=0) < 0:
         raise ValueError(f"it holds {dtype} of shape {shape}, which is not supported")
-    if math.prod(shape) * dtype.itemsize != there:
+    if math.prod(shape) * dtype.itemsize != length:
         raise ValueError(
-            f"it has {there} bytes of data, but its header claims {dtype} of shape {_require.shown(shape)}"
+            f"it has {length} bytes of data, but its header claims {dtype} of shape {_require.shown(shape)}"
         )
-    flat = np.frombuffer(data, dtype, offset=start) if there else np.empty(0, dtype)
+    flat = np.frombuffer(data, dtype, offset=start) if length else np.empty(0, dtype)
     return flat.reshape(shape, order="F" if by_columns else "C")
 
 

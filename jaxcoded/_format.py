@@ -42,9 +42,9 @@ def ranks(numbers: Iterable[int]) -> str:
             spans[-1][1:] = [number]
         else:
             spans.append([number])
-    said = ", ".join("-".join(map(str, span)) for span in spans)
+    text = ", ".join("-".join(map(str, span)) for span in spans)
     only = len(spans) == 1 and len(spans[0]) == 1
-    return f"rank{'s' * (not only)} {said}"
+    return f"rank{'s' * (not only)} {text}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -19,7 +19,7 @@ logger = logging.getLogger("jaxcoded")
 _TAKEN = "0.10 to 0.12"  # the versions in pyproject.toml
 
 
-def _found(module: str, name: str) -> Any:
+def _attribute(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
@@ -31,7 +31,7 @@ def _found(module: str, name: str) -> Any:
 
 def _module(name: str, *taken: str) -> Any:
     for each in taken:
-        _found(name, each)
+        _attribute(name, each)
     return importlib.import_module(name)
 
 
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     ShapedArray = core.ShapedArray
     Tracer = core.Tracer
 else:
-    ShapedArray = _found("jax.core", "ShapedArray")
-    Tracer = _found("jax.core", "Tracer")
-eval_jaxpr = _found("jax.core", "eval_jaxpr")
+    ShapedArray = _attribute("jax.core", "ShapedArray")
+    Tracer = _attribute("jax.core", "Tracer")
+eval_jaxpr = _attribute("jax.core", "eval_jaxpr")
 ad = _module(
     "jax.interpreters.ad",
     *("Zero", "add_tangents", "deflinear2", "instantiate_zeros"),
@@ -56,17 +56,17 @@ batching = _module("jax.interpreters.batching", "bdim_at_front", "primitive_batc
 mlir = _module(
     "jax.interpreters.mlir", "LoweringRuleContext", "lower_fun", "register_lowering"
 )
-apply_primitive = _found("jax.interpreters.xla", "apply_primitive")
-_nan_check = _found("jax._src.api_util", "maybe_recursive_nan_check")
+apply_primitive = _attribute("jax.interpreters.xla", "apply_primitive")
+_nan_check = _attribute("jax._src.api_util", "maybe_recursive_nan_check")
 
-_trace_ctx = _found("jax._src.core", "trace_ctx")
-_runtime_tokens = _found("jax._src.dispatch", "runtime_tokens")
-_Effect = _found("jax._src.effects", "Effect")
-_NamedAxisEffect = _found("jax._src.core", "NamedAxisEffect")
+_trace_ctx = _attribute("jax._src.core", "trace_ctx")
+_runtime_tokens = _attribute("jax._src.dispatch", "runtime_tokens")
+_Effect = _attribute("jax._src.effects", "Effect")
+_NamedAxisEffect = _attribute("jax._src.core", "NamedAxisEffect")
 # JAX's sets of effects that it accepts when it lowers programs, in ordered programs, in
 # loops and branches, and in functions with custom derivatives.
 _taken_effects = [
-    _found("jax._src.effects", name)
+    _attribute("jax._src.effects", name)
     for name in (
         "lowerable_effects",
         "ordered_effects",
@@ -75,24 +75,24 @@ _taken_effects = [
     )
 ]
 # The effects of operations whose results `jax.checkpoint` always keeps.
-kept_effects = _found("jax._src.effects", "remat_allowed_effects")
+kept_effects = _attribute("jax._src.effects", "remat_allowed_effects")
 pe = _module(
     "jax.interpreters.partial_eval",
     *("custom_partial_eval_rules", "dce_rules", "partial_eval_jaxpr_custom_rules"),
 )
-_emit_python_callback = _found("jax.interpreters.mlir", "emit_python_callback")
-_TokenSet = _found("jax.interpreters.mlir", "TokenSet")
+_emit_python_callback = _attribute("jax.interpreters.mlir", "emit_python_callback")
+_TokenSet = _attribute("jax.interpreters.mlir", "TokenSet")
 
-_pcast = _found("jax.lax", "pcast")
+_pcast = _attribute("jax.lax", "pcast")
 
 # Whether JAX has started. From then on it has a device, threads and memory.
-started = _found("jax._src.xla_bridge", "backends_are_initialized")
-_backend_factories = _found("jax._src.xla_bridge", "_backend_factories")
-_find_plugins = _found("jax._src.xla_bridge", "_discover_and_register_pjrt_plugins")
+started = _attribute("jax._src.xla_bridge", "backends_are_initialized")
+_backend_factories = _attribute("jax._src.xla_bridge", "_backend_factories")
+_find_plugins = _attribute("jax._src.xla_bridge", "_discover_and_register_pjrt_plugins")
 
 # The type of an effect's value in compiled programs; its place in JAX differs between
 # versions.
-_TOKEN = getattr(jax.ffi, "abstract_token", None) or _found(
+_TOKEN = getattr(jax.ffi, "abstract_token", None) or _attribute(
     "jax._src.core", "abstract_token"
 )
 
@@ -192,7 +192,9 @@ def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
     the result is known if the first operand is known.
     """
 
-    def equation(_: Any, later: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
+    def equation(
+        _: Any, later: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+    ) -> Any:
         if known_by_first and list(later) == [False, True]:
             first = eqn.invars[0]
             eqn = eqn.replace(
@@ -203,7 +205,9 @@ def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
         if not any(later):
             return eqn, None, out, out, []
         kept = [
-            x for x, t in zip(eqn.invars, there) if not (t or isinstance(x, Literal))
+            x
+            for x, t in zip(eqn.invars, instantiated)
+            if not (t or isinstance(x, Literal))
         ]
         return None, eqn, out, out, kept
 
@@ -217,9 +221,9 @@ def keep_results(primitive: Any, *, known_by_first: bool = False) -> None:
         pe.custom_partial_eval_rules[primitive] = call
 
 
-def effects_barrier(told: Collection[str] = ()) -> None:
+def effects_barrier(reported: Collection[str] = ()) -> None:
     """Call ``jax.effects_barrier``, and drop its errors. Each error is logged once as a
-    warning, unless its text is in ``told``.
+    warning, unless its text is in ``reported``.
     """
     failed = []
     for token in (
@@ -234,8 +238,8 @@ def effects_barrier(told: Collection[str] = ()) -> None:
     for text in dict.fromkeys(failed):
         # Compare texts without their status, such as INTERNAL: a later computation may have reported the same error
         # with a different status.
-        said = text.partition(": ")[2] or text
-        if not any(said in it for it in told):
+        message = text.partition(": ")[2] or text
+        if not any(message in other for other in reported):
             logger.warning("a round had failed: %s", text)
 
 
@@ -251,7 +255,9 @@ def varying(x: Any) -> tuple[str, ...]:
 
 def axes_of_vmap(closed: Any) -> list[str]:
     """Return the named axes that a traced function uses, except the axes of a manual mesh."""
-    used = {it.name for it in closed.effects if isinstance(it, _NamedAxisEffect)}
+    used = {
+        effect.name for effect in closed.effects if isinstance(effect, _NamedAxisEffect)
+    }
     return sorted(
         map(str, used.difference(jax.sharding.get_abstract_mesh().manual_axes))
     )
@@ -269,19 +275,19 @@ def coarsest_eps(function: Any, *operands: Any) -> float:
         >>> _jax_compat.coarsest_eps(narrow, jnp.ones(3))  # 2⁻⁷
         0.0078125
     """
-    found = 0.0
+    coarsest = 0.0
     left = [jax.make_jaxpr(function)(*operands).jaxpr]
     while left:
         for equation in left.pop().eqns:
             for out in equation.outvars:
                 dtype = getattr(out.aval, "dtype", None)
                 if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                    found = max(found, float(jnp.finfo(dtype).eps))
+                    coarsest = max(coarsest, float(jnp.finfo(dtype).eps))
             for inner in jax.tree.leaves(list(equation.params.values())):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     left.append(inner)
-    return found
+    return coarsest
 
 
 def like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> ShapedArray:

@@ -76,8 +76,8 @@ def check_arguments(
             f"{what}={text!r}: {name} has no argument {unknown[0]!r}{meant or ';'} "
             f"{'It' if meant else 'it'} has {', '.join(parameters) or 'none'}"
         )
-    for each, its in parameters.items():
-        if its.default is its.empty and each not in {*given, *besides}:
+    for each, parameter in parameters.items():
+        if parameter.default is parameter.empty and each not in {*given, *besides}:
             raise ValueError(
                 f"{what}={text!r}: {name} needs {each!r}, as in '{name}({each}=...)'"
             )

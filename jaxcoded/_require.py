@@ -38,8 +38,8 @@ def kind(value: Any) -> str:
         array: Any = getattr(sys.modules.get(library), name, ())
         if isinstance(value, array):
             return f"a {library} array of shape {value.shape} and dtype {value.dtype}"
-    its = type(value).__name__
-    return f"{'an' if its[0] in 'aeiouAEIOU' else 'a'} {its}"
+    class_name = type(value).__name__
+    return f"{'an' if class_name[0] in 'aeiouAEIOU' else 'a'} {class_name}"
 
 
 def function(name: str, value: Any) -> None:

@@ -96,8 +96,8 @@ def translated() -> Iterator[None]:
     except (JaxRuntimeError, ValueError) as error:
         classes: list[type[CodedError]] = [CodedError, *CodedError.__subclasses__()]
         kinds = {kind.__name__: kind for kind in classes}
-        found = re.search(rf"\b({'|'.join(kinds)}): (.*)", str(error), re.DOTALL)
+        match = re.search(rf"\b({'|'.join(kinds)}): (.*)", str(error), re.DOTALL)
         # JAX's text begins with the class of the error
-        if found is None or not re.match("[A-Z_]+: ", str(error)):
+        if match is None or not re.match("[A-Z_]+: ", str(error)):
             raise
-        raise kinds[found[1]](found[2].strip()) from error
+        raise kinds[match[1]](match[2].strip()) from error

@@ -174,7 +174,7 @@ def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return the connected components of a bool matrix: the sorted indices of each
     component's rows and columns."""
-    found = []
+    components = []
     left = support.any(axis=1)
     while left.any():
         rows, columns = np.zeros_like(left), np.zeros(support.shape[1], bool)
@@ -185,8 +185,8 @@ def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
             columns |= reached
             frontier = support[:, reached].any(axis=1) & ~rows
         left &= ~rows
-        found.append((np.flatnonzero(rows), np.flatnonzero(columns)))
-    return found
+        components.append((np.flatnonzero(rows), np.flatnonzero(columns)))
+    return components
 
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:

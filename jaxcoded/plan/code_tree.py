@@ -196,8 +196,8 @@ class CodeTree(Strategy, named=False):
     # Replacements.
 
     def with_speeds(self, speeds: Sequence[Any]) -> Strategy:
-        its: Any = self  # every strategy is a dataclass
-        return dataclasses.replace(its, speeds=tuple(speeds) or None)
+        strategy: Any = self  # every strategy is a dataclass
+        return dataclasses.replace(strategy, speeds=tuple(speeds) or None)
 
     def for_others(self, speeds: Sequence[Fraction]) -> Strategy:
         if self.parents is not None or self._names_ranks:

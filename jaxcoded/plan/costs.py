@@ -78,8 +78,10 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
     of its blocks takes.
     """
     out = []
-    for its, room in zip(longest_first(costs, [sum(room) for room in rooms]), rooms):
-        out += [its[block] for block in longest_first(costs[its], room)]
+    for examples, room in zip(
+        longest_first(costs, [sum(room) for room in rooms]), rooms
+    ):
+        out += [examples[block] for block in longest_first(costs[examples], room)]
     return out
 
 

@@ -319,13 +319,13 @@ class Plan:
         exact.
         """
         blurred = [False] * self.size  # whether a rank's message may be approximate
-        found = []
+        parents = []
         for rank, coding in reversed(self.coded_parents):
             below = any(blurred[child] for child in self.tree.children[rank])
             blurred[rank] = below or coding.code.approximate
             if not below and len(coding.code.parity_checks):
-                found.append(rank)
-        return tuple(sorted(found))
+                parents.append(rank)
+        return tuple(sorted(parents))
 
     @functools.cached_property
     def amplification(self) -> float:

@@ -151,11 +151,11 @@ class Shared(Strategy):
         if not held:
             return np.zeros(1, np.int64), np.zeros(1)
         first = starts[list(held)][:, None]
-        there = np.arange(size) < np.diff(starts)[list(held)][:, None]
+        present = np.arange(size) < np.diff(starts)[list(held)][:, None]
         indices = np.where(
-            there, first + np.arange(size), np.minimum(first, batch_size - 1)
+            present, first + np.arange(size), np.minimum(first, batch_size - 1)
         )
-        weights = there * (np.arange(len(held)) < len(owned))[:, None]
+        weights = present * (np.arange(len(held)) < len(owned))[:, None]
         return indices.reshape(-1), weights.reshape(-1).astype(float)
 
     def bounds(self, plan: Plan) -> tuple[Fraction, ...]:

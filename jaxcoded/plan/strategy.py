@@ -174,10 +174,10 @@ class Strategy(abc.ABC):
     def fields(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as values that both Python and
         JSON have."""
-        its: Any = self  # every strategy is a dataclass
+        strategy: Any = self  # every strategy is a dataclass
         return {
             each.name: _plain(value)
-            for each in dataclasses.fields(its)
+            for each in dataclasses.fields(strategy)
             if (value := getattr(self, each.name)) != each.default
         }
 
