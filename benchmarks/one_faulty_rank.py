@@ -255,7 +255,7 @@ def play_mpi(command, output, scheme, fault, limit):
     """Run a job of mpirun, with fault-tolerant MPI if it must survive a death. Return
     its status, and whether it took too long.
     """
-    mpirun = launcher.found(None, beside=ROOT / ".venv/bin/mpirun")
+    mpirun = launcher.located(None, beside=ROOT / ".venv/bin/mpirun")
     tolerant = fault == "killed" and scheme in ("coded", "shared")
     start = ["--with-ft", "ulfm"] if tolerant else []
     program = command if tolerant else [command[0], "-m", "mpi4py", *command[1:]]
@@ -297,9 +297,9 @@ def observed(args, scheme, fault):
                 status, hung = play_mpi(line, output, scheme, fault, usual + limit)
         ended = time.monotonic()
         done = times()
-        said = (folder / "output").read_text(errors="replace")
+        text = (folder / "output").read_text(errors="replace")
     if len(done) < args.before:
-        print(said[-2000:], file=sys.stderr)
+        print(text[-2000:], file=sys.stderr)
         raise RuntimeError(f"{scheme}, {fault}: only {len(done)} steps")
     seconds = np.diff(done)
     before, after = np.split(seconds, [args.before - 1])

@@ -50,7 +50,7 @@ def needs_fault_tolerance():
     """Return the options with which MPI survives the death of a rank; without them skip
     the test.
     """
-    mpirun = launcher.found(limited(10).get("JAXCODED_MPIRUN"))
+    mpirun = launcher.located(limited(10).get("JAXCODED_MPIRUN"))
     if mpirun.mpi != launcher.OPEN_MPI or mpirun.major < 5:
         pytest.skip(f"the option is one of Open MPI 5, not of {mpirun}")
     return "--with-ft", "ulfm"

@@ -125,7 +125,7 @@ def test_doctor_as_one_of_several_tasks(prints, state, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert not list(machine._started())
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    monkeypatch.setattr(machine, "_said", lambda *_: f"{prints}\n")
+    monkeypatch.setattr(machine, "_printed", lambda *_: f"{prints}\n")
     (found,) = machine._started()
     assert found.state == state and bool(found.remedy) == (state == BAD)
 

@@ -122,7 +122,7 @@ def test_hosts_that_ssh_does_not_get_to(ssh, monkeypatch):
 
 def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811
     other = fake("HYDRA build details:\n    Version:  4.3.0")
-    if launcher.found(None).mpi == launcher.MPICH:
+    if launcher.located(None).mpi == launcher.MPICH:
         other = fake("mpirun (Open MPI) 5.0.9")
     assert main(["doctor", "--mpirun", str(other)]) == 1
     out = capsys.readouterr().out

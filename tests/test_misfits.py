@@ -105,7 +105,7 @@ def test_a_scheduler_has_many(nothing_set, monkeypatch):
 
 @pytest.fixture
 def open_mpi(nothing_set):
-    if launcher.found(limited(10).get("JAXCODED_MPIRUN")).mpi != launcher.OPEN_MPI:
+    if launcher.located(limited(10).get("JAXCODED_MPIRUN")).mpi != launcher.OPEN_MPI:
         pytest.skip("the variables are those of Open MPI")
 
 

@@ -454,7 +454,7 @@ def test_the_mpirun_of_another_mpi_is_an_error(fake):
 
 def test_the_arguments_of_each_mpirun(fake):
     def options(version, **more):
-        mpirun = launcher.found(str(fake(version)))
+        mpirun = launcher.located(str(fake(version)))
         return launcher.command(mpirun, 2, [], **more)[0][1:-1]
 
     five = "mpirun (Open MPI) 5.0.11"
@@ -532,7 +532,7 @@ def test_each_rank_has_its_share_of_the_threads(
     for name in ("PJRT_NPROC", "NPROC", "OMP_NUM_THREADS", "XLA_FLAGS", yields):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
-    five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
+    five = launcher.located(str(fake("mpirun (Open MPI) 5.0.11")))
 
     places = {"hosts": hosts}
     if isinstance(hosts, list):
@@ -638,7 +638,7 @@ def test_xla_has_as_many_threads(program, monkeypatch, settings, threads, device
 
 
 def test_where_a_host_may_be_lost_the_others_are_not_ended(fake, monkeypatch):
-    five = launcher.found(str(fake("mpirun (Open MPI) 5.0.11")))
+    five = launcher.located(str(fake("mpirun (Open MPI) 5.0.11")))
     names = "SLURM_NO_KILL", "PRTE_MCA_oob_tcp_keepalive_time"
 
     def told(fault_tolerant):
@@ -753,7 +753,7 @@ def test_texts_of_ranks_ends(hosts, monkeypatch):
             process = ended(heard, number, program)
             process.communicate(b"a", timeout=60 * slowness())
             assert process.returncode == status
-        assert {rank: code for rank, (code, _) in heard.told.items()} == {
+        assert {rank: code for rank, (code, _) in heard.ended.items()} == {
             0: 0,
             1: 0,
             2: -9,
@@ -770,7 +770,7 @@ def test_texts_of_ranks_ends(hosts, monkeypatch):
         "rank 4: killed by signal 40, after",
         f"ranks 5-6: {not_heard.replace('of the end', 'at all')}",
     ]
-    del heard.told[2], heard.told[3], heard.told[4]
+    del heard.ended[2], heard.ended[3], heard.ended[4]
     heard.begun -= {2, 3, 4}
     heard.ranks = 2
     assert heard.words() == []
@@ -865,7 +865,7 @@ def test_others_are_not_believed():
                 line.sendall(text.encode())
                 line.shutdown(socket.SHUT_WR)
                 line.recv(1)
-        assert not heard.told
+        assert not heard.ended
         heard.variables["JAXCODED_ENDS"] += "0"
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
@@ -875,7 +875,7 @@ def test_others_are_not_believed():
         process = ended(heard, 0, "")
         process.communicate(timeout=60 * slowness())
         assert process.returncode == 0
-        assert not heard.told
+        assert not heard.ended
 
 
 def test_a_rank_dies_with_its_starter(tmp_path):

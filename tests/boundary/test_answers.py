@@ -188,4 +188,4 @@ def test_reports_of_ranks_ends(said):
     assert heard.failure >= 0
     assert all(0 < len(line) < 1000 for line in heard.words())
     if f"{TOKEN} 1 -9 ends\n".encode() in said:
-        assert 1 in heard.told and heard.of_job.is_set()
+        assert 1 in heard.ended and heard.of_job.is_set()

@@ -197,5 +197,5 @@ def test_the_address_of_this_host(hosts):
 @example(b"9" * 5000 + b".1")
 def test_the_version_text_of_mpirun(version):
     with nothing_started(version):
-        found = launcher.found("mpirun")
+        found = launcher.located("mpirun")
     assert 0 <= found.major < 2**31 and found.path == "mpirun"

@@ -65,7 +65,7 @@ def command(
         seen = _measured()
     else:
         ranks = _require.integer("--ranks", ranks, 2, places.MOST_RANKS)
-        chosen = launcher.found(mpirun)
+        chosen = launcher.located(mpirun)
         launcher.check_fits(chosen)
         answer = asking.answered(chosen, ranks, _PROGRAM, **where)
         try:
@@ -181,6 +181,6 @@ def _gigabits(rate: float) -> str:
 
 
 if __name__ == "__main__":
-    found = _measured()
-    if found is not None:
-        asking.answer(found.to_fields())
+    seen = _measured()
+    if seen is not None:
+        asking.answer(seen.to_fields())

@@ -260,13 +260,13 @@ def _costs(path: str | None, batch_size: int | None) -> Costs | None:
         return None
     if batch_size is None:
         raise ValueError("--costs needs --batch-size: how many examples has a batch?")
-    found = table(path)
-    if found.ndim != 1 and found.size != max(found.shape, default=0):
+    costs = table(path)
+    if costs.ndim != 1 and costs.size != max(costs.shape, default=0):
         raise ValueError(
-            f"--costs {path}: must have one number for each example, in a line or a column, got {found.shape}"
+            f"--costs {path}: must have one number for each example, in a line or a column, got {costs.shape}"
         )
     try:
-        return Costs.of(found.reshape(-1), batch_size)
+        return Costs.of(costs.reshape(-1), batch_size)
     except (TypeError, ValueError) as error:
         raise ValueError(f"--costs {path}: {error}") from None
 
@@ -299,17 +299,17 @@ def _stragglers(
     seen: Measurement | None,
 ) -> tuple[stragglers.Stragglers, str]:
     if trace is not None:
-        found: Any = stragglers.Trace(trace)
-        columns = found.table.shape[1]
+        recorded: Any = stragglers.Trace(trace)
+        columns = recorded.table.shape[1]
     elif model is not None:
         return stragglers.named(model), model
     elif seen is None:
         return stragglers.named("none"), _NOBODY
     else:
-        found, columns, trace = seen.stragglers, len(seen.speeds), measured
+        recorded, columns, trace = seen.stragglers, len(seen.speeds), measured
     if columns != ranks:
         raise ValueError(
             f"{trace} has {columns} columns, but --ranks is {ranks}: give a file with one column for each rank, or a "
             "--model of the stragglers"
         )
-    return found, f"from {trace}"
+    return recorded, f"from {trace}"

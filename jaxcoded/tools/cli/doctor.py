@@ -38,20 +38,20 @@ def command(ranks: int, mpirun: str | None, json: bool, **where: str | None) -> 
     ranks = _require.integer("--ranks", ranks, 1, places.MOST_RANKS)
     chosen: launcher.Launcher | str
     try:
-        chosen = launcher.found(mpirun)
+        chosen = launcher.located(mpirun)
     except ValueError as error:
         chosen = str(error)
-    found = list(machine.examined(ranks, chosen))
-    if isinstance(chosen, str) or any(each.state == BAD for each in found):
+    results = list(machine.examined(ranks, chosen))
+    if isinstance(chosen, str) or any(each.state == BAD for each in results):
         words = "were not started, because of the bad findings above"
-        found.append(Finding("ranks", BAD, words, "apply their remedies first"))
+        results.append(Finding("ranks", BAD, words, "apply their remedies first"))
     else:
-        found += _tried(ranks, chosen, where)
+        results += _tried(ranks, chosen, where)
     if json:
-        output.as_json([dataclasses.asdict(each) for each in found])
+        output.as_json([dataclasses.asdict(each) for each in results])
     else:
-        findings.show(found)
-    return int(any(each.state == BAD for each in found))
+        findings.show(results)
+    return int(any(each.state == BAD for each in results))
 
 
 def _tried(
@@ -63,7 +63,7 @@ def _tried(
         if not (isinstance(everything, list) and all(map(_is_of_rank, everything))):
             raise asking.unreadable(ranks, everything)
     except asking.NoAnswer as failure:
-        yield Finding("ranks", BAD, failure.found, failure.remedy)
+        yield Finding("ranks", BAD, failure.problem, failure.remedy)
         if kinds := misfits.suspects():
             words = f"MPI and mpirun read {misfits.listed(kinds.values())}"
             yield Finding("variables", NOTE, words, "try without these variables")
@@ -71,15 +71,15 @@ def _tried(
     yield from _of_ranks(ranks, everything)
 
 
-def _is_of_rank(found: Any) -> bool:
+def _is_of_rank(value: Any) -> bool:
     """Return whether this value has the form of a rank's findings; see
     `doctor.trial`."""
     return (
-        isinstance(found, dict)
-        and all(isinstance(found.get(key), kind) for key, kind in _KINDS.items())
-        and all(isinstance(each, str) for each in found["devices"])
-        and len(found["took"]) == 2
-        and all(map(_require.is_positive, found["took"]))
+        isinstance(value, dict)
+        and all(isinstance(value.get(key), kind) for key, kind in _KINDS.items())
+        and all(isinstance(each, str) for each in value["devices"])
+        and len(value["took"]) == 2
+        and all(map(_require.is_positive, value["took"]))
     )
 
 
@@ -87,14 +87,14 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
     """Yield the findings of all ranks. Findings that are equal on all ranks appear
     once."""
 
-    def said(key: str) -> Iterator[tuple[str, str]]:
+    def reports(key: str) -> Iterator[tuple[str, str]]:
         """Return each nonempty text, and the ranks that report it."""
         who = collections.defaultdict(list)
         for each in everything:
             who[str(each[key])].append(each["rank"])
-        for words, those in who.items():
+        for words, numbers in who.items():
             if words:
-                yield words, "" if len(those) == ranks else f"ranks {those}: "
+                yield words, "" if len(numbers) == ranks else f"ranks {numbers}: "
 
     if len(everything) != ranks:
         yield Finding(
@@ -106,15 +106,15 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         return
     hosts = sorted({each["host"] for each in everything})
     yield Finding("ranks", GOOD, f"{ranks} on {', '.join(hosts)}")
-    libraries = [who + words for words, who in said("library")]
-    one = len(libraries) == 1
+    libraries = [who + words for words, who in reports("library")]
+    alike = len(libraries) == 1
     yield Finding(
         "MPI",
-        GOOD if one else BAD,
+        GOOD if alike else BAD,
         "; ".join(libraries),
-        "" if one else "install the same MPI, mpi4py and jaxcoded on all hosts",
+        "" if alike else "install the same MPI, mpi4py and jaxcoded on all hosts",
     )
-    for words, who in said("threads"):
+    for words, who in reports("threads"):
         many = words == machine.MULTIPLE
         yield Finding(
             "MPI threads",
@@ -126,7 +126,7 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
             "use an MPI that is built for it",
         )
     for name, state in (("mpi4jax", BAD), ("engine", NOTE), ("cuda_aware", BAD)):
-        for words, who in said(name):
+        for words, who in reports(name):
             yield Finding(name.replace("_", "-"), state, who + words, _REMEDIES[name])
     if not any(each["engine"] for each in everything):
         yield Finding("engine", GOOD, "can be used")
@@ -139,7 +139,7 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
         )
     else:
         yield Finding("reading", GOOD, "ranks of one host read each other's memory")
-    for words, who in said("devices"):
+    for words, who in reports("devices"):
         kinds = collections.Counter(ast.literal_eval(words))
         listed = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
         yield Finding("devices", GOOD, f"{who}{listed} each")

@@ -50,18 +50,18 @@ _COLUMNS = 200  # the most columns of rounds in a picture
 @output.json_option
 def command(files: tuple[pathlib.Path, ...], out: pathlib.Path, json: bool) -> None:
     """Print a summary of the files, and draw pictures."""
-    found = _found(_loaded(files))
-    pictures = _draw(found, out)
+    report = _report(_loaded(files))
+    pictures = _draw(report, out)
     if json:
-        output.as_json(_fields(found) | {"pictures": list(map(str, pictures))})
+        output.as_json(_fields(report) | {"pictures": list(map(str, pictures))})
         return
-    _say(found)
+    _say(report)
     for path in pictures:
         output.say(f"wrote {path}")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Report:
     files: list[Telemetry]  # the root's file comes first, if it is given
     plan: Plan
     shared: bool  # whether ranks compute blocks of each other
@@ -93,7 +93,7 @@ class _Found:
         return analysis.unknown(self.files)
 
 
-def _found(files: list[Telemetry]) -> _Found:
+def _report(files: list[Telemetry]) -> _Report:
     plan = Plan.from_json(files[0].plan)
     shared = plan.strategy.by_blocks
     savings = {}
@@ -108,29 +108,29 @@ def _found(files: list[Telemetry]) -> _Found:
     measured = analysis.step_seconds(files[0]) if known else np.nan
     plans = analysis.compare(files) if known else []
     late = analysis.too_late(files)
-    return _Found(files, plan, shared, savings, late, measured, plans)
+    return _Report(files, plan, shared, savings, late, measured, plans)
 
 
-def _draw(found: _Found, out: pathlib.Path) -> list[pathlib.Path]:
+def _draw(report: _Report, out: pathlib.Path) -> list[pathlib.Path]:
     """Draw all pictures, and return their paths."""
     pictures = []
-    for seen in found.parents if not found.shared else []:
+    for seen in report.parents if not report.shared else []:
         if np.isnan(seen.lateness).all():
             continue
         pictures.append(out / f"arrivals-{seen.rank}.png")
         _draw_arrivals(pictures[-1], seen)
-        if seen.rank in found.savings:
+        if seen.rank in report.savings:
             pictures.append(out / f"savings-{seen.rank}.png")
-            _draw_savings(pictures[-1], seen, found.savings[seen.rank])
-    if found.shared and found.files[0].divided.any():
+            _draw_savings(pictures[-1], seen, report.savings[seen.rank])
+    if report.shared and report.files[0].divided.any():
         pictures.append(out / "blocks.png")
-        _draw_blocks(pictures[-1], found.files[0], found.plan.placement)
-    if not (found.shared or np.isnan(found.late).all()):
+        _draw_blocks(pictures[-1], report.files[0], report.plan.placement)
+    if not (report.shared or np.isnan(report.late).all()):
         pictures.append(out / "stragglers.png")
-        _draw_stragglers(pictures[-1], found.files[0], found.late)
-    if found.ranked:
+        _draw_stragglers(pictures[-1], report.files[0], report.late)
+    if report.ranked:
         pictures.append(out / "plans.png")
-        _draw_plans(pictures[-1], found.measured, found.ranked)
+        _draw_plans(pictures[-1], report.measured, report.ranked)
     return pictures
 
 
@@ -154,46 +154,46 @@ def _loaded(paths: Sequence[pathlib.Path]) -> list[Telemetry]:
 # As text.
 
 
-def _say(found: _Found) -> None:
-    for seen in found.parents or found.files[:1]:
+def _say(report: _Report) -> None:
+    for seen in report.parents or report.files[:1]:
         for line in seen.summary().splitlines():
             # links are not shown, since there may be many
             if not line.startswith("from rank "):
                 output.say(line)
-        if seen.rank in found.savings:
-            output.say(_savings_in_words(seen, found.savings[seen.rank]))
-    if found.shared:
+        if seen.rank in report.savings:
+            output.say(_savings_in_words(seen, report.savings[seen.rank]))
+    if report.shared:
         output.say(
             "these files do not tell what sharing the work saved, or how long other plans would have taken: jaxcoded "
             "plan simulates that"
         )
-    elif found.files[0].rank != (root := found.plan.root):
+    elif report.files[0].rank != (root := report.plan.root):
         output.say(
             f"to compare with other plans, also give the file of rank {root}, the root"
         )
-    elif found.plans:
-        replayed = found.plans[0].seconds
-        output.say(_replay_in_words(found.measured, replayed, found.off))
-        if found.unknown and found.off <= analysis.WRONG:
+    elif report.plans:
+        replayed = report.plans[0].seconds
+        output.say(_replay_in_words(report.measured, replayed, report.off))
+        if report.unknown and report.off <= analysis.WRONG:
             output.say(
-                f"{_format.ranks(found.unknown)} came too late in most rounds, but these files do not tell how slow "
+                f"{_format.ranks(report.unknown)} came too late in most rounds, but these files do not tell how slow "
                 "they are: to compare with other plans, also give their own files"
             )
-        if found.ranked:
-            _say_plans(found)
+        if report.ranked:
+            _say_plans(report)
     else:
         output.say("too few rounds to replay them with other plans")
 
 
-def _fields(found: _Found) -> dict[str, Any]:
+def _fields(report: _Report) -> dict[str, Any]:
     """Return the fields of the JSON output; unknown or infinite numbers are null."""
-    first = found.files[0]
+    first = report.files[0]
     return {
         "ranks": len(first.parents),
-        "shared": found.shared,
-        "rounds": [len(seen.rounds) for seen in found.files],
-        "files": [seen.rank for seen in found.files],
-        "too_late": list(map(output.finite, found.late.tolist())),
+        "shared": report.shared,
+        "rounds": [len(seen.rounds) for seen in report.files],
+        "files": [seen.rank for seen in report.files],
+        "too_late": list(map(output.finite, report.late.tolist())),
         "speeds": first.speeds.tolist(),
         "savings": [
             {
@@ -204,10 +204,10 @@ def _fields(found: _Found) -> dict[str, Any]:
                 "stuck": saved.stuck,
                 "inferred": int(saved.inferred.sum()),
             }
-            for rank, saved in found.savings.items()
+            for rank, saved in report.savings.items()
         ],
-        "round": output.finite(found.measured),
-        "replayed": output.finite(found.plans[0].seconds) if found.plans else None,
+        "round": output.finite(report.measured),
+        "replayed": output.finite(report.plans[0].seconds) if report.plans else None,
         "plans": [
             {
                 "name": plan.name,
@@ -215,7 +215,7 @@ def _fields(found: _Found) -> dict[str, Any]:
                 "seconds": output.finite(plan.seconds),
                 "actual": plan.actual,
             }
-            for plan in found.ranked
+            for plan in report.ranked
         ],
     }
 
@@ -256,15 +256,15 @@ def _replay_in_words(measured: float, replayed: float, off: float) -> str:
     return text + ". It is too inaccurate to compare other plans"
 
 
-def _say_plans(found: _Found) -> None:
-    took = analysis.work(found.files)
+def _say_plans(report: _Report) -> None:
+    took = analysis.work(report.files)
     for source, known in (("step time", "only the step time"), ("others", "nothing")):
         ranks = [rank for rank, origin in enumerate(took.source) if origin == source]
         if ranks:
             output.say(
                 f"{known} is known of {_format.ranks(ranks)}: their own files, or their parents' files, may tell more"
             )
-    plans = sorted(found.ranked, key=lambda plan: plan.seconds)
+    plans = sorted(report.ranked, key=lambda plan: plan.seconds)
     output.say()
     output.table(
         ["plan", "load", "a round"],

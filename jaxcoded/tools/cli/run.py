@@ -95,7 +95,7 @@ def command(
         _require.positive("--timeout", timeout)
     if not (module or pathlib.Path(program).is_file()):
         raise ValueError(f"there is no file {program}")
-    chosen = launcher.found(mpirun)
+    chosen = launcher.located(mpirun)
     launcher.check_fits(chosen)
     if on_error is None:
         on_error = "go-on" if fault_tolerant else "abort"

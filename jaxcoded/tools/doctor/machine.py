@@ -71,7 +71,7 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
     try:
         launcher.check_fits(mpirun)
     except launcher.Unfit as error:
-        yield Finding("mpirun", BAD, f"{name}: {error.found}", error.remedy)
+        yield Finding("mpirun", BAD, f"{name}: {error.problem}", error.remedy)
         return
     except (ImportError, RuntimeError) as error:
         # mpi4py raises these if it finds no MPI
@@ -92,8 +92,8 @@ def _launching(mpirun: launcher.Launcher) -> Iterator[Finding]:
             "unknown, since there is no ompi_info beside mpirun",
         )
     elif built:
-        found = "with jaxcoded run --ft the other ranks continue when a rank is killed"
-        yield Finding("deaths", GOOD, found)
+        words = "with jaxcoded run --ft the other ranks continue when a rank is killed"
+        yield Finding("deaths", GOOD, words)
     else:
         yield Finding(
             "deaths",
@@ -109,13 +109,15 @@ def _started() -> Iterator[Finding]:
     if not (words := alone.words(1)):
         return
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
-    if (said := _said(sys.executable, "-c", program).strip()).isdigit():
-        words = alone.words(int(said))
+    if (count := _printed(sys.executable, "-c", program).strip()).isdigit():
+        words = alone.words(int(count))
     if words:
         yield Finding("tasks", BAD, *words.split(". ", 1))
     else:
         yield Finding(
-            "tasks", GOOD, f"MPI makes {said} ranks of one job out of this step's tasks"
+            "tasks",
+            GOOD,
+            f"MPI makes {count} ranks of one job out of this step's tasks",
         )
 
 
@@ -123,7 +125,7 @@ def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
     """In a Slurm job, yield whether srun can start ranks."""
     if "SLURM_JOB_ID" not in os.environ or mpirun.mpi != launcher.OPEN_MPI:
         return
-    kinds = _said("srun", "--mpi=list")
+    kinds = _printed("srun", "--mpi=list")
     if kinds and "pmix" not in kinds:
         yield Finding(
             "srun",
@@ -133,7 +135,7 @@ def _srun(mpirun: launcher.Launcher) -> Iterator[Finding]:
         )
 
 
-def _said(*command: str) -> str:
+def _printed(*command: str) -> str:
     """Return a command's output, or an empty text if the command fails."""
     try:
         done = launcher.asked(*command)
@@ -144,34 +146,34 @@ def _said(*command: str) -> str:
 
 def _threads(ranks: int) -> Finding:
     settings = launcher.environment(max(1, int(cores()) // ranks))
-    pool, one = settings.get("PJRT_NPROC"), settings["OMP_NUM_THREADS"]
+    pool, openmp = settings.get("PJRT_NPROC"), settings["OMP_NUM_THREADS"]
     xla = f"{pool} threads for XLA" if pool else "as many threads for XLA as NPROC says"
     return Finding(
         "threads",
         GOOD,
-        f"jaxcoded run gives each rank {xla}, and {one} for OpenMP",
+        f"jaxcoded run gives each rank {xla}, and {openmp} for OpenMP",
     )
 
 
 def _cores(ranks: int) -> Finding:
-    found = f"{cores():g} for {ranks} ranks"
+    words = f"{cores():g} for {ranks} ranks"
     if ranks <= cores():
-        return Finding("cores", GOOD, found)
+        return Finding("cores", GOOD, words)
     return Finding(
         "cores",
         NOTE,
-        f"{found}: the ranks take turns, so times mean little, and ranks that only wait for a core look late",
+        f"{words}: the ranks take turns, so times mean little, and ranks that only wait for a core look late",
         "this is good enough to try things; to measure, start as many ranks as there are cores, or use more hosts",
     )
 
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    found = f"{total / _GIBIBYTE:.1f} GiB"
+    words = f"{total / _GIBIBYTE:.1f} GiB"
     limit = _limit("memory.max")
     if limit != _NO_LIMIT and int(limit) < total:
-        found += f", but in this container all ranks together may use {int(limit) / _GIBIBYTE:.1f} GiB"
-    return Finding("memory", GOOD, found)
+        words += f", but in this container all ranks together may use {int(limit) / _GIBIBYTE:.1f} GiB"
+    return Finding("memory", GOOD, words)
 
 
 def _shared_memory() -> Finding:
@@ -182,13 +184,13 @@ def _shared_memory() -> Finding:
             f"there is no {_SHARED}: MPI may be slow, or not start",
         )
     free = shutil.disk_usage(_SHARED).free
-    found = f"{free / _GIBIBYTE:.2g} GiB free in {_SHARED}"
+    words = f"{free / _GIBIBYTE:.2g} GiB free in {_SHARED}"
     if free >= _ENOUGH_SHARED:
-        return Finding("shared memory", GOOD, found)
+        return Finding("shared memory", GOOD, words)
     return Finding(
         "shared memory",
         NOTE,
-        f"{found}, which MPI uses between ranks of one host",
+        f"{words}, which MPI uses between ranks of one host",
         "give the container more shared memory, for example with docker run --shm-size=1g",
     )
 

@@ -34,7 +34,7 @@ _EXAMPLES = 3  # examples of each rank, on average
 def main() -> None:
     """Examine all ranks; rank 0 reports the findings. Collective."""
     comm = MPI.COMM_WORLD
-    found: dict[str, Any] = {
+    findings: dict[str, Any] = {
         "rank": comm.rank,
         "host": MPI.Get_processor_name(),
         "library": MPI.Get_library_version().splitlines()[0].split(",")[0].strip(),
@@ -46,8 +46,10 @@ def main() -> None:
         "devices": [f"{each.device_kind}" for each in jax.local_devices()],
         "cuda_aware": cuda_aware.why_not(),
     }
-    found["took"], found["wrong"], found["transport"], found["reads"] = _summed(comm)
-    everything = gathered(comm, found)
+    findings["took"], findings["wrong"], findings["transport"], findings["reads"] = (
+        _summed(comm)
+    )
+    everything = gathered(comm, findings)
     if comm.rank == 0:
         answer(everything)
 
@@ -72,9 +74,9 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
     batch = _EXAMPLES * comm.size
     with CodedGroup(comm, Uncoded()) as group:
         part = group.batch(batch)
-        mine = float(np.dot(np.asarray(part.weights), part.indices))
+        own_sum = float(np.dot(np.asarray(part.weights), part.indices))
         for size in SIZES:
-            x = jnp.full(size, mine, jnp.float32)
+            x = jnp.full(size, own_sum, jnp.float32)
             total = jax.jit(lambda x: coded_allreduce(x, group))
             times = []
             for _ in range(_CALLS):
@@ -99,11 +101,11 @@ def _reads(comm: MPI.Intracomm) -> bool:
         _fields_ = (("start", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
     got = ctypes.c_int64()
-    here = Part(ctypes.addressof(got), ctypes.sizeof(got))
-    there = Part(address, ctypes.sizeof(got))
+    target = Part(ctypes.addressof(got), ctypes.sizeof(got))
+    source = Part(address, ctypes.sizeof(got))
     read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
     done = read is not None and 0 < read(
-        process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+        process, ctypes.byref(target), 1, ctypes.byref(source), 1, 0
     )
     near.Barrier()  # no rank ends while other ranks read its memory
     right = done and got.value == 1000 + (near.rank + 1) % near.size

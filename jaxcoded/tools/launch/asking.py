@@ -16,12 +16,12 @@ _MARK = "jaxcoded answers "  # marks the line with the answer among other output
 
 
 class NoAnswer(click.ClickException):
-    """The error if the ranks have failed. ``found`` says what happened, and ``remedy``
+    """The error if the ranks have failed. ``problem`` says what happened, and ``remedy``
     what to do."""
 
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(f"{found}\n→ {remedy}")
-        self.found, self.remedy = found, remedy
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}\n→ {remedy}")
+        self.problem, self.remedy = problem, remedy
 
 
 def answered(
@@ -56,17 +56,17 @@ def answered(
             output=printed,
         )
         printed.seek(0)
-        said = printed.read()
-    lines = [line for line in said.splitlines() if line.startswith(_MARK)]
+        text = printed.read()
+    lines = [line for line in text.splitlines() if line.startswith(_MARK)]
     if end.status == 0 and lines:
-        said = lines[-1].removeprefix(_MARK)
+        text = lines[-1].removeprefix(_MARK)
         try:
-            return _parse.document(said)
+            return _parse.document(text)
         except ValueError:
-            raise unreadable(ranks, said) from None
+            raise unreadable(ranks, text) from None
     if end.status and (away := reaching.failure(where.asked)):
-        found, remedy = away
-        raise NoAnswer(f"{ranks} ranks were not started, as {found}", remedy)
+        problem, remedy = away
+        raise NoAnswer(f"{ranks} ranks were not started, as {problem}", remedy)
     words = (
         f"did not end within {_SECONDS:g} s"
         if end.too_long
@@ -77,13 +77,13 @@ def answered(
     remedy = "fix what this output reports; docs/troubleshooting.md lists symptoms"
     if where.asked:
         remedy += ", and docs/several-hosts.md lists what several hosts need"
-    raise NoAnswer(f"{ranks} ranks {words}: {said.strip()[-2000:]}", remedy)
+    raise NoAnswer(f"{ranks} ranks {words}: {text.strip()[-2000:]}", remedy)
 
 
-def unreadable(ranks: int, said: Any) -> NoAnswer:
+def unreadable(ranks: int, value: Any) -> NoAnswer:
     """Return the error for an answer of rank 0 that cannot be read."""
     return NoAnswer(
-        f"the answer of {ranks} ranks cannot be read: {_require.shown(said)}",
+        f"the answer of {ranks} ranks cannot be read: {_require.shown(value)}",
         "install the same jaxcoded on all hosts",
     )
 

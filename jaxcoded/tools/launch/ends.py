@@ -29,7 +29,7 @@ class Ends:
 
     Attributes:
         variables: the environment variables that ranks need in order to report.
-        told: for each rank that has ended, its status (or minus the number of the signal that killed it), and the
+        ended: for each rank that has ended, its status (or minus the number of the signal that killed it), and the
             seconds from the start of the job to the rank's end. The ranks are in the order of their ends.
         begun: the ranks that have reported their beginning.
         sure: whether every rank that begins is certain to report.
@@ -46,7 +46,7 @@ class Ends:
         self.variables = {
             rank.VARIABLE: f"{host}:{line.getsockname()[1]}:{self._token}"
         }
-        self.told: dict[int, tuple[int, float]] = {}
+        self.ended: dict[int, tuple[int, float]] = {}
         self.begun: set[int] = set()
         self._joined: dict[str, int] = {}
         self.of_job = threading.Event()
@@ -61,8 +61,8 @@ class Ends:
             # other programs may connect and send anything
             with caller, contextlib.suppress(OSError, ValueError, TypeError):
                 caller.settimeout(_PATIENCE)
-                said = caller.makefile("rb").readline(_LONGEST).decode()
-                token, name, code, *more = said.split()
+                report = caller.makefile("rb").readline(_LONGEST).decode()
+                token, name, code, *more = report.split()
                 if not secrets.compare_digest(token, self._token):
                     continue
                 number = self._number(name)
@@ -70,7 +70,7 @@ class Ends:
                     self.begun.add(number)
                 else:
                     ended = int(code), time.monotonic() - self._since
-                    self.told.setdefault(number, ended)
+                    self.ended.setdefault(number, ended)
                     if more:
                         self.of_job.set()
                 caller.sendall(b".")
@@ -89,21 +89,21 @@ class Ends:
         """Return the first status above 0 with which a rank ended. Without such a status, return 1 if no rank ended
         with status 0, although ranks have begun or are certain to report (`sure`). Otherwise return 0.
         """
-        codes = [code for code, _ in self.told.values()]
+        codes = [code for code, _ in self.ended.values()]
         none_ended = (self.sure or bool(self.begun)) and 0 not in codes
         return next((code for code in codes if code > 0), int(none_ended))
 
     @property
     def heard_any(self) -> bool:
         """Return whether a rank has reported."""
-        return bool(self.begun or self.told)
+        return bool(self.begun or self.ended)
 
     def fields(self) -> list[dict[str, int | float | str | None]]:
         """Return the fields of the JSON output for each rank. Unknown values are
         null."""
         out: list[dict[str, int | float | str | None]] = []
-        for number in sorted({*range(self.ranks), *self.begun, *self.told}):
-            code, after = self.told.get(number, (None, None))
+        for number in sorted({*range(self.ranks), *self.begun, *self.ended}):
+            code, after = self.ended.get(number, (None, None))
             killed = code is not None and code < 0
             out.append(
                 {
@@ -122,23 +122,25 @@ class Ends:
         if not self.heard_any:
             return ["no rank has begun" if self.sure else _UNHEARD]
         alike: dict[int, list[int]] = {}
-        for number, (code, _) in self.told.items():
+        for number, (code, _) in self.ended.items():
             alike.setdefault(code, []).append(number)
-        missing = sorted({*range(self.ranks), *self.begun} - set(self.told))
+        missing = sorted({*range(self.ranks), *self.begun} - set(self.ended))
         if set(alike) == {0} and not missing:
             return []
         lines = []
         for code, numbers in alike.items():
-            after = _format.seconds(self.told[numbers[0]][1])
+            after = _format.seconds(self.ended[numbers[0]][1])
             first = "the first of them " * (len(numbers) > 1)
             how = f"status {code}" if code >= 0 else f"killed by {signal_name(-code)}"
             lines.append(f"{_format.ranks(numbers)}: {how}, {first}after {after}")
         why = "mpirun ended the job first"
         if not self._near:
             why += ", or a host does not answer"
-        unheard = [it for it in missing if it not in self.begun]
-        begun = [it for it in missing if it in self.begun and it < self.ranks]
-        joined = [it for it in missing if it >= self.ranks]
+        unheard = [number for number in missing if number not in self.begun]
+        begun = [
+            number for number in missing if number in self.begun and number < self.ranks
+        ]
+        joined = [number for number in missing if number >= self.ranks]
         by_others = f"the ranks that had started them ended them, or {why}"
         for numbers, what in (
             (unheard, f"no report at all: {why}"),
@@ -161,10 +163,10 @@ def listening(
             connections from this host only.
         sure: whether all ranks are known to be started on this host.
     """
-    here = "127.0.0.1" if hosts == () else _address(hosts or ())
-    open_to = here if hosts == () else ""
+    address = "127.0.0.1" if hosts == () else _address(hosts or ())
+    open_to = address if hosts == () else ""
     with socket.create_server((open_to, 0), backlog=1024) as line:
-        ends = Ends(ranks, line, here, hosts == (), sure)
+        ends = Ends(ranks, line, address, hosts == (), sure)
         thread = threading.Thread(target=ends.hear, daemon=True)
         thread.start()
         try:

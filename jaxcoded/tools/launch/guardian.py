@@ -90,8 +90,8 @@ def kill_all(name: str) -> None:
     """Kill a job's processes until none is left, since they may start other processes
     in the meantime."""
     end = time.monotonic() + GRACE
-    while (found := processes(name)) and time.monotonic() < end:
-        for place in found:
+    while (places := processes(name)) and time.monotonic() < end:
+        for place in places:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(place.name), signal.SIGKILL)
         time.sleep(0.01)
@@ -99,8 +99,14 @@ def kill_all(name: str) -> None:
 
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
     """Return the environment of each of a job's processes, by its folder in /proc."""
-    found = {it: _environment(it) for it in pathlib.Path("/proc").glob("[0-9]*")}
-    return {it: its for it, its in found.items() if _named(its, name)}
+    environments = {
+        place: _environment(place) for place in pathlib.Path("/proc").glob("[0-9]*")
+    }
+    return {
+        place: environment
+        for place, environment in environments.items()
+        if _named(environment, name)
+    }
 
 
 def _belongs(place: pathlib.Path, name: str) -> bool:

@@ -72,7 +72,7 @@ def play(
     name = f"{os.getpid()}.{secrets.token_hex(4)}"
     outer = environment.get(guardian.MARK)
     settings = {**environment, guardian.MARK: f"{outer}/{name}" if outer else name}
-    folders = [os.path.join(it, f"jaxcoded.{name}") for it in places]
+    folders = [os.path.join(place, f"jaxcoded.{name}") for place in places]
     temporary, shared = folders
     held = []
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,7 @@ def play(
         if ended is not None:
             arguments = process, ended, late
             threading.Thread(target=_end_later, args=arguments, daemon=True).start()
-        with _handing_on(process) as told:
+        with _handing_on(process) as signals:
             try:
                 status = process.wait(seconds)
             except subprocess.TimeoutExpired:
@@ -120,8 +120,8 @@ def play(
                 _kill_later(process)
                 process.wait()
                 return End(TOO_LONG, True, stopped)
-    if status and told:
-        return End(128 + told[0])
+    if status and signals:
+        return End(128 + signals[0])
     if late:
         return End(0)
     return End(128 - status if status < 0 else status)
@@ -144,8 +144,8 @@ def _folder(path: str) -> Iterator[int]:
 
 def _sweep(place: str) -> None:
     """Remove this user's folders of jobs whose launcher and guardian were killed."""
-    with contextlib.suppress(OSError), os.scandir(place) as found:
-        for each in found:
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        for each in entries:
             if match := _FOLDER.fullmatch(each.name):
                 # the folder is locked, gone, or another user's
                 with contextlib.suppress(OSError):
@@ -155,8 +155,8 @@ def _sweep(place: str) -> None:
 def _remove(folder: str, name: str) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        its = os.fstat(descriptor)
-        if its.st_uid != os.getuid() or time.time() - its.st_mtime < _BEGUN:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.getuid() or time.time() - status.st_mtime < _BEGUN:
             return
         _lock(descriptor)
         if not guardian.processes(name):
@@ -191,20 +191,22 @@ def _end_later(
 @contextlib.contextmanager
 def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[list[int]]:
     """Pass signals on to the launcher; yield the signals that ask this process to end."""
-    told: list[int] = []
+    signals: list[int] = []
 
     def hand_on(number: int, _: FrameType | None) -> None:
         if process.poll() is None:
             process.send_signal(number)
             if number in _ENDING:
-                told.append(number)
+                signals.append(number)
                 _kill_later(process)
 
     # Signals that are already ignored stay ignored, as with nohup.
-    heard = [it for it in _HANDED_ON if signal.getsignal(it) != signal.SIG_IGN]
+    heard = [
+        number for number in _HANDED_ON if signal.getsignal(number) != signal.SIG_IGN
+    ]
     before = {number: signal.signal(number, hand_on) for number in heard}
     try:
-        yield told
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

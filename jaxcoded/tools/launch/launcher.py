@@ -75,11 +75,11 @@ class Launcher:
         if this is unknown."""
         beside = pathlib.Path(self.path).with_name("ompi_info")
         try:
-            said = asked(beside, "--parsable", "--config").stdout
+            text = asked(beside, "--parsable", "--config").stdout
         except (OSError, subprocess.SubprocessError):
             return None
-        found = re.search(r"^options:ft_mpi_support:(yes|no)", said, re.MULTILINE)
-        return found[1] == "yes" if found else None
+        match = re.search(r"^options:ft_mpi_support:(yes|no)", text, re.MULTILINE)
+        return match[1] == "yes" if match else None
 
     def crowded(self) -> list[str]:
         """Return the mpirun arguments for jobs with more ranks than cores."""
@@ -87,7 +87,7 @@ class Launcher:
         return ["--oversubscribe", "--bind-to", "none"] if self.mpi == OPEN_MPI else []
 
 
-def found(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
+def located(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
     """Return the mpirun that the argument or ``JAXCODED_MPIRUN`` names. If neither names an mpirun, return the mpirun
     at ``beside``, by default in the folder of this Python, or else the mpirun on the PATH. Raise a ValueError if there
     is no mpirun, or it does not run.
@@ -109,13 +109,13 @@ def found(named: str | None, beside: pathlib.Path | None = None) -> Launcher:
     if job.returncode:
         words = f"status {job.returncode}, {job.stderr.strip() or 'without a message'}"
         raise ValueError(f"{path} does not run: {words}")
-    said = job.stdout
-    mpi = said.strip().partition("\n")[0]
-    if re.search("Open MPI|OpenRTE", said):
+    text = job.stdout
+    mpi = text.strip().partition("\n")[0]
+    if re.search("Open MPI|OpenRTE", text):
         mpi = OPEN_MPI
-    elif re.search("HYDRA|MPICH", said):
+    elif re.search("HYDRA|MPICH", text):
         mpi = MPICH
-    number = re.search(r"(?<![0-9])([0-9]{1,9})\.[0-9]", said)
+    number = re.search(r"(?<![0-9])([0-9]{1,9})\.[0-9]", text)
     return Launcher(path, mpi, int(number[1]) if number else 0)
 
 
@@ -168,13 +168,13 @@ def command(
             f"--ft needs Open MPI 5, which reports deaths to the ranks: {mpirun.path} belongs to "
             f"{mpirun.mpi} {mpirun.major}"
         )
-    here = _on_one_host(ranks, listed(hosts, hostfile))
+    per_host = _on_one_host(ranks, listed(hosts, hostfile))
     # One thread for each core of a rank, assuming that all hosts are like this host.
     cores = len(os.sched_getaffinity(0))
-    added = environment(max(1, cores // here)) | {**variables}
+    added = environment(max(1, cores // per_host)) | {**variables}
     out = [mpirun.path, *mpirun.crowded(), "-n", str(ranks)]
     if mpirun.mpi == OPEN_MPI:
-        if here > cores:
+        if per_host > cores:
             added.setdefault(_YIELDS, os.environ.get(_YIELDS, "1"))
         if fault_tolerant:
             out += ["--with-ft", "ulfm"]
@@ -205,13 +205,15 @@ def listed(hosts: str | None, hostfile: str | None) -> list[str]:
         lines = pathlib.Path(hostfile).read_text(errors="replace").splitlines()
     except OSError as error:
         raise ValueError(f"--hostfile {hostfile}: {error.strerror}") from None
-    return [line for it in lines if (line := it.partition("#")[0].strip())]
+    return [line for raw in lines if (line := raw.partition("#")[0].strip())]
 
 
 def _on_one_host(ranks: int, hosts: Sequence[str]) -> int:
     """Return the largest number of ranks on one host: two for ``["a:2", "b slots=1"]``."""
-    said = [re.search(r":([0-9]{1,9})$|\bslots *= *([0-9]{1,9})", it) for it in hosts]
-    counts = [int(it[1] or it[2]) for it in said if it]
+    matches = [
+        re.search(r":([0-9]{1,9})$|\bslots *= *([0-9]{1,9})", host) for host in hosts
+    ]
+    counts = [int(match[1] or match[2]) for match in matches if match]
     if counts and len(counts) == len(hosts):
         return min(ranks, max(1, *counts))
     return -(-ranks // max(1, len(hosts)))
@@ -242,12 +244,12 @@ def environment(threads: int) -> dict[str, str]:
 
 
 class Unfit(ValueError):
-    """The error if the ranks' MPI is not the launcher's MPI. ``found`` names both MPIs, and
+    """The error if the ranks' MPI is not the launcher's MPI. ``problem`` names both MPIs, and
     ``remedy`` says what to do."""
 
-    def __init__(self, found: str, remedy: str) -> None:
-        super().__init__(f"{found}: {remedy}")
-        self.found, self.remedy = found, remedy
+    def __init__(self, problem: str, remedy: str) -> None:
+        super().__init__(f"{problem}: {remedy}")
+        self.problem, self.remedy = problem, remedy
 
 
 def check_fits(launcher: Launcher) -> None:
@@ -257,12 +259,12 @@ def check_fits(launcher: Launcher) -> None:
     mpi4py.rc.initialize = False
     from mpi4py import MPI
 
-    theirs = MPI.Get_library_version()
+    library = MPI.Get_library_version()
     known = {OPEN_MPI, MPICH}
     others = known - {launcher.mpi} if launcher.mpi in known else set()
-    if any(theirs.startswith(other) for other in others):
+    if any(library.startswith(other) for other in others):
         raise Unfit(
             f"{launcher.path} belongs to {launcher.mpi}, but mpi4py uses "
-            f"{theirs.partition(',')[0].split(chr(10))[0].strip()}",
+            f"{library.partition(',')[0].split(chr(10))[0].strip()}",
             "give the mpirun of mpi4py's MPI with --mpirun, or install mpi4py and jaxcoded for the other MPI",
         )

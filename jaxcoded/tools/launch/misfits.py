@@ -34,8 +34,8 @@ def suspects(*, of_ranks: bool = False) -> dict[str, list[str]]:
     for name in sorted(os.environ):
         if _SETTING.fullmatch(name):
             kinds[name] = [name]
-        elif not of_ranks and (found := _JOB.fullmatch(name)):
-            kinds.setdefault(f"${{!{found[1]}_*}}", []).append(name)
+        elif not of_ranks and (match := _JOB.fullmatch(name)):
+            kinds.setdefault(f"${{!{match[1]}_*}}", []).append(name)
     return kinds
 
 
@@ -60,12 +60,12 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
     wrong = [
         kind for kind, names in kinds.items() if not _starts(mpirun, every - {*names})
     ] or list(kinds)
-    found = listed([kinds[kind] for kind in wrong])
+    variables = listed([kinds[kind] for kind in wrong])
     remedy = f"unset {' '.join(wrong)}"
     if not {*wrong} <= every:  # a scheduler has set some of these variables
         remedy += ", if this command is not part of the scheduler's job"
     return (
-        f"MPI does not start with {found} in the environment, but starts without",
+        f"MPI does not start with {variables} in the environment, but starts without",
         remedy,
     )
 

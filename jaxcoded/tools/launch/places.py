@@ -126,18 +126,18 @@ def of_slurm() -> str | None:
     if not listed:
         return None
     try:
-        said = launcher.asked("scontrol", "show", "hostnames", listed)
+        done = launcher.asked("scontrol", "show", "hostnames", listed)
     except (OSError, subprocess.SubprocessError):
         # scontrol is missing or fails, for example in a container
         return None
-    names = said.stdout.split()
-    if said.returncode or names in ([], [os.environ.get("SLURMD_NODENAME")]):
+    names = done.stdout.split()
+    if done.returncode or names in ([], [os.environ.get("SLURMD_NODENAME")]):
         return None
     tasks: list[str] = []
     for each in os.environ.get("SLURM_TASKS_PER_NODE", "").split(","):
-        if found := _TASKS.fullmatch(each):
+        if match := _TASKS.fullmatch(each):
             # One entry more than there are hosts suffices to show a mismatch.
-            tasks += [found[1]] * min(int(found[2] or 1), len(names) + 1)
+            tasks += [match[1]] * min(int(match[2] or 1), len(names) + 1)
     if len(tasks) != len(names):
         return ",".join(names)
     return ",".join(f"{name}:{count}" for name, count in zip(names, tasks))

@@ -58,12 +58,12 @@ def main() -> None:
     before = {each: signal.signal(each, signal.SIG_IGN) for each in ignored}
     # Python itself ignores these signals
     before |= dict.fromkeys((signal.SIGPIPE, signal.SIGXFSZ), signal.SIG_DFL)
-    here = os.getpid()
+    own_pid = os.getpid()
     heard, pipe = os.pipe()
     child = os.fork()
     if child == 0:
         os.set_inheritable(pipe, True)
-        os.environ[_PIPE] = f"{here}:{pipe}"
+        os.environ[_PIPE] = f"{own_pid}:{pipe}"
         own = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
         os.environ[STARTER] = "\n".join(own)
         for number, handler in before.items():
@@ -73,7 +73,7 @@ def main() -> None:
             _divide_gpus()
         _share_in(os.environ.pop(SHARED_MEMORY, ""))
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == here:
+        if os.getppid() == own_pid:
             os.execvp(sys.argv[1], sys.argv[1:])
         os._exit(1)
     _tell("begun")
@@ -82,22 +82,22 @@ def main() -> None:
     code = os.waitstatus_to_exitcode(status)
     os.set_blocking(heard, False)
     try:
-        said = os.read(heard, 100)
+        written = os.read(heard, 100)
     except BlockingIOError:
-        said = b""
+        written = b""
     joins = JOINS in os.environ
-    if joins and _IN_GROUP not in said:
+    if joins and _IN_GROUP not in written:
         time.sleep(_SEEN)
     # After an error the program may kill itself, so that the other ranks continue without it. Then
     # report status 1.
-    told = 1 if _FAILED in said and code == -signal.SIGKILL else code
+    reported = 1 if _FAILED in written and code == -signal.SIGKILL else code
     goes_on = os.environ.get(GOES_ON) == "1"
-    can_go_on = _IN_GROUP in said or joins
+    can_go_on = _IN_GROUP in written or joins
     # The other ranks wait for this rank to make a group, and Open MPI would let them
     # wait forever.
-    ends = _ENDS_JOB in said or (code > 0 and goes_on and not can_go_on)
-    _tell(f"{told} ends" if ends else told)
-    alone = goes_on and can_go_on and _LEFT_MPI not in said
+    ends = _ENDS_JOB in written or (code > 0 and goes_on and not can_go_on)
+    _tell(f"{reported} ends" if ends else reported)
+    alone = goes_on and can_go_on and _LEFT_MPI not in written
     if code > 0 and alone:
         # Open MPI does not report the death of a process that ends with a status
         code = -signal.SIGKILL
@@ -105,7 +105,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file is enough
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(here, -code)
+        os.kill(own_pid, -code)
     os._exit(code & 255)
 
 
@@ -127,16 +127,16 @@ def gpus_of(rank: int, ranks: int, gpus: list[str]) -> list[str]:
 def _divide_gpus() -> None:
     """Divide the host's GPUs among its ranks. Otherwise JAX would use the first GPU in all
     ranks."""
-    found = [
+    pairs = [
         [int(os.environ[name]) for name in names]
         for names in _LOCAL
         if all(_is_number(os.environ.get(name, "")) for name in names)
     ]
     gpus = _visible_gpus()
     # these variables may come from another job, and be inconsistent
-    if not found or not gpus or found[0][0] >= found[0][1]:
+    if not pairs or not gpus or pairs[0][0] >= pairs[0][1]:
         return
-    rank, ranks = found[0]
+    rank, ranks = pairs[0]
     os.environ[_VISIBLE] = ",".join(gpus_of(rank, ranks, gpus))
     if len(gpus) >= ranks:
         return

@@ -24,16 +24,16 @@ def failure(hosts: Sequence[str]) -> tuple[str, str] | None:
     names = {re.split(r"[\s:]", each)[0] for each in hosts}
     others = sorted(name for name in names if not _is_here(name))
     with concurrent.futures.ThreadPoolExecutor(_AT_A_TIME) as pool:
-        said = zip(others, pool.map(_failure, others))
-        away = {name: words for name, words in said if words}
+        failures = zip(others, pool.map(_failure, others))
+        away = {name: words for name, words in failures if words}
     if not away:
         return None
-    those = ", ".join(f"{name} ({words})" for name, words in away.items())
+    listed = ", ".join(f"{name} ({words})" for name, words in away.items())
     remedy = (
         f"`ssh {next(iter(away))} true` must succeed without a question: check the hosts' names, their sshd and your "
         "keys (docs/several-hosts.md)"
     )
-    return f"ssh does not reach {those}", remedy
+    return f"ssh does not reach {listed}", remedy
 
 
 def _is_here(name: str) -> bool:
@@ -67,5 +67,5 @@ def _failure(name: str) -> str:
         return "there is no command ssh"
     if job.returncode == 0:
         return ""
-    said = job.stderr.strip().splitlines() or [f"status {job.returncode}"]
-    return said[-1].removeprefix("ssh: ").strip()
+    lines = job.stderr.strip().splitlines() or [f"status {job.returncode}"]
+    return lines[-1].removeprefix("ssh: ").strip()

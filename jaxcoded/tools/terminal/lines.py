@@ -22,10 +22,10 @@ _REFERENCE = re.compile(rb"&(?:(lt)|(gt)|(am?p)|#(-?[0-9]{1,9}));")
 def pieces(line: bytes) -> Iterator[tuple[Source, bytes]]:
     """Yield the output of ranks in a line of mpirun, in pieces."""
     end, mpirun = 0, Source(-1, "", False)
-    for found in _PIECE.finditer(line):
-        yield mpirun, line[end : found.start()]
-        end = found.end()
-        stream, named, rank, text = found.groups(b"")
+    for piece in _PIECE.finditer(line):
+        yield mpirun, line[end : piece.start()]
+        end = piece.end()
+        stream, named, rank, text = piece.groups(b"")
         source = Source(int(rank or -1), stream.decode(), bool(named))
         # mpirun's own output has a meaningless rank
         yield mpirun if stream == b"stddiag" else source, _REFERENCE.sub(_byte, text)
