@@ -91,10 +91,10 @@ class Automatic:
         with progress("measuring and planning", quiet=comm.rank > 0) as tell:
             part = 1 / (size - 1)
             work = self.work
-            mine = (
+            own_work = (
                 functools.partial(work, part) if callable(work) else float(work) * part
             )
-            seen = measured(comm, mine, lambda done: tell(0.4 * done))
+            seen = measured(comm, own_work, lambda done: tell(0.4 * done))
             seconds = seen.work / part
             network = seen.network
             if sections_from is not None:

@@ -12,7 +12,7 @@ def sections_pay_from(layout: Layout, network: Network) -> int:
 
     On slow links sections are faster even for short sums, since the root's link is the bottleneck. But sections
     add latency."""
-    found = 0
+    smallest = 0
     for power in range(_MOST, _LEAST - 1, -1):
         in_sections, by_root = (
             simulate(
@@ -26,5 +26,5 @@ def sections_pay_from(layout: Layout, network: Network) -> int:
         )
         if in_sections >= by_root:
             break
-        found = 1 << power
-    return found
+        smallest = 1 << power
+    return smallest

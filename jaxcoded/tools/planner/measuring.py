@@ -54,11 +54,11 @@ def measured(
         now = time.perf_counter()
         times.append(max(now - begun, 1e-9))
         progress(0.3 + 0.6 * min(1.0, 1 - (end - now) / _SECONDS))
-    mine = np.full(_ROUNDS + 3, np.nan)
-    mine[: len(times)] = times
-    mine[-3:] = (failure is not None, *links)
-    table = np.empty((comm.size, len(mine)))
-    wait(comm.Iallgather(mine, table))
+    row = np.full(_ROUNDS + 3, np.nan)
+    row[: len(times)] = times
+    row[-3:] = (failure is not None, *links)
+    table = np.empty((comm.size, len(row)))
+    wait(comm.Iallgather(row, table))
     if table[:, -3].any():
         words = gathered(comm, f"{type(failure).__name__}: {failure}")
         rank = int(table[:, -3].argmax())

@@ -199,13 +199,13 @@ class Ranking:
             if math.isfinite(left_out.gain)
             else "with which steps would end"
         )
-        there = f"; {left_out.ranks} ranks could use it" if left_out.ranks else ""
+        usable = f"; {left_out.ranks} ranks could use it" if left_out.ranks else ""
         why = (
             f"kappa is above {self.amplification:g}"
             if left_out.drawn
             else f"such codes are not searched if a parent has more than {MOST_DRAWN} children"
         )
-        return f". Left out, as {why}: {left_out.candidate.name}, {gain}{there}"
+        return f". Left out, as {why}: {left_out.candidate.name}, {gain}{usable}"
 
     @property
     def _sentence(self) -> str:
@@ -236,13 +236,13 @@ class Ranking:
 
     @property
     def _balanced(self) -> str:
-        found = next((e for e in self.estimates if e.candidate.balanced), None)
-        if found is None or not found.faster_than(self.uncoded):
+        balanced = next((e for e in self.estimates if e.candidate.balanced), None)
+        if balanced is None or not balanced.faster_than(self.uncoded):
             return ""
         # A factor below 1 is not due to chance, but static balancing needs other calls in
         # the program.
-        times = found.step / self.best.step
-        return f". Static balancing, {found.name}, takes {times:.3g} times as long"
+        times = balanced.step / self.best.step
+        return f". Static balancing, {balanced.name}, takes {times:.3g} times as long"
 
     @property
     def _by_cost(self) -> str:

@@ -159,9 +159,9 @@ def unknown(files: Sequence[Telemetry]) -> list[int]:
     """Return the ranks that were too late in most rounds and whose speeds are unknown, since they have neither a file
     nor a step time."""
     late, untold = too_late(files), np.isnan(files[0].step_times)
-    there = {file.rank for file in files}
+    with_file = {file.rank for file in files}
     ranks = np.flatnonzero((late > _MOSTLY) & untold).tolist()
-    return [rank for rank in ranks if rank not in there]
+    return [rank for rank in ranks if rank not in with_file]
 
 
 def step_seconds(seen: Telemetry) -> float:
@@ -188,7 +188,7 @@ def work(files: Sequence[Telemetry]) -> Work:
     source = ["others"] * count
     step_time = np.full(count, np.nan)
     for file in files:
-        reported = _told(file)
+        reported = _reported(file)
         step_time = np.where(np.isnan(step_time), reported, step_time)
         step_time[file.rank] = reported[file.rank]
     inner = np.bincount(seen.parents[seen.parents >= 0], minlength=count) > 0
@@ -253,7 +253,7 @@ def alternatives(
         if s + slices <= fanout <= star and fanout != most
     ]
     asked.append((_tree(plan.size, star, 1, plan.root), 0, plan.speeds))
-    there = {(plan.parents, s, plan.speeds)}
+    keys = {(plan.parents, s, plan.speeds)}
     for parents, stragglers, fast in asked:
         strategy = Coded(
             parents=parents,
@@ -268,8 +268,8 @@ def alternatives(
         except ValueError:
             continue
         key = parents, stragglers, other.speeds
-        if key not in there:
-            there.add(key)
+        if key not in keys:
+            keys.add(key)
             out.append((_named(other), other))
     out.append(("ring, uncoded", Ring(plan.size)))
     return out
@@ -386,8 +386,8 @@ def _aligned(have: np.ndarray, values: np.ndarray, want: np.ndarray) -> np.ndarr
     """Return a value for each of the rounds ``want``, given the values of the rounds ``have``; NaN for
     rounds without values."""
     out = np.full((len(want), *values.shape[1:]), np.nan)
-    _, theirs, ours = np.intersect1d(have, want, return_indices=True)
-    out[ours] = values[theirs]
+    _, known, wanted = np.intersect1d(have, want, return_indices=True)
+    out[wanted] = values[known]
     return out
 
 
@@ -396,7 +396,7 @@ def _median(values: np.ndarray) -> float:
     return float(np.median(finite)) if finite.size else float("nan")
 
 
-def _told(seen: Telemetry) -> np.ndarray:
+def _reported(seen: Telemetry) -> np.ndarray:
     """Return each rank's reported seconds of work, float64 ``(N,)``. For a rank that has finished no work since its
     first round, this is how long it has been silent. It is NaN for a rank that has reported nothing."""
     silent = np.where(seen.silent > 0, seen.silent, np.nan)
@@ -407,7 +407,7 @@ def _usual(seen: Telemetry, column: int, took: np.ndarray) -> float:
     """Return a child's usual time: its reported step time or, for a child with children, the median of the times of
     its messages, which is a better estimate then."""
     child, median = seen.children[column], _median(took)
-    step_time = float(_told(seen)[child])
+    step_time = float(_reported(seen)[child])
     inner = (seen.parents == child).any()
     if np.isnan(median):
         return step_time
@@ -434,7 +434,7 @@ def _missed(seen: Telemetry, row: int, column: int, usual: float) -> float:
 def _heard(seen: Telemetry, column: int) -> float:
     """Return when a child last sent anything, or NaN if it never did."""
     child = seen.children[column]
-    if np.isnan(_told(seen)[child]):
+    if np.isnan(_reported(seen)[child]):
         return float(np.fmax.reduce(seen.arrived[:, column], initial=np.nan))
     return float(seen.ended[-1] - seen.silent[child])
 

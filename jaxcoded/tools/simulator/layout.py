@@ -165,8 +165,8 @@ class Layout:
             # the capacities of the children, with a row for each parent
             columns = np.arange(counts[inner].max())
             children = layout.first[inner][:, None] + columns
-            there = columns < counts[inner][:, None]
-            below = np.where(there, capacity.take(children, mode="clip"), np.inf)
+            present = columns < counts[inner][:, None]
+            below = np.where(present, capacity.take(children, mode="clip"), np.inf)
             coded[inner] = largest_coded_sets(below, counts[inner], (s + m)[inner])
             layout._repeat(inner, below, coded[inner], s, m)
             capacity[inner] += coded[inner]

@@ -160,11 +160,11 @@ def simulate(
             continue
         lasted.append(float(ends[number] - ends[number - 1] if number else ends[0]))
         median = statistics.median(lasted)
-        here = job.down(up, frozen, max(_PATIENCE, 4 * median))
-        behind = (free >= here) & np.isfinite(free)  # dead ranks are never behind
+        received = job.down(up, frozen, max(_PATIENCE, 4 * median))
+        behind = (free >= received) & np.isfinite(free)  # dead ranks are never behind
         skipped += behind
         replayed = free + payload / network.combine
-        free = np.where(behind, replayed, np.maximum(busy, here)) + network.call
+        free = np.where(behind, replayed, np.maximum(busy, received)) + network.call
     total = np.zeros((2, layout.size), np.int64)
     total[:, numbers] = used, skipped
     return Outcome(ends, total[0], total[1])
@@ -216,22 +216,22 @@ class _Below:
         inlined = payload <= network.inline
         piece = payload / pieces
         period = children * network.overhead
-        there = network.latency
+        transit = network.latency
         if not inlined:
             port = children * piece / network.sending
             period = period + np.maximum(piece / network.bandwidth, port)
             # seconds until an announced piece has arrived
-            there += (network.trips - 1) * network.latency
+            transit += (network.trips - 1) * network.latency
         # seconds for the first piece, and for all later pieces
-        self.period, self.rest = there + period, (pieces - 1) * period
+        self.period, self.rest = transit + period, (pieces - 1) * period
         # a rank relays the result only once the whole result has arrived
         if in_sections:
             most = int(children.max())
             self.period, self.rest = in_a_layer(layout, network, payload, most), 0.0
         # the same port sends results down and sums up
-        self.sending = there + payload * children / network.sending
-        mine = payload * layout.messages[self.above] / network.sending
-        self.sending_both = self.sending + mine
+        self.sending = transit + payload * children / network.sending
+        own_message = payload * layout.messages[self.above] / network.sending
+        self.sending_both = self.sending + own_message
 
 
 class _Job:

@@ -101,16 +101,16 @@ class Sections:
         comes = np.maximum(called, busy)[1:] + latency
         suffices = max(called[0], self._suffices(heard))
         begun = self._begun(suffices, comes)
-        there = comes <= begun
+        in_time = comes <= begun
         has_message = called[1:] > -np.inf
         joins = np.zeros(self.children, bool)
-        traffic = self.traffic(there, has_message, joins)
+        traffic = self.traffic(in_time, has_message, joins)
         root, everybody = self._moving(traffic)
         # the latencies of the root's plan, of a piece to form, and of a formed piece
         begun += 2 * network.trips * latency
-        joins = ~there & (comes <= begun + root)
+        joins = ~in_time & (comes <= begun + root)
         if joins.any():
-            traffic = self.traffic(there, has_message, joins)
+            traffic = self.traffic(in_time, has_message, joins)
             root, everybody = self._moving(traffic)
         # the root's port may still be sending older results to late ranks
         terms = self._sends_until + traffic.terms_sent[0] / network.sending
@@ -120,7 +120,7 @@ class Sections:
         self._lasted = root
         section = terms + traffic.sections_sent[0] / network.sending
         done = max(begun + everybody, last[0] + latency, section)
-        last[1:][there] = done
+        last[1:][in_time] = done
         fetched = comes + network.trips * latency + self.payload / network.bandwidth
         last[1:][joins] = np.maximum(fetched, done)[joins]
         self._late = int((np.isinf(last[1:]) & np.isfinite(comes)).sum())
@@ -136,18 +136,18 @@ class Sections:
         return np.where(np.isinf(last), fetched, last)
 
     def traffic(
-        self, there: np.ndarray, has_message: np.ndarray, joins: np.ndarray
+        self, in_time: np.ndarray, has_message: np.ndarray, joins: np.ndarray
     ) -> Traffic:
         """Return what ports carry. Each argument is bool ``(N − 1,)`` and marks some children. The children in
-        ``there`` come in time and form sections, the children in ``has_message`` contribute, and the children in
+        ``in_time`` come in time and form sections, the children in ``has_message`` contribute, and the children in
         ``joins`` come later and only fetch the sum."""
-        usable = np.append(self.sends_root, there & has_message)
+        usable = np.append(self.sends_root, in_time & has_message)
         serves, terms = self._serves(usable)
-        own = self._sections(np.append(True, there), usable, serves, terms)
+        own = self._sections(np.append(True, in_time), usable, serves, terms)
         # A maker does not have to receive the part of its own message that belongs to
         # its section.
         uses_own = np.minimum(own, serves) * self.lengths
-        fetching = np.append(True, there | joins)
+        fetching = np.append(True, in_time | joins)
         used = serves > 0
         used[0] = False
         return Traffic(
@@ -164,10 +164,10 @@ class Sections:
         comes = np.sort(comes[np.isfinite(comes)])
         if not comes.size or not np.isfinite(suffices):
             return np.inf
-        there = np.arange(1, len(comes) + 1)
+        counts = np.arange(1, len(comes) + 1)
         messages = self.needs * self.lengths[1:].max(initial=0.0)
         # the time to form the sum: how many vectors each port transfers
-        lasts = (messages + there) / (there + 1)
+        lasts = (messages + counts) / (counts + 1)
         patience = np.maximum(_STALL, self._lasted * (lasts / lasts[-1] - 1))
         patience[-1] = 0.0
         begins = np.maximum(comes, suffices + patience)

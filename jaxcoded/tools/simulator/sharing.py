@@ -106,7 +106,7 @@ class _Member:
         self.seconds = seconds  # the rank's time for a block of cost 1
         self.ready = called + late  # the rank computes nothing before this time
         self.answers = -math.inf  # its engine answers nothing before this time
-        self.here = False
+        self.present = False
         self.blocks: list[int] = []
         self.first = 0
         self.done: list[float] = []  # the cumulative costs from the first block on
@@ -195,7 +195,7 @@ class Round:
     # The root receives messages.
 
     def arrived(self, now: float, m: int) -> None:
-        self.members[m].here = True
+        self.members[m].present = True
         self.asks.add(m)
         own = self.free & self.job.owned[m]
         if own:
@@ -230,7 +230,7 @@ class Round:
         member.changed()
         self.at(max(now, member.last_begins() + member.trip), self.heard, v)
         self.free.add(block)
-        if self.members[m].here:
+        if self.members[m].present:
             self.grant(m, [block], now)
         else:
             self.asks |= self.waits
@@ -248,7 +248,7 @@ class Round:
             m = min(self.asks, key=lambda m: self.members[m].ends)
             self.asks.remove(m)
             member = self.members[m]
-            if not member.here or member.left(now) + member.promised > 1:
+            if not member.present or member.left(now) + member.promised > 1:
                 continue
             if block := self.free & self.job.held[m]:
                 # Choose the block that its owner would reach last; of several such
@@ -259,15 +259,15 @@ class Round:
                 self.waits.add(m)
 
     def grant(
-        self, m: int, blocks: Iterable[int], now: float, there: float | None = None
+        self, m: int, blocks: Iterable[int], now: float, arrives: float | None = None
     ) -> None:
         """Grant blocks to a rank. The grant arrives one message later, or at the time
-        ``there``."""
+        ``arrives``."""
         member = self.members[m]
-        there = now + member.trip if there is None else there
-        if member.ends <= there:  # the rank has nothing to do
+        arrives = now + member.trip if arrives is None else arrives
+        if member.ends <= arrives:  # the rank has nothing to do
             member.first = len(member.blocks)
-            member.begins = max(there, member.ready)
+            member.begins = max(arrives, member.ready)
         member.blocks.extend(blocks)
         member.changed()
         self.free.difference_update(blocks)
@@ -286,16 +286,16 @@ class Round:
             other = self.members[v]
             added = other.known(now)
             left = len(other.blocks) - added
-            if not other.here or v == m or left <= len(other.recalled):
+            if not other.present or v == m or left <= len(other.recalled):
                 continue
             last = left == 1  # the rank is already computing the block
             for block in reversed(other.blocks[added if last else added + 1 :]):
                 if block not in held or block in other.recalled:
                     continue
-                mine = begins + member.seconds * self.job.costs[block] * _MORE
-                if other.ends <= mine:
+                done = begins + member.seconds * self.job.costs[block] * _MORE
+                if other.ends <= done:
                     continue
-                if last and not (idle and self.worth(v, mine - now, now)):
+                if last and not (idle and self.worth(v, done - now, now)):
                     continue
                 if block in other.kept and not last:
                     continue
@@ -308,15 +308,15 @@ class Round:
                 return True
         return False
 
-    def worth(self, v: int, mine: float, now: float) -> bool:
+    def worth(self, v: int, seconds: float, now: float) -> bool:
         """Return whether another rank should compute the last block of rank ``v`` again. The other rank would need
-        ``mine`` seconds."""
+        ``seconds``."""
         other = self.members[v]
         block = other.blocks[-1]
         times = (1 + _WORTH) * 2.0 ** self.taken[block]
         gain = other.ends - now
-        if gain <= times * mine or not (other.known(now) or block in other.kept):
-            return gain > times * mine
+        if gain <= times * seconds or not (other.known(now) or block in other.kept):
+            return gain > times * seconds
         # Without rank `v`, all blocks in its vector are lost, too, and must be computed again.
         return gain > times * self.anew(v, now) and self.replaceable(v)
 
@@ -326,7 +326,7 @@ class Round:
         ends = {
             m: max(now, each.ends)
             for m, each in enumerate(self.members)
-            if each.here and m != v
+            if each.present and m != v
         }
         done = now
         for block in self.members[v].blocks if ends else ():
@@ -349,7 +349,7 @@ class Round:
         """Return whether other ranks can compute the blocks of rank ``v``, and the free blocks that it might get."""
         return all(
             any(
-                each != v and self.members[each].here
+                each != v and self.members[each].present
                 for each in self.job.holders[block]
             )
             for block in (self.free & self.job.held[v]).union(self.members[v].blocks)
@@ -365,7 +365,7 @@ class Round:
             self.members[m].promised -= 1
             self.asks.add(m)
         self.asks |= self.waits
-        member.blocks, member.recalled, member.here = [], {}, False
+        member.blocks, member.recalled, member.present = [], {}, False
         member.first, member.begins = 0, member.busy
         member.changed()
         self.silent.discard(v)

@@ -64,8 +64,8 @@ class Parents:
     ) -> None:
         """Record when the first and the last piece of these parents' sums are ready, and which children are
         used."""
-        there = last if self.as_a_whole else first
-        heard = there[self.children].reshape(-1, self.count) + self.latency
+        ready = last if self.as_a_whole else first
+        heard = ready[self.children].reshape(-1, self.count) + self.latency
         if self.copies > 1:  # use the first child of each class
             classes = heard.reshape(len(heard), -1, self.copies)
             chosen = classes.argmin(axis=2) + np.arange(self.needs) * self.copies
