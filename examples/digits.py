@@ -142,8 +142,8 @@ def train(name, step, optimizer, worker, indices, train_set, args):
     worker.examples = 0
     start = time.perf_counter()
     for _ in tqdm(range(args.steps), desc=name, disable=comm.rank != 0):
-        mine = batches.permutation(len(x))[: args.batch][indices]
-        params, state, loss = step(params, state, (x[mine], y[mine]))
+        own = batches.permutation(len(x))[: args.batch][indices]
+        params, state, loss = step(params, state, (x[own], y[own]))
         history.append(float(loss))
         ends.append(time.perf_counter() - start)
     return params, np.array(history), np.array(ends), worker.examples
@@ -178,11 +178,11 @@ def work_alone(args, examples):
     }
 
 
-def largest_difference(one, other):
+def largest_difference(first, second):
     """Return the largest absolute difference between two sets of parameters."""
     return max(
         float(np.abs(np.asarray(a) - np.asarray(b)).max())
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     )
 
 

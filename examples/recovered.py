@@ -93,8 +93,8 @@ def train(comm, steps=STEPS, kill=(), replace=False):
                         group = group.extended(full - group.size)
                 if group is not stepping or not group.alike:
                     stepping, step = group, make_step(group, x, y)
-                    mine = number, full, params, state
-                    roots = jaxcoded.tree_bcast(mine, group)
+                    own = number, full, params, state
+                    roots = jaxcoded.tree_bcast(own, group)
                     number, full, params, state = jax.block_until_ready(roots)
                     number, full = int(number), int(full)
                     now = f"rank {group.rank} of {group.size}"

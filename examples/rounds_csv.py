@@ -47,16 +47,16 @@ def train(comm, folder, steps=30, slow=2):
     """Return the trained weight."""
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    mine, root = folder / f"rounds-{comm.rank}.csv", folder / "arrivals.csv"
+    own, root = folder / f"rounds-{comm.rank}.csv", folder / "arrivals.csv"
     header = ["round", "called", "work", "waited", "decided by", "left out", "lag"]
-    write(mine, header, mode="w")
+    write(own, header, mode="w")
     lags = {}  # the rank's lag in each round, by the round's number
 
     def ended(seen):  # called on a separate thread; delays no round
         seconds = seen.started, seen.work, seen.ended - seen.started
         rounded = (round(each, 6) for each in seconds)
         lag = lags.pop(seen.number)
-        write(mine, [seen.number, *rounded, seen.decided_by, seen.skipped, lag])
+        write(own, [seen.number, *rounded, seen.decided_by, seen.skipped, lag])
 
     x = np.random.default_rng(0).normal(size=60).astype(np.float32)
     with jaxcoded.CodedGroup(

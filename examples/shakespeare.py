@@ -82,8 +82,8 @@ def loss(params, text):
     """Return the sum, over sequences, of the mean loss per character. ``text`` is int
     ``(sequences, LENGTH + 1)``.
     """
-    said = logits(params, text[:, :-1])
-    each = optax.softmax_cross_entropy_with_integer_labels(said, text[:, 1:])
+    predicted = logits(params, text[:, :-1])
+    each = optax.softmax_cross_entropy_with_integer_labels(predicted, text[:, 1:])
     return each.mean(axis=1).sum()
 
 
@@ -120,8 +120,8 @@ def train(comm, text, steps=100, batch_size=32):
             total = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
             with group.blocks(batch_size) as blocks:
                 for block in blocks:
-                    mine = sequences(text, batch[block.indices])
-                    total = accumulate(total, params, mine)
+                    own = sequences(text, batch[block.indices])
+                    total = accumulate(total, params, own)
             mean, grads = jaxcoded.coded_allreduce(total, group, divisor=batch_size)
             params, state = update(params, state, grads)
             losses.append(float(mean))
@@ -132,13 +132,15 @@ def train(comm, text, steps=100, batch_size=32):
 
 def write(params, begin, length=200):
     """Return the text ``begin``, continued by the model."""
-    said = [ord(character) for character in begin]
+    written = [ord(character) for character in begin]
     following = jax.jit(lambda text: logits(params, text)[0])
     for key in jax.random.split(jax.random.key(1), length):
-        seen = said[-LENGTH:]
+        seen = written[-LENGTH:]
         padded = np.array([seen + [0] * (LENGTH - len(seen))])
-        said.append(int(jax.random.categorical(key, following(padded)[len(seen) - 1])))
-    return "".join(map(chr, said))
+        written.append(
+            int(jax.random.categorical(key, following(padded)[len(seen) - 1]))
+        )
+    return "".join(map(chr, written))
 
 
 if __name__ == "__main__":

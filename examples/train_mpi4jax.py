@@ -23,9 +23,9 @@ def loss(w, batch):
 
 @jax.jit
 def step(w, state, batch):
-    mine = jax.value_and_grad(loss)(w, batch)
+    local = jax.value_and_grad(loss)(w, batch)
     mean, grads = jax.tree.map(
-        lambda a: mpi4jax.allreduce(a, op=MPI.SUM, comm=comm) / comm.size, mine
+        lambda a: mpi4jax.allreduce(a, op=MPI.SUM, comm=comm) / comm.size, local
     )
     updates, state = tx.update(grads, state)
     return optax.apply_updates(w, updates), state, mean
@@ -35,6 +35,6 @@ w, state = jnp.zeros(5), tx.init(jnp.zeros(5))
 for epoch in range(100):
     order = np.random.default_rng([0, epoch]).permutation(60)
     for first in range(0, 60, 20):
-        mine = order[first : first + 20][comm.rank :: comm.size]
-        w, state, mean = step(w, state, (x[mine], y[mine]))
+        own = order[first : first + 20][comm.rank :: comm.size]
+        w, state, mean = step(w, state, (x[own], y[own]))
 print(f"rank {comm.rank}: loss {mean:.1e}, w {w.round(2)}")
