@@ -158,7 +158,9 @@ def job(
     each host. Write a file for mpirun to the directory.
     """
     each = [len(range(number, ranks, len(hosts))) for number in range(len(hosts))]
-    slots = ",".join(f"{it}:{n}" for it, n in zip(addresses(len(hosts)), each) if n)
+    slots = ",".join(
+        f"{address}:{n}" for address, n in zip(addresses(len(hosts)), each) if n
+    )
     mpirun = shlex.join(
         [
             sys.executable,
@@ -177,8 +179,8 @@ def agent(hosts: Sequence[str], directory: pathlib.Path) -> pathlib.Path:
     # mpirun starts its daemons on the other hosts by AGENT ADDRESS COMMAND...
     cases = []
     for name, address in zip(hosts, addresses(len(hosts))):
-        there = shlex.join(on_host(name, "")[:-1])
-        cases.append(f'{address}) exec {there} "hostname {name}; $*" ;;')
+        prefix = shlex.join(on_host(name, "")[:-1])
+        cases.append(f'{address}) exec {prefix} "hostname {name}; $*" ;;')
     path = directory / "agent"
     lines = "\n".join(cases)
     path.write_text(

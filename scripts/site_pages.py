@@ -138,12 +138,12 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     path = page.file.src_uri
     if path.startswith("files/"):
         return markdown
-    name, here = origin(path), posixpath.dirname(path)
+    name, folder = origin(path), posixpath.dirname(path)
     if name == CLAIMS:
         markdown = FUNCTION.sub(r"[`\1`][\1]", markdown)
         return TEST.sub(
             lambda match: f"[`{match[1]}` `{match[2]}`](files/tests/{match[1]}.md)",
-            LINK.sub(functools.partial(_moved, name, here), markdown),
+            LINK.sub(functools.partial(_moved, name, folder), markdown),
         )
 
     if name == COMMANDS:
@@ -151,7 +151,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     parts = FENCE.split(markdown)
     # the text between fences
     parts[::2] = [
-        LINK.sub(functools.partial(_moved, name, here), part) for part in parts[::2]
+        LINK.sub(functools.partial(_moved, name, folder), part) for part in parts[::2]
     ]
     return "".join(parts).replace("<BLANKLINE>", "")
 
@@ -162,18 +162,18 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     """
     from mkdocs.exceptions import PluginError
 
-    if found := re.search(r"[^\n]*``[^\n]*", CODE.sub("", html)):
+    if match := re.search(r"[^\n]*``[^\n]*", CODE.sub("", html)):
         raise PluginError(
-            f"{page.file.src_uri}: backticks are left over: {found[0].strip()}"
+            f"{page.file.src_uri}: backticks are left over: {match[0].strip()}"
         )
     return html
 
 
-def _moved(name: str, here: str, match: re.Match[str]) -> str:
+def _moved(name: str, folder: str, match: re.Match[str]) -> str:
     """Return a file's link as it must be on the file's page, which is in a folder of the site."""
     target, hash, anchor = match[2].partition("#")
-    there = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
-    if not target or re.match(r"[a-z]+:", target) or not (ROOT / there).is_file():
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(name), target))
+    if not target or re.match(r"[a-z]+:", target) or not (ROOT / path).is_file():
         return match[0]
-    to = posixpath.relpath(place(there), here or ".")
+    to = posixpath.relpath(place(path), folder or ".")
     return f"{match[1]}{to}{hash}{anchor}{match[3]}"

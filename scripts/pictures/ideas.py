@@ -42,20 +42,20 @@ def sharing(file: pathlib.Path) -> None:
 
     Ranks 0 and 1 compute blocks of rank 2, as each holds half of them.
     """
-    it = Picture(
+    picture = Picture(
         720,
         372,
         "Three ranks, each with two of three parts of the batch, one late. Usually all wait "
         "for it. With jaxcoded the others compute what it would be late with.",
     )
-    it.words(24, 32, "Usual: every rank waits for the slowest", "title")
+    picture.words(24, 32, "Usual: every rank waits for the slowest", "title")
     rows = [
         ("rank 0", own(0, 3, 1.0)),
         ("rank 1", own(1, 3, 1.0)),
         ("rank 2, slow", own(2, 3, 3.0)),
     ]
-    timeline(it, 124, 52, 60, rows, 9)
-    it.words(
+    timeline(picture, 124, 52, 60, rows, 9)
+    picture.words(
         24,
         212,
         "jaxcoded: ranks that are done compute blocks of the slow one",
@@ -66,52 +66,58 @@ def sharing(file: pathlib.Path) -> None:
         ("rank 1", [*own(1, 3, 1.0), (2, "8", 1.0)]),
         ("rank 2, slow", [(2, "7", 3.0)]),
     ]
-    timeline(it, 124, 232, 60, rows, 4)
+    timeline(picture, 124, 232, 60, rows, 4)
     x = 124 + 4 * 60 + 56
-    it.words(x, 250, "The same batch, the same sum:")
-    it.words(x, 274, "nothing left out, nothing twice.")
-    it.words(x, 298, "Each rank holds 2 of 3 parts of the data.")
-    it.save(file)
+    picture.words(x, 250, "The same batch, the same sum:")
+    picture.words(x, 274, "nothing left out, nothing twice.")
+    picture.words(x, 298, "Each rank holds 2 of 3 parts of the data.")
+    picture.save(file)
 
 
 def code(file: pathlib.Path) -> None:
     """Draw the example of Tandon et al. 2017, Fig. 2: n = 3, s = 1."""
-    it = Picture(720, 300, "Three messages, of which any two give the exact sum")
-    it.words(
+    picture = Picture(720, 300, "Three messages, of which any two give the exact sum")
+    picture.words(
         24, 32, "A code: the messages of any two of three children suffice", "title"
     )
     messages = ["½ g₁ + g₂", "g₂ − g₃", "½ g₁ + g₃"]
     parts = [(1, 2), (2, 3), (3, 1)]
     for child in range(3):
         x, late = 40 + 224 * child, child == 2
-        it.box(x, 214, 192, 62, "box", 8)
-        it.words(
+        picture.box(x, 214, 192, 62, "box", 8)
+        picture.words(
             x + 14,
             236,
             f"rank {child + 1}" + (", late" if late else ""),
             "late" if late else "soft",
         )
         for place, part in enumerate(sorted(parts[child])):
-            it.block(x + 14 + 84 * place, 244, 82, BAR, part - 1, f"part {part}")
+            picture.block(x + 14 + 84 * place, 244, 82, BAR, part - 1, f"part {part}")
         up = f"M{x + 96} 210L{360 + 40 * (child - 1)} 118"
-        it.path(up, "missing" if late else "line", tip=not late)
-        it.words(
+        picture.path(up, "missing" if late else "line", tip=not late)
+        picture.words(
             x + 96 + (0, 12, 0)[child],
             190,
             messages[child],
             "",
             ("end", "start", "start")[child],
         )
-    it.box(130, 60, 460, 54, "box", 8)
-    it.words(360, 82, "2 · (½ g₁ + g₂) − (g₂ − g₃)  =  g₁ + g₂ + g₃", "", "middle")
-    it.words(360, 104, "the root, with ranks 1 and 2: the exact sum", "soft", "middle")
-    it.save(file)
+    picture.box(130, 60, 460, 54, "box", 8)
+    picture.words(360, 82, "2 · (½ g₁ + g₂) − (g₂ − g₃)  =  g₁ + g₂ + g₃", "", "middle")
+    picture.words(
+        360, 104, "the root, with ranks 1 and 2: the exact sum", "soft", "middle"
+    )
+    picture.save(file)
 
 
 def tree(file: pathlib.Path) -> None:
     """Draw the (3, 2) tree of CodedReduce, with a late child of every parent."""
-    it = Picture(720, 296, "A tree of 13 ranks; one child of every parent may be late")
-    it.words(24, 32, "A tree of codes: one child of every parent may be late", "title")
+    picture = Picture(
+        720, 296, "A tree of 13 ranks; one child of every parent may be late"
+    )
+    picture.words(
+        24, 32, "A tree of codes: one child of every parent may be late", "title"
+    )
     late = {2, 4, 8, 12}
     place = {0: (360.0, 74.0)}
     for rank in range(1, 4):
@@ -121,19 +127,21 @@ def tree(file: pathlib.Path) -> None:
     for rank in range(1, 13):
         (x, y), (above, top) = place[rank], place[(rank - 1) // 3]
         kind = "missing" if rank in late else "line"
-        it.path(f"M{x:g} {y - 16:g}L{above:g} {top + 18:g}", kind, tip=rank not in late)
+        picture.path(
+            f"M{x:g} {y - 16:g}L{above:g} {top + 18:g}", kind, tip=rank not in late
+        )
     for rank, (x, y) in place.items():
         kind = "missing" if rank in late else "line"
-        it.parts.append(
+        picture.parts.append(
             f'<circle cx="{x:g}" cy="{y:g}" r="16" class="{kind}" style="fill: var(--panel)"/>'
         )
-        it.words(x, y + 5, str(rank), "late" if rank in late else "", "middle")
-    it.words(390, 79, "the root: no data, the exact sum", "soft")
-    it.words(
+        picture.words(x, y + 5, str(rank), "late" if rank in late else "", "middle")
+    picture.words(390, 79, "the root: no data, the exact sum", "soft")
+    picture.words(
         360,
         278,
         "dashed: late. Each parent forms its sum from two of its three children.",
         "soft",
         "middle",
     )
-    it.save(file)
+    picture.save(file)

@@ -35,35 +35,35 @@ def pauses(steps: list[float], end: float) -> list[tuple[float, float]]:
 
 def faults(file: pathlib.Path) -> None:
     """Draw the steps around a fault over time, for each library."""
-    it = Picture(
+    picture = Picture(
         WIDTH,
         656,
         "Completed steps over time, before and after one of four ranks is slow, stuck, frozen or dead. jaxcoded's "
         "steps continue evenly; those of psum, mpi4jax and torchft become rare, or stop for seconds or for ever.",
     )
-    it.words(
+    picture.words(
         24, 32, "One of four ranks turns faulty: do steps still complete?", "title"
     )
-    it.path("M30 45v14m5 -14v14m5 -14v14", "tick a")
-    it.path("M47 45v14m5 -14v14m5 -14v14", "tick b")
-    it.words(67, 56.5, "completed steps", "small")
-    it.box(185, 45, 26, 14, "bad", 0)
-    it.words(219, 56.5, "no step", "small")
+    picture.path("M30 45v14m5 -14v14m5 -14v14", "tick a")
+    picture.path("M47 45v14m5 -14v14m5 -14v14", "tick b")
+    picture.words(67, 56.5, "completed steps", "small")
+    picture.box(185, 45, 26, 14, "bad", 0)
+    picture.words(219, 56.5, "no step", "small")
     pitch, half = 18, 6.5  # distance of lanes, and half the height of a tick
     for number, (kind, title) in enumerate(FAULTS.items()):
         top = 96 + 138 * number
         x = Linear(-0.5, 5, 138, 694)
         y = Scale(1, 10, top, top + pitch * len(LIBRARIES))
-        it.words(x.begin, top - 8, title, "title")
+        picture.words(x.begin, top - 8, title, "title")
         last = number == len(FAULTS) - 1
-        along(it, x, y, SECONDS if last else dict.fromkeys(SECONDS, ""))
+        along(picture, x, y, SECONDS if last else dict.fromkeys(SECONDS, ""))
         for place, (library, name) in enumerate(LIBRARIES.items()):
             at = top + pitch * (place + 0.5)
             own = place < 2
-            it.words(x.begin - 8, at + 4.5, name, "" if own else "soft", "end")
+            picture.words(x.begin - 8, at + 4.5, name, "" if own else "soft", "end")
             (row,) = figures("steps", library=library, fault=kind)
             steps = [int(step) / 1000 for step in row["steps"].split()]
-            it.path(
+            picture.path(
                 "".join(f"M{x(each):.1f} {at - half:g}v{2 * half:g}" for each in steps),
                 f"tick {'a' if own else 'b'}",
             )
@@ -74,10 +74,10 @@ def faults(file: pathlib.Path) -> None:
                 if end == x.high and known["longest_ms"]:
                     seconds = float(known["longest_ms"]) / 1000
                 says = known["outcome"] or f"no step for {seconds:.1f} s"
-                it.box(x(begin), at - 8, round(x(end) - x(begin), 1), 16, "bad", 0)
-                it.words(x(max(begin, 0)) + 8, at + 4.5, says, "outcome")
-        it.path(f"M{x(0):.1f} {y.begin:g}V{y.end:g}", "line")
-    it.save(file)
+                picture.box(x(begin), at - 8, round(x(end) - x(begin), 1), 16, "bad", 0)
+                picture.words(x(max(begin, 0)) + 8, at + 4.5, says, "outcome")
+        picture.path(f"M{x(0):.1f} {y.begin:g}V{y.end:g}", "line")
+    picture.save(file)
 
 
 RATIOS = {0.2: "0.2", 0.5: "0.5", 1: "1", 2: "2", 5: "5", 10: "10"}
@@ -120,15 +120,17 @@ def gains_on_hosts() -> dict[str, list[tuple[float, float]]]:
 
 def sizes(file: pathlib.Path) -> None:
     """Draw the speed of an all-reduce relative to others, by the length of the message."""
-    it = Picture(
+    picture = Picture(
         WIDTH,
         338,
         "Speed of a coded all-reduce with s = 1, divided by that of mpi4jax, of a ring and of mpi4py, against the "
         "length of the message",
     )
-    it.words(24, 32, "How many times as fast is an all-reduce with s = 1?", "title")
+    picture.words(
+        24, 32, "How many times as fast is an all-reduce with s = 1?", "title"
+    )
     entries = [(shape, colour, f"÷ {name}") for name, (shape, colour) in OTHERS.items()]
-    legend(it, 30, 54, entries, [90, 160, 150])
+    legend(picture, 30, 54, entries, [90, 160, 150])
     panels = {
         "4 ranks, one host": gains_on_one_host(4),
         "13 ranks, one host": gains_on_one_host(13),
@@ -138,18 +140,18 @@ def sizes(file: pathlib.Path) -> None:
         left = 52 + 222 * number
         x = Scale(2.0**10.5, 2.0**27.5, left, left + 208)
         y = Scale(0.15, 14, 298, 100)
-        it.words(left, 90, title, "title")
-        upright(it, x, y, RATIOS, named=number == 0)
-        along(it, x, y, SIZES)
-        it.path(f"M{left} {y(1):.1f}h208", "line")
+        picture.words(left, 90, title, "title")
+        upright(picture, x, y, RATIOS, named=number == 0)
+        along(picture, x, y, SIZES)
+        picture.path(f"M{left} {y(1):.1f}h208", "line")
         if number == 2:
-            it.words(left + 202, y(1) + 15, "equally fast", "small", "end")
+            picture.words(left + 202, y(1) + 15, "equally fast", "small", "end")
         for name, points in gains.items():
             shape, colour = OTHERS[name]
-            it.curve([(x(size), y(gain)) for size, gain in points], colour)
+            picture.curve([(x(size), y(gain)) for size, gain in points], colour)
             for size, gain in points:
-                it.mark(x(size), y(gain), shape, colour)
-    it.save(file)
+                picture.mark(x(size), y(gain), shape, colour)
+    picture.save(file)
 
 
 SCHEMES = {
@@ -172,34 +174,36 @@ def stragglers(file: pathlib.Path) -> None:
         "one 10 × slower": "one 10 × slower",
         "two 10 × slower": "two 10 × slower",
     }
-    it = Picture(
+    picture = Picture(
         WIDTH,
         338,
         "Time of a step divided by that of the ideal division of the work, for seven models of stragglers: shared "
         "work takes 1.08 to 1.31, a code 1.7 to 3, uncoded up to 9.3, and balanced by the step before up to 2",
     )
-    it.words(24, 32, "A step ÷ the ideal division of its work, 12 workers", "title")
+    picture.words(
+        24, 32, "A step ÷ the ideal division of its work, 12 workers", "title"
+    )
     entries = [(shape, colour, name) for name, (shape, colour) in SCHEMES.items()]
-    legend(it, 30, 54, entries[:3], [100, 220, 170])
-    legend(it, 30, 78, entries[3:], [200, 180])
+    legend(picture, 30, 54, entries[:3], [100, 220, 170])
+    legend(picture, 30, 78, entries[3:], [200, 180])
     pitch, ticks = 26, {1: "1", 2: "2", 3: "3", 5: "5", 10: "10"}
     for number, step in enumerate(("120", "30")):
         left = 136 + 290 * number
         top = 120
         x = Scale(0.9, 11, left, left + 270)
         y = Scale(1, 10, top, top + pitch * len(models))
-        it.words(left, top - 8, f"steps of {step} ms", "title")
-        along(it, x, y, ticks)
+        picture.words(left, top - 8, f"steps of {step} ms", "title")
+        along(picture, x, y, ticks)
         for place, (model, name) in enumerate(models.items()):
             at = top + pitch * (place + 0.5)
-            it.path(f"M{left} {at:g}h270", "grid")
+            picture.path(f"M{left} {at:g}h270", "grid")
             if number == 0:
-                it.words(left - 8, at + 4.5, name, "soft", "end")
+                picture.words(left - 8, at + 4.5, name, "soft", "end")
             for scheme, (shape, colour) in SCHEMES.items():
                 wanted = {"step_ms": step, "stragglers": model, "scheme": scheme}
                 (row,) = figures("sharing", **wanted)
-                it.mark(x(float(row["step_over_ideal"])), at, shape, colour)
-    it.save(file)
+                picture.mark(x(float(row["step_over_ideal"])), at, shape, colour)
+    picture.save(file)
 
 
 SHAPES_OF_SUMS = {
@@ -215,19 +219,19 @@ SHAPES_OF_SUMS = {
 
 def ranks(file: pathlib.Path) -> None:
     """Draw the simulated time of a step against the number of ranks."""
-    it = Picture(
+    picture = Picture(
         WIDTH,
         338,
         "Simulated time of a step against 10 to a million ranks, for a ring, stars and trees, coded stars and coded "
         "trees; with a light tail, a heavy tail and one slow rank",
     )
-    it.words(
+    picture.words(
         24, 32, "Seconds of a step against ranks, 100 MB at 10 Gb/s, simulated", "title"
     )
     entries = [
         (shape, colour, name) for name, (_, shape, colour) in SHAPES_OF_SUMS.items()
     ]
-    legend(it, 30, 54, entries, [90, 130, 120, 120])
+    legend(picture, 30, 54, entries, [90, 130, 120, 120])
     models = {
         "light tail": "light tail",
         "heavy tail": "heavy tail",
@@ -238,10 +242,10 @@ def ranks(file: pathlib.Path) -> None:
         left = 52 + 222 * number
         x = Scale(6, 1_700_000, left, left + 208)
         y = Scale(0.2, 700, 298, 100)
-        it.words(left, 90, title, "title")
+        picture.words(left, 90, title, "title")
         seconds = {0.2: "0.2", 1: "1", 10: "10", 100: "100 s"}
-        upright(it, x, y, seconds, named=number == 0)
-        along(it, x, y, powers)
+        upright(picture, x, y, seconds, named=number == 0)
+        along(picture, x, y, powers)
         for schemes, shape, colour in SHAPES_OF_SUMS.values():
             best: dict[float, float] = {}
             for row in figures("scaling", stragglers=model, gbit_per_s="10"):
@@ -249,7 +253,7 @@ def ranks(file: pathlib.Path) -> None:
                 if row["scheme"] in schemes:
                     best[size] = min(time, best.get(size, time))
             points = [(x(size), y(time)) for size, time in best.items() if time < 700]
-            it.curve(points, colour)
+            picture.curve(points, colour)
             for at in points:
-                it.mark(*at, shape, colour)
-    it.save(file)
+                picture.mark(*at, shape, colour)
+    picture.save(file)

@@ -93,40 +93,40 @@ FOUR = {"rank 0, the root": 152.0, "rank 1": 330.0, "rank 2": 490.0}
 
 def messages_round(file: pathlib.Path) -> None:
     """Draw a round with s = 1 and a late third child."""
-    it = Sequence(
+    sequence = Sequence(
         540,
         "Messages of a round: two children offer, the root fetches both messages and announces the result; the late "
         "child asks for it later",
         "A round: a parent fetches from the first children that suffice",
         FOUR | {"rank 3, late": 640.0},
     )
-    it.sends(1, 0, 120, "offer")
-    it.sends(2, 0, 146, "offer")
-    it.notes(0, 170, "any 2 of 3 suffice:", "coefficients")
-    it.sends(1, 0, 196, "message", data=True)
-    it.sends(2, 0, 222, "message", data=True)
-    it.notes(0, 246, "forms the sum:", "decided")
-    it.sends(0, 1, 266, "result")
-    it.sends(0, 2, 288, "result")
-    it.sends(0, 3, 310, "note")
-    it.sends(0, 1, 334, "the sum", data=True)
-    it.sends(0, 2, 358, "the sum", data=True)
-    it.sends(3, 0, 384, "want")
-    it.sends(0, 3, 410, "result")
-    it.sends(0, 3, 436, "the sum", data=True)
-    it.calls(0, 104, 276)
-    it.calls(1, 104, 350)
-    it.calls(2, 110, 374)
-    it.works(3, TOP, 464, 3, "", 8)
-    it.picture.words(it.x[3] + 10, 250, "computes", "small")
-    it.calls(3, 464, 484)
-    it.notes(3, 478, "has the sum; its message is dropped")
-    it.picture.save(file)
+    sequence.sends(1, 0, 120, "offer")
+    sequence.sends(2, 0, 146, "offer")
+    sequence.notes(0, 170, "any 2 of 3 suffice:", "coefficients")
+    sequence.sends(1, 0, 196, "message", data=True)
+    sequence.sends(2, 0, 222, "message", data=True)
+    sequence.notes(0, 246, "forms the sum:", "decided")
+    sequence.sends(0, 1, 266, "result")
+    sequence.sends(0, 2, 288, "result")
+    sequence.sends(0, 3, 310, "note")
+    sequence.sends(0, 1, 334, "the sum", data=True)
+    sequence.sends(0, 2, 358, "the sum", data=True)
+    sequence.sends(3, 0, 384, "want")
+    sequence.sends(0, 3, 410, "result")
+    sequence.sends(0, 3, 436, "the sum", data=True)
+    sequence.calls(0, 104, 276)
+    sequence.calls(1, 104, 350)
+    sequence.calls(2, 110, 374)
+    sequence.works(3, TOP, 464, 3, "", 8)
+    sequence.picture.words(sequence.x[3] + 10, 250, "computes", "small")
+    sequence.calls(3, 464, 484)
+    sequence.notes(3, 478, "has the sum; its message is dropped")
+    sequence.picture.save(file)
 
 
 def messages_sections(file: pathlib.Path) -> None:
     """Draw a sum in sections."""
-    it = Sequence(
+    sequence = Sequence(
         530,
         "Messages of a sum in sections: three children offer, the root delegates, all fetch from all, form a "
         "section each and fetch those of the others",
@@ -134,26 +134,26 @@ def messages_sections(file: pathlib.Path) -> None:
         FOUR | {"rank 3": 640.0},
     )
     for rank in (1, 2, 3):
-        it.sends(rank, 0, 98 + 22 * rank, "offer")
-        it.sends(0, rank, 178 + 22 * rank, "delegate")
-    it.notes(0, 184, "these suffice:", "who forms what")
-    it.to_all(284, "pieces of messages", "data")
-    it.to_all(350, "formed", "line")
-    it.to_all(382, "pieces of sections", "data")
-    it.notes(0, 394, "has all sections:", "decided")
+        sequence.sends(rank, 0, 98 + 22 * rank, "offer")
+        sequence.sends(0, rank, 178 + 22 * rank, "delegate")
+    sequence.notes(0, 184, "these suffice:", "who forms what")
+    sequence.to_all(284, "pieces of messages", "data")
+    sequence.to_all(350, "formed", "line")
+    sequence.to_all(382, "pieces of sections", "data")
+    sequence.notes(0, 394, "has all sections:", "decided")
     for rank in (1, 2, 3):
-        it.sends(0, rank, 386 + 22 * rank, "result")
+        sequence.sends(0, rank, 386 + 22 * rank, "result")
     for rank in range(4):
-        it.calls(rank, 104, 410 if rank == 0 else 402 + 22 * rank)
-        it.works(rank, 296, 328, rank, f"section {rank + 1}", 78)
-    it.picture.save(file)
+        sequence.calls(rank, 104, 410 if rank == 0 else 402 + 22 * rank)
+        sequence.works(rank, 296, 328, rank, f"section {rank + 1}", 78)
+    sequence.picture.save(file)
 
 
 def messages_sharing(file: pathlib.Path) -> None:
     """Draw a round of shared work: one rank is twice as slow, and the other gets its
     last block.
     """
-    it = Sequence(
+    sequence = Sequence(
         580,
         "Messages of a round of shared work: rank 1 runs out of blocks, the root recalls block 6 from the slow rank "
         "and grants it to rank 1, then fetches both vectors",
@@ -161,27 +161,27 @@ def messages_sharing(file: pathlib.Path) -> None:
         {"rank 0, the ledger": 170.0, "rank 1": 420.0, "rank 2, slow": 632.0},
         reach=20,
     )
-    it.sends(1, 0, 114, "offer: I compute 1, 2, 3")
-    it.sends(2, 0, 134, "offer: I compute 4, 5, 6")
-    it.notes(0, 162, "1 2 3: rank 1", "4 5 6: rank 2")
-    it.sends(1, 0, 246, "offer: the last one has begun")
-    it.sends(0, 2, 266, "order: recall 6")
-    it.sends(2, 0, 284, "offer: 6 is returned")
-    it.sends(0, 1, 304, "order: grant 6")
-    it.notes(0, 312, "1 2 3 6: rank 1", "4 5: rank 2")
-    it.sends(1, 0, 390, "offer: my vector is 1 + 2 + 3 + 6")
-    it.sends(2, 0, 414, "offer: my vector is 4 + 5")
-    it.notes(0, 432, "every block once")
-    it.sends(1, 0, 440, "vector", data=True)
-    it.sends(2, 0, 464, "vector", data=True)
-    it.notes(0, 480, "forms the sum:", "decided")
-    it.sends(0, 1, 492, "result")
-    it.sends(0, 2, 514, "result")
+    sequence.sends(1, 0, 114, "offer: I compute 1, 2, 3")
+    sequence.sends(2, 0, 134, "offer: I compute 4, 5, 6")
+    sequence.notes(0, 162, "1 2 3: rank 1", "4 5 6: rank 2")
+    sequence.sends(1, 0, 246, "offer: the last one has begun")
+    sequence.sends(0, 2, 266, "order: recall 6")
+    sequence.sends(2, 0, 284, "offer: 6 is returned")
+    sequence.sends(0, 1, 304, "order: grant 6")
+    sequence.notes(0, 312, "1 2 3 6: rank 1", "4 5: rank 2")
+    sequence.sends(1, 0, 390, "offer: my vector is 1 + 2 + 3 + 6")
+    sequence.sends(2, 0, 414, "offer: my vector is 4 + 5")
+    sequence.notes(0, 432, "every block once")
+    sequence.sends(1, 0, 440, "vector", data=True)
+    sequence.sends(2, 0, 464, "vector", data=True)
+    sequence.notes(0, 480, "forms the sum:", "decided")
+    sequence.sends(0, 1, 492, "result")
+    sequence.sends(0, 2, 514, "result")
     for number in range(3):
-        it.works(1, 110 + 68 * number, 178 + 68 * number, 0, str(number + 1))
-    it.works(1, 314, 382, 1, "6")
-    it.works(2, 110, 246, 1, "4")
-    it.works(2, 246, 382, 1, "5")
-    it.calls(1, 384, 504)
-    it.calls(2, 384, 526)
-    it.picture.save(file)
+        sequence.works(1, 110 + 68 * number, 178 + 68 * number, 0, str(number + 1))
+    sequence.works(1, 314, 382, 1, "6")
+    sequence.works(2, 110, 246, 1, "4")
+    sequence.works(2, 246, 382, 1, "5")
+    sequence.calls(1, 384, 504)
+    sequence.calls(2, 384, 526)
+    sequence.picture.save(file)
