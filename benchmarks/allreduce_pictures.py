@@ -71,8 +71,10 @@ def words(size):
 
 def coded(rows):
     """Return the engine's rows with ``s = 1``, or 0 if there are too few ranks."""
-    one, none = (of(rows, collective=f"engine, s={s}, token") for s in (1, 0))
-    return one or none
+    coded_rows, uncoded_rows = (
+        of(rows, collective=f"engine, s={s}, token") for s in (1, 0)
+    )
+    return coded_rows or uncoded_rows
 
 
 def draw_lines(axes, rows, x, y):
@@ -137,13 +139,13 @@ def draw(folder):
     rows = read(folder)
     counts = sorted({row["ranks"] for row in rows})
     for ranks in counts:
-        its = of(rows, ranks=ranks)
-        engine, other = coded(its), of(its, collective="mpi4jax.allreduce")
+        table = of(rows, ranks=ranks)
+        engine, other = coded(table), of(table, collective="mpi4jax.allreduce")
         ratios = [float(row["mpi4jax.allreduce"]) for row in engine]
         name = engine[0]["collective"].removesuffix(", token")
         against_size(
             folder / f"allreduce-{ranks}-latency.png",
-            its,
+            table,
             {"p50 [ms]": "median", "p99 [ms]": "99th percentile"},
             TIME,
             f"{ranks} ranks: the {name}, takes {min(ratios):.2g} to {max(ratios):.2g} "
@@ -154,7 +156,7 @@ def draw(folder):
         )
         against_size(
             folder / f"allreduce-{ranks}-bandwidth.png",
-            its,
+            table,
             {"bus [GB/s]": ""},
             "bus bandwidth [GB/s]",
             f"{ranks} ranks: the {name}, reaches {best:.2g} GB/s, "

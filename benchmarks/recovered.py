@@ -78,7 +78,7 @@ def main():
     parser.add_argument("--deaths", type=int, help="default: until 4 ranks live")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
-    root, stuck, replaced = (args.fault == it for it in FAULTS[1:])
+    root, stuck, replaced = (args.fault == fault for fault in FAULTS[1:])
     group = jaxcoded.CodedGroup.joining()
     joins = group is not None
     ranks = group.size if joins else MPI.COMM_WORLD.size

@@ -59,16 +59,16 @@ def main():
     before = half(group)
     time.sleep(WAIT)
     speeds = group.telemetry().speeds
-    told = group.telemetry().summary()
+    summary = group.telemetry().summary()
     group = group.replan(speeds)
     after = half(group)
     if comm.rank == group.plan.root:
         progress.close()
-        report(before, after, speeds, told, group.plan, args.out)
+        report(before, after, speeds, summary, group.plan, args.out)
     group.close()
 
 
-def report(before, after, speeds, told, plan, out):
+def report(before, after, speeds, summary, plan, out):
     out.mkdir(parents=True, exist_ok=True)
     medians = np.median(before), np.median(after)
     with (out / f"replan-{comm.size}.csv").open("w", newline="") as file:
@@ -77,7 +77,7 @@ def report(before, after, speeds, told, plan, out):
         writer.writerows(
             (rank, speeds[rank], float(plan.load_of(rank))) for rank in range(plan.size)
         )
-    print(told)
+    print(summary)
     print("loads after:", *(f"{float(plan.load_of(r)):.0%}" for r in range(plan.size)))
     print(
         f"a round took {medians[0] * 1e3:.1f} ms with equal loads and "

@@ -106,13 +106,13 @@ def verdicts(rows):
             winners.append((size, min((r[6], r[3]) for r in some if r[2] == size)[1]))
         runs = [
             (winner, [size for size, _ in run])
-            for winner, run in itertools.groupby(winners, key=lambda it: it[1])
+            for winner, run in itertools.groupby(winners, key=lambda pair: pair[1])
         ]
-        said = ", ".join(
+        text = ", ".join(
             f"{winner} for {run[0]:,}" + (f" to {run[-1]:,}" if len(run) > 1 else "")
             for winner, run in runs
         )
-        print(f"{model}, {rate} Gb/s: {said} ranks")
+        print(f"{model}, {rate} Gb/s: {text} ranks")
 
 
 def draw(rows, path):

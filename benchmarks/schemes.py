@@ -151,14 +151,14 @@ class Uncoded:
         parts = np.array_split(x, size)
         received = np.empty_like(parts[0])
         for step in range(size - 1):
-            here = parts[(rank - step - 1) % size]
-            came = received[: len(here)]
+            part = parts[(rank - step - 1) % size]
+            came = received[: len(part)]
             self._comm.Sendrecv(parts[(rank - step) % size], after, 0, came, before, 0)
-            here += came
+            part += came
         for step in range(size - 1):
-            here = parts[(rank - step) % size]
+            part = parts[(rank - step) % size]
             self._comm.Sendrecv(
-                parts[(rank - step + 1) % size], after, 0, here, before, 0
+                parts[(rank - step + 1) % size], after, 0, part, before, 0
             )
         return x
 

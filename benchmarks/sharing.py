@@ -89,10 +89,14 @@ def schemes(blocks, costs):
     ]
     if costs:
         others.append(Scheme("uncoded, by known costs", work=star, known=True))
-        shared = [it for it in shared if not it.in_jit]  # jit needs equal shapes
+        shared = [
+            scheme for scheme in shared if not scheme.in_jit
+        ]  # jit needs equal shapes
         shared += [
-            dataclasses.replace(it, label=f"{it.label}, by known costs", known=True)
-            for it in shared
+            dataclasses.replace(
+                scheme, label=f"{scheme.label}, by known costs", known=True
+            )
+            for scheme in shared
         ]
     else:
         others += [
@@ -292,7 +296,7 @@ def report(name, seconds, ideal, args, path):
             f"{line['mean_of_ideal']:14.2f}{1e3 * line['mean_seconds']:8.1f}",
             flush=True,
         )
-    told = {
+    fields = {
         "model": name,
         "workers": WORKERS,
         "blocks": args.blocks,
@@ -301,7 +305,7 @@ def report(name, seconds, ideal, args, path):
         "schemes": lines,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    path.write_text(json.dumps(fields, indent=1) + "\n")
     print(f"wrote {os.fspath(path)}")
 
 
@@ -343,9 +347,9 @@ def main():
             for name in args.models or known
         }
     chosen = [
-        it
-        for it in schemes(args.blocks, args.costs).values()
-        if args.jit or not it.in_jit
+        scheme
+        for scheme in schemes(args.blocks, args.costs).values()
+        if args.jit or not scheme.in_jit
     ]
     if args.killed:  # a dead rank is missing in all groups, so only one scheme can run
         if not engine.fault_tolerant():

@@ -239,13 +239,13 @@ def overhead(comm, count=1000, times=5):
 
     from jaxcoded.transport.agreement import wait
 
-    there, note = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
+    received, note = np.zeros(1, np.uint8), np.zeros(1, np.uint8)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     taken = []
     for _ in range(times):
         wait(comm.Ibarrier())
         start = time.perf_counter()
-        requests = [comm.Irecv(there, before) for _ in range(count)]
+        requests = [comm.Irecv(received, before) for _ in range(count)]
         requests += [comm.Isend(note, after) for _ in range(count)]
         while not MPI.Request.Testall(requests):
             time.sleep(1e-3)  # other ranks need this core
@@ -271,7 +271,7 @@ def real(hosts, ranks, settings, rounds, directory, limit):
     command += ["--settings", json.dumps([dataclasses.astuple(s) for s in settings])]
     command += ["--rounds", str(rounds)]
     beside = pathlib.Path(sys.executable).with_name("mpirun")
-    found = {"JAXCODED_MPIRUN": str(beside)} if beside.exists() else {}
+    chosen = {"JAXCODED_MPIRUN": str(beside)} if beside.exists() else {}
     if hosts == 1:
         command = [sys.executable, ROOT / "scripts/mpirun", "-n", str(ranks), *command]
     else:
@@ -280,7 +280,7 @@ def real(hosts, ranks, settings, rounds, directory, limit):
     environment = {"JAXCODED_MPIRUN_TIMEOUT": str(limit), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command,
-        env=os.environ | environment | found,
+        env=os.environ | environment | chosen,
         check=False,
         timeout=limit + 60,
         capture_output=True,
@@ -363,8 +363,8 @@ def draw(rows, path):
     from jaxcoded.tools.report.pictures import COLOURS, MARKERS, picture
 
     with picture(path, size=(4.8, 4.6)) as (_, axes):
-        both = [time * 1e3 for row in rows for time in row[3:]]
-        line = np.geomspace(min(both) / 1.5, max(both) * 1.5, 50)
+        times = [time * 1e3 for row in rows for time in row[3:]]
+        line = np.geomspace(min(times) / 1.5, max(times) * 1.5, 50)
         axes.fill_between(
             line,
             line * (1 - TOLERANCE),

@@ -279,10 +279,10 @@ def one_host(args):
     if killing:
         for scheme in args.schemes:
             if SCHEMES[scheme].survives:
-                its = [new("real", scheme, "killed", models["killed"])]
-                job = Job(ranks, {"real": real}, its, SCHEMES, patience=2.0)
+                killed = [new("real", scheme, "killed", models["killed"])]
+                job = Job(ranks, {"real": real}, killed, SCHEMES, patience=2.0)
                 results |= carried_out(job)
-                cases += its
+                cases += killed
     runs = report.runs(cases, results, problems, SCHEMES, ranks)
     if killing:
         runs += report.that_do_not_end(args.schemes, SCHEMES)
@@ -316,11 +316,11 @@ def available():
 
 def many_ranks(args):
     """Run the setting of CodedReduce on ranks that compute no gradients."""
-    needed, there = args.ranks * RANK_BYTES, available()
-    if needed > there:
+    needed, free = args.ranks * RANK_BYTES, available()
+    if needed > free:
         raise SystemExit(
             f"{args.ranks} ranks need about {needed / 2**30:.0f} GiB of memory, but "
-            f"{there / 2**30:.0f} GiB are available: take fewer --ranks"
+            f"{free / 2**30:.0f} GiB are available: take fewer --ranks"
         )
     seconds = args.seconds or (0.3 if args.smoke else 5.0)
     schemes = schemes_for(args.fanout, args.stragglers, args.ranks)

@@ -104,8 +104,8 @@ def measure_trace(problem, path, rounds=20, seconds=0.01):
 
     count = 1 + int(seconds / min(gradients(1) for _ in range(10)))
     comm.Barrier()
-    mine = np.array([gradients(count) for _ in range(rounds)])
-    table = np.array(comm.allgather(mine / np.median(mine))).T
+    times = np.array([gradients(count) for _ in range(rounds)])
+    table = np.array(comm.allgather(times / np.median(times))).T
     if comm.rank == 0:
         np.savetxt(path, table, fmt="%.3f", delimiter=",")
     comm.Barrier()

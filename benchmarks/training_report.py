@@ -151,8 +151,8 @@ def slowest_used(case, plan, problem, seen):
         if "numbers" in arrays:
             used[rank] = dict(zip(arrays["numbers"].tolist(), arrays["used"]))
     hits = []
-    for count, its in zip(range(1, len(seen[0]["ends"]) + 1), delays):
-        times = its.time(work)
+    for count, delay in zip(range(1, len(seen[0]["ends"]) + 1), delays):
+        times = delay.time(work)
         slowest = int(times.argmax())
         if times[slowest] < 1.05 * work[slowest]:
             continue  # no rank is slow
@@ -266,8 +266,8 @@ def who_wins(runs, models):
     """Return the title of a picture of iterations: which scheme wins."""
     won = []
     for model in models:
-        its = [run for run in runs if run.model == model and run.ends and run.exact]
-        best = min(its, key=lambda run: run.mean, default=None)
+        exact = [run for run in runs if run.model == model and run.ends and run.exact]
+        best = min(exact, key=lambda run: run.mean, default=None)
         if best and best.scheme not in UNCODED:
             won.append(model)
     if not won:
@@ -372,10 +372,10 @@ def tandon(runs, folder, workers):
         shown = [name for name in PUBLISHED if name in by_name]
         with picture(folder / "tandon.png") as (_, ax):
             x = np.arange(len(shown))
-            here = [by_name[name].mean / naive.mean for name in shown]
-            there = [PUBLISHED[name] / PUBLISHED["naive"] for name in shown]
-            ax.bar(x - 0.2, here, 0.4, label="here")
-            ax.bar(x + 0.2, there, 0.4, label="published")
+            measured = [by_name[name].mean / naive.mean for name in shown]
+            reference = [PUBLISHED[name] / PUBLISHED["naive"] for name in shown]
+            ax.bar(x - 0.2, measured, 0.4, label="here")
+            ax.bar(x + 0.2, reference, 0.4, label="published")
             ax.set_xticks(
                 x, [by_name[name].label.replace(", ", ",\n") for name in shown]
             )
@@ -414,9 +414,12 @@ def several_hosts(runs, folder, hosts, rate):
     path = folder / f"training-hosts-{hosts}.png"
     with picture(path, 1, len(models), size, sharey=True, squeeze=False) as (fig, axes):
         longest = max(int(run.problem) for run in runs)
-        its = [run for run in runs if int(run.problem) == longest]
+        largest = [run for run in runs if int(run.problem) == longest]
         firsts = [
-            min((r for r in its if r.model == model), key=lambda r: np.median(r.steps))
+            min(
+                (r for r in largest if r.model == model),
+                key=lambda r: np.median(r.steps),
+            )
             for model in models
         ]
         names = " and ".join(dict.fromkeys(run.label for run in firsts))
@@ -424,10 +427,10 @@ def several_hosts(runs, folder, hosts, rate):
         fig.suptitle(title, x=0.01, ha="left", fontsize="medium")
         for ax, model in zip(axes[0], models):
             for number, label in enumerate(labels):
-                its = [r for r in runs if (r.model, r.label) == (model, label)]
+                some = [r for r in runs if (r.model, r.label) == (model, label)]
                 ax.loglog(
-                    [int(run.problem) for run in its],
-                    [np.median(run.steps) for run in its],
+                    [int(run.problem) for run in some],
+                    [np.median(run.steps) for run in some],
                     color=COLOURS[number],
                     marker=MARKERS[number],
                     label=label,
@@ -443,5 +446,5 @@ def several_hosts(runs, folder, hosts, rate):
     print(f"\n{hosts} hosts, {rate} to and from each:")
     for problem in dict.fromkeys(run.problem for run in runs):
         for model in models:
-            its = [r for r in runs if (r.problem, r.model) == (problem, model)]
-            verdict(its, f"p = {int(problem):,}, {titles.get(model, model)}")
+            some = [r for r in runs if (r.problem, r.model) == (problem, model)]
+            verdict(some, f"p = {int(problem):,}, {titles.get(model, model)}")
