@@ -378,9 +378,9 @@ def results(
     count of examples, this count is the first vector, and the transport has checked it.
     """
     plan = find(round.group).plan
-    found = residual_of(plan, out[-1]) if round.residual else None
+    residual = residual_of(plan, out[-1]) if round.residual else None
     total = unpack(out[round.counts : len(out) - round.residual], packing)
-    return total, found
+    return total, residual
 
 
 def _probe(
@@ -395,11 +395,11 @@ def _probe(
     return jnp.asarray(probe, dtype)
 
 
-def residual_of(plan: Plan, found: jax.Array) -> jax.Array:
+def residual_of(plan: Plan, measured: jax.Array) -> jax.Array:
     """Return the residual of a sum from its measured coefficients."""
     exact, weights = atoms.deviation(plan)
-    wrong = found - exact.astype(found.dtype)
-    square = jnp.sum(weights.astype(found.dtype) * wrong**2, axis=-1)
+    wrong = measured - exact.astype(measured.dtype)
+    square = jnp.sum(weights.astype(measured.dtype) * wrong**2, axis=-1)
     # The square root has no derivative at 0. Define the derivative as 0 there, since
     # NaN would spread.
     exactly = square == 0
@@ -414,12 +414,12 @@ def _message(
     plan = group.plan
     if isinstance(x, Encoded):
         parts = 1 if one_part else plan.parts_above[group.rank]
-        its = parts, plan.slices_above[group.rank]
+        expected = parts, plan.slices_above[group.rank]
         multiple = plan.padding_multiple
-        if (x.parts, x.slices, x.multiple) != (*its, multiple):
+        if (x.parts, x.slices, x.multiple) != (*expected, multiple):
             raise ValueError(
-                f"rank {group.rank} of this group sends parts={its[0]}, "
-                f"slices={its[1]}, multiple={multiple}, but this message was encoded "
+                f"rank {group.rank} of this group sends parts={expected[0]}, "
+                f"slices={expected[1]}, multiple={multiple}, but this message was encoded "
                 f"with parts={x.parts}, slices={x.slices}, "
                 f"multiple={x.multiple}: use this group's batches and "
                 "encode(..., multiple=group.plan.padding_multiple)"

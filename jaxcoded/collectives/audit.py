@@ -36,14 +36,14 @@ class Audit:
         """Return a vector without any report."""
         return jnp.zeros(self.ranks + 2 * (1 + 3 * len(self.leaves)), jnp.float32)
 
-    def told(
+    def report(
         self, kind: jax.Array, rank: int, leaves: Sequence[jax.Array]
     ) -> jax.Array:
         """Return what a rank adds to the additional vector for a block with these
         leaves. ``kind`` is what the engine told the rank to do with the block's result.
         """
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
-        its = jax.lax.cond(
+        sketches = jax.lax.cond(
             (kind != _NONE) & finite,
             lambda: jnp.stack(
                 [jnp.float32(1), *(x for l in leaves for x in _sketch(l))]
@@ -56,8 +56,8 @@ class Audit:
                 jnp.where(jnp.arange(self.ranks) == rank, ~finite, False).astype(
                     jnp.float32
                 ),
-                jnp.where(second, 0, its),
-                jnp.where(second, its, 0),
+                jnp.where(second, 0, sketches),
+                jnp.where(second, sketches, 0),
             ]
         )
 
@@ -74,10 +74,10 @@ def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     x = leaf.reshape(-1)
     if jnp.finfo(x.dtype).bits < 32:
         x = x.astype(jnp.float32)
-    its = jnp.finfo(x.dtype)
+    info = jnp.finfo(x.dtype)
     exponent = jnp.floor(jnp.log2(jnp.max(jnp.abs(x))))
     # limit the exponent, so that leaves of zeros work, too
-    exponent = jnp.clip(exponent, its.minexp, its.maxexp - 2)
+    exponent = jnp.clip(exponent, info.minexp, info.maxexp - 2)
     x = (x * jnp.exp2(-exponent)).astype(jnp.float32)
     minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
     total = jnp.sum(jnp.where(minus == 1, -x, x))

@@ -157,10 +157,10 @@ class _Ring(_Baseline):
             received = messages.exchange(
                 parts[(rank - step) % size], before, after, self.comm
             )
-            here = (rank - step - 1) % size
+            at = (rank - step - 1) % size
             wide = accumulator(vector.dtype)
-            total = parts[here].astype(wide) + received.astype(wide)
-            parts[here] = total.astype(vector.dtype)
+            total = parts[at].astype(wide) + received.astype(wide)
+            parts[at] = total.astype(vector.dtype)
         # all-gather
         for step in range(size - 1):
             received = messages.exchange(

@@ -180,7 +180,7 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
         inner = equation.params.get("jaxpr")
         inner = getattr(inner, "jaxpr", inner)  # the jaxpr of a closed jaxpr
         if inner is not None and len(inner.invars) == len(depends):
-            _reached(inner, {x for x, it in zip(inner.invars, depends) if it})
+            _reached(inner, {x for x, reaches in zip(inner.invars, depends) if reaches})
     return reached
 
 

@@ -93,8 +93,8 @@ class Sum:
         ``of``, which takes the arguments ``args`` and ``more``."""
         alike = *alike, *(self.scales() + 1 for _ in more)
         name = f"{kind} of {self.name}"
-        its = dataclasses.replace(self, name=name, alike=alike, derived=True)
-        return its.adding(of, [*args, *more])
+        derivative = dataclasses.replace(self, name=name, alike=alike, derived=True)
+        return derivative.adding(of, [*args, *more])
 
     def scales(self) -> int:
         """Return the largest number in `alike`, at least 1."""
@@ -102,7 +102,7 @@ class Sum:
 
     def named(self, number: int, args: Sequence[Any]) -> list[Any]:
         """Return the arguments with this number in `alike`."""
-        return [x for x, its in zip(args, self.alike) if its == number]
+        return [x for x, a in zip(args, self.alike) if a == number]
 
     def round(self, *operands: Any) -> list[Any]:
         """Trace the round."""
@@ -231,9 +231,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
     inexact = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
-        args, its = args[:count], args[count:]
+        args, moving = args[:count], args[count:]
         function = _moving(sum.of, which, args, *rest)
-        _, moved = jax.jvp(function, [args[i] for i in which], its)
+        _, moved = jax.jvp(function, [args[i] for i in which], moving)
         return [moved[i] for i in inexact]
 
     out_moved = [
@@ -243,11 +243,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
         alike = [a or int(move) for a, move in zip(sum.alike, moves)]
         args, rest, _ = sum.parts(primals)
         moving = [tangents[i] for i in which]
-        its = sum.derivative("jvp", of, alike, args, moving)
+        derivative = sum.derivative("jvp", of, alike, args, moving)
         if token:
             tokens.check_derivative(sum.name, *token)
             token = [tokens.after(token[0], out[-1])]
-        moved = sum_p.bind(*args, *moving, *rest, *token, sum=its)
+        moved = sum_p.bind(*args, *moving, *rest, *token, sum=derivative)
         if token:
             token = [tokens.after(moved.pop(), out[-1])]
             out[-1] = tokens.after(out[-1], token[0])
@@ -265,11 +265,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
     args, rest, token = sum.parts(operands)
     which = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     values = cotangents[: len(cotangents) - len(token)]
-    there = [i for i, ct in enumerate(values) if not isinstance(ct, ad.Zero)]
+    nonzero = [i for i, ct in enumerate(values) if not isinstance(ct, ad.Zero)]
     back: list[Any] = [None] * len(operands)
     if token:
         back[-1] = cotangents[-1]
-    if not there:
+    if not nonzero:
         return back
     if token:
         tokens.check_derivative(sum.name, back[-1])
@@ -278,17 +278,17 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
     avals = [args[i].aval for i in which]
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
-        known, its = iter(args[:count]), args[count:]
+        known, cts = iter(args[:count]), args[count:]
         all_ = [None if i in which else next(known) for i in range(len(sum.alike))]
         function = _moving(sum.of, which, all_, *rest)
-        linear = lambda *moving: [function(*moving)[i] for i in there]
-        return list(jax.linear_transpose(linear, *_described(avals))(its))
+        linear = lambda *moving: [function(*moving)[i] for i in nonzero]
+        return list(jax.linear_transpose(linear, *_described(avals))(cts))
 
     alike = [a for i, a in enumerate(sum.alike) if i not in which]
     args = [x for i, x in enumerate(args) if i not in which]
-    moving = [cotangents[i] for i in there]
-    its = sum.derivative("transpose", of, alike, args, moving)
-    out = sum_p.bind(*args, *moving, *rest, *token, sum=its)
+    moving = [cotangents[i] for i in nonzero]
+    derivative = sum.derivative("transpose", of, alike, args, moving)
+    out = sum_p.bind(*args, *moving, *rest, *token, sum=derivative)
     if token:
         back[-1] = out.pop()
     for i, x in zip(which, out):
@@ -302,14 +302,14 @@ ad.primitive_transposes[sum_p] = _transpose
 def _batch(operands: Sequence[Any], axes: Sequence[Any], *, sum: Sum) -> Any:
     """Return the batched sum, which sums the stacked values in one round."""
     _check(sum, "batched by vmap", [axis is not None for axis in axes])
-    its, _, token = sum.parts(axes)
+    in_axes, _, token = sum.parts(axes)
     if any(axis is not None for axis in token):
         raise NotImplementedError(
             f"{sum.name}: a token cannot be batched by vmap, as it orders one round: pass it with in_axes=None"
         )
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
-        return jax.vmap(lambda args: sum.of(args, *rest), in_axes=(its,))(args)
+        return jax.vmap(lambda args: sum.of(args, *rest), in_axes=(in_axes,))(args)
 
     out = sum_p.bind(*operands, sum=sum.adding(of, sum.parts(operands)[0]))
     return out, [0] * (len(out) - len(token)) + token

@@ -94,12 +94,14 @@ def count(
         return Count(words=fixed.words)
     parts, slices = plan.parts_above[rank], plan.slices_above[rank]
     leaves = [
-        x for its in given for x in (its.values, its.examples, its.number, its.likeness)
+        x
+        for each in given
+        for x in (each.values, each.examples, each.number, each.likeness)
     ]
     host = key is None and all(isinstance(x, np.ndarray | np.generic) for x in leaves)
     xp: Any = np if host else jnp
     total: Any = 0
-    there: Any = 0
+    present_examples: Any = 0
     for each, mark in zip(given, fixed.marks):
         values = xp.asarray(each.values)
         held = values.reshape(-1, parts, slices)[:, :, 0].sum(0)
@@ -111,19 +113,19 @@ def count(
             int(each.examples) if host else jnp.asarray(each.examples, held.dtype)
         )
         total = total + held * (each.batch_size / examples)
-        there = there + held
+        present_examples = present_examples + held
         if exact and host:
-            its = _key_on_host(int(each.number)) + each.likeness
-            total = total + its * mark
+            batch_key = _key_on_host(int(each.number)) + each.likeness
+            total = total + batch_key * mark
         elif exact:
-            its = key
+            batch_key = key
             if key is None:
                 number = jnp.asarray(each.number).astype(np.uint32)
                 likeness = jnp.asarray(each.likeness, held.dtype)
-                its = marks.of_batch(number).astype(held.dtype) + likeness
-            total = total + its.astype(held.dtype) * mark.astype(held.dtype)
+                batch_key = marks.of_batch(number).astype(held.dtype) + likeness
+            total = total + batch_key.astype(held.dtype) * mark.astype(held.dtype)
     # The vector starts with the count, and is padded so that it can be cut into slices.
-    numbers = [total, there] if present else [total]
+    numbers = [total, present_examples] if present else [total]
     length = len(numbers) * (plan.padding_multiple // slices - 1)
     vector = total
     if length or present:
@@ -222,13 +224,13 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
     whose examples count as more than 1. The mean is divided by the second number, which
     is the same on all ranks, even on a late rank that is still at another batch.
     """
-    there = counted[..., 1]
+    present_examples = counted[..., 1]
     if count.examples is None:
         # if the sum has no examples, the mean is 0, like the sum
-        return jnp.where(there == 0, 1, there)
-    expected = jnp.asarray(weights.examples, there.dtype)
-    near = counts(there, expected, count.examples[1])
-    return jnp.where(near, expected, jnp.round(there))
+        return jnp.where(present_examples == 0, 1, present_examples)
+    expected = jnp.asarray(weights.examples, present_examples.dtype)
+    near = counts(present_examples, expected, count.examples[1])
+    return jnp.where(near, expected, jnp.round(present_examples))
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:

@@ -26,7 +26,7 @@ class Eager:
 
     def __call__(self, *args: Any) -> Any:
         # Make a new function, since JAX would not trace the same function again.
-        trace = jax.make_jaxpr(lambda *its: self._function(*its), return_shape=True)
+        trace = jax.make_jaxpr(lambda *args: self._function(*args), return_shape=True)
         closed, shape = trace(*args)
         programs = [each for each in self._programs if same(each[0], closed.jaxpr)]
         if not programs:
@@ -55,8 +55,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return same(list(a.items()), list(b.items()))
     if isinstance(a, np.ndarray | np.generic | jax.Array):
-        one, other = np.asarray(a), np.asarray(b)
-        return (one.dtype, one.shape, one.tobytes()) == (
+        array, other = np.asarray(a), np.asarray(b)
+        return (array.dtype, array.shape, array.tobytes()) == (
             other.dtype,
             other.shape,
             other.tobytes(),
@@ -66,8 +66,10 @@ def same(a: Any, b: Any) -> bool:
             return True
     except (TypeError, ValueError):
         return False
-    its = dataclasses.fields(a) if dataclasses.is_dataclass(a) else ()
-    return bool(its) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in its)
+    fields = dataclasses.fields(a) if dataclasses.is_dataclass(a) else ()
+    return bool(fields) and all(
+        same(getattr(a, f.name), getattr(b, f.name)) for f in fields
+    )
 
 
 def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
@@ -88,12 +90,12 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
         all_alike([*a.constvars, *a.invars], [*b.constvars, *b.invars])
         and len(a.eqns) == len(b.eqns)
         and all(
-            one.primitive is other.primitive
-            and one.effects == other.effects
-            and all_alike(one.invars, other.invars)
-            and same(_computed(one.params), _computed(other.params))
-            and all_alike(one.outvars, other.outvars)
-            for one, other in zip(a.eqns, b.eqns)
+            equation.primitive is other.primitive
+            and equation.effects == other.effects
+            and all_alike(equation.invars, other.invars)
+            and same(_computed(equation.params), _computed(other.params))
+            and all_alike(equation.outvars, other.outvars)
+            for equation, other in zip(a.eqns, b.eqns)
         )
         and all_alike(a.outvars, b.outvars)
     )

@@ -142,10 +142,10 @@ def check_axis(
         examples,
     )
     try:
-        found = jax.eval_shape(function, params, twice)
+        results = jax.eval_shape(function, params, twice)
     except Exception:  # noqa: BLE001  # the function may accept only the given number of examples
-        found = None
-    for path, leaf in jax.tree_util.tree_leaves_with_path(found):
+        results = None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(results):
         if leaf.shape[:1] != (2 * shapes[0][0],):
             raise ValueError(
                 f"{named(name, path)} has shape {leaf.shape} even for {2 * shapes[0][0]} examples: return one value "

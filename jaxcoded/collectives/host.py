@@ -182,18 +182,18 @@ def _sum_of(
 ) -> Round:
     """Return the round that sums arrays of this shape and dtype. ``counts`` is the
     dtype of the count of examples, if there is a count."""
-    its = group()
-    assert its is not None  # the caller keeps the group alive
+    live_group = group()
+    assert live_group is not None  # the caller keeps the group alive
     like = jax.tree.map(
         lambda part: jax.ShapeDtypeStruct(shape, part.dtype),
-        floats.on_host(np.empty(0, dtype), its, wire_dtype),
+        floats.on_host(np.empty(0, dtype), live_group, wire_dtype),
     )
     for each in jax.tree.leaves(like):
         check_real(each.dtype, "the array")
-    if its.plan.encoded:
+    if live_group.plan.encoded:
         raise TypeError(
             "collectives on numpy arrays need a group without slices and parts"
         )
     packing = Packing.of(like, wire_dtype)
     vector = None if counts is None else np.empty(0, counts)
-    return sum_round(packing, its, Count(vector, examples, words))
+    return sum_round(packing, live_group, Count(vector, examples, words))

@@ -163,10 +163,12 @@ def started(
     # all errors are detected before the first round starts
     ready = []
     for number, bucket in enumerate(buckets):
-        its = groups[number % len(groups)]
-        its._session.check_alike()
-        with its._session.failing("coded_allreduce"):
-            ready.append(prepared(bucket, its, count, divisor=divisor, **asked))
+        bucket_group = groups[number % len(groups)]
+        bucket_group._session.check_alike()
+        with bucket_group._session.failing("coded_allreduce"):
+            ready.append(
+                prepared(bucket, bucket_group, count, divisor=divisor, **asked)
+            )
     if divisor is not None and not isinstance(divisor, _jax_compat.Tracer):
         divisor = jnp.asarray(divisor, float)  # this accepts integers beyond int32, too
     flights, ends = [], []
@@ -260,9 +262,9 @@ def _taking_turns(group: CodedGroup | Sequence[CodedGroup]) -> tuple[CodedGroup,
     groups = tuple(group) if isinstance(group, list | tuple) else (group,)
     if not groups:
         raise ValueError("group is an empty sequence: pass one or several groups")
-    for its in groups:
-        check_open(its)
-    if any(its.plan != groups[0].plan for its in groups):
+    for each in groups:
+        check_open(each)
+    if any(each.plan != groups[0].plan for each in groups):
         raise ValueError(
             "groups whose rounds alternate must have the same plan, or parts of the gradient "
             "would be sums of different assignments: open the other groups with "

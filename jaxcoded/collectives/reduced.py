@@ -28,8 +28,8 @@ def check(pytree: Any, group: int) -> None:
         ValueError: the message names the leaf.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
-        found = _known.get(id(leaf))
-        if found is not None and found[0]() is leaf and found[1] == group:
+        known = _known.get(id(leaf))
+        if known is not None and known[0]() is leaf and known[1] == group:
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is a gradient that coded_value_and_grad or "
                 "another jaxcoded.optax.sum_gradients has summed: a second sum would make it wrong. Leave "

@@ -85,8 +85,8 @@ def summed(
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
     if group.options.check and placement.replicas:
-        told_of = tuple(leaf for leaf in jax.tree.leaves(local) if leaf.size)
-        audited = audit.Audit(group.size, told_of)
+        reported = tuple(leaf for leaf in jax.tree.leaves(local) if leaf.size)
+        audited = audit.Audit(group.size, reported)
         probes.append(audited.zeros())
 
     counted, *_ = round.vectors
@@ -127,34 +127,34 @@ def summed(
             lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), batches
         )
         # A smaller last batch of an epoch lacks examples at its end.
-        here = jnp.minimum(
+        filled = jnp.minimum(
             jnp.asarray(sizes)[block], weights.examples - jnp.asarray(starts)[block]
         )
-        ones = (jnp.arange(size, dtype=jnp.int32) < here).astype(jnp.float32)
+        ones = (jnp.arange(size, dtype=jnp.int32) < filled).astype(jnp.float32)
         sums = jax.lax.cond(
             fresh != 0, lambda: jax.tree.map(jnp.zeros_like, sums), lambda: sums
         )
         local, aux = compute(examples, ones)
-        there = jnp.maximum(here, 0).astype(jnp.float32)
+        present_examples = jnp.maximum(filled, 0).astype(jnp.float32)
         # see `counting.present`
-        total = there * (
+        total = present_examples * (
             weights.batch_size / jnp.asarray(weights.examples, jnp.float32)
         )
         if key is not None:
             total += key * jnp.asarray(marked)[block]
-        added = [jnp.stack([total, there]), *flat(local)]
+        added = [jnp.stack([total, present_examples]), *flat(local)]
         if audited is not None:
             # Results that are computed only for comparison are not added.
             added = [jnp.where(audit.added(kind), x, 0) for x in added]
             aux = jax.tree.map(
-                lambda all, one: jnp.where(audit.added(kind), one, all[at]), auxes, aux
+                lambda all, x: jnp.where(audit.added(kind), x, all[at]), auxes, aux
             )
             leaves = [leaf for leaf in jax.tree.leaves(local) if leaf.size]
-            added.append(audited.told(kind, group.rank, leaves))
+            added.append(audited.report(kind, group.rank, leaves))
         elif probes:
             added.append(probes[0].at[block].set(1.0))
         sums = [s + x for s, x in zip(sums, added)]
-        auxes = jax.tree.map(lambda all, one: all.at[at].set(one), auxes, aux)
+        auxes = jax.tree.map(lambda all, x: all.at[at].set(x), auxes, aux)
         work, token = take(sums, token)
         return work, sums, auxes, token
 
@@ -173,13 +173,13 @@ def summed(
         next(summed).reshape(shape) if n else jnp.zeros(shape, dtype)
         for n, dtype, shape in zip(packing.counts, packing.dtypes, packing.shapes)
     ]
-    found = None
+    deviation = None
     if residual:
-        found = jnp.zeros((), jnp.float32)
+        deviation = jnp.zeros((), jnp.float32)
         if group.approximate:
-            found = residual_of(group.plan, out[-1])
+            deviation = residual_of(group.plan, out[-1])
     total = jax.tree.unflatten(packing.structure, leaves)
-    return Result(total, found, token), auxes, out[0], count
+    return Result(total, deviation, token), auxes, out[0], count
 
 
 def shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:

@@ -82,13 +82,13 @@ batching.primitive_batchers[spread_p] = lambda leaves, axes, *, group: (
 
 def _transpose(cotangents: Sequence[Any], *leaves: Any, group: CodedGroup) -> Any:
     """Return the sum of the ranks' cotangents, formed in one round."""
-    there = [i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero)]
+    nonzero = [i for i, ct in enumerate(cotangents) if not isinstance(ct, ad.Zero)]
     back: list[Any] = [None] * len(cotangents)
-    if there:
+    if nonzero:
         out = summed(
-            [cotangents[i] for i in there], group, name=f"transpose of {_NAME}"
+            [cotangents[i] for i in nonzero], group, name=f"transpose of {_NAME}"
         )
-        for i, total in zip(there, out.value):
+        for i, total in zip(nonzero, out.value):
             back[i] = total
     return back
 
