@@ -35,14 +35,14 @@ def words(ranks: int, variables: Mapping[str, str] = os.environ) -> str:
     process. So the warning appears only if every launcher's number of tasks is larger. A terminal gets no
     warning, since a user who starts a single process there intends it."""
     tasks = {
-        name: int(said)
+        name: int(value)
         for name in _TASKS
-        if (said := variables.get(name, "")).isascii() and said.isdigit()
-        if len(said) < 10
+        if (value := variables.get(name, "")).isascii() and value.isdigit()
+        if len(value) < 10
     }
     if not tasks or min(tasks.values()) <= ranks or os.isatty(0):
         return ""
-    name, count = min(tasks.items(), key=lambda it: it[1])
+    name, count = min(tasks.items(), key=lambda item: item[1])
     return (
         f"MPI has {ranks} rank{'s' * (ranks > 1)}, but {name}={count}: "
         f"{'each task' if ranks == 1 else 'this part of the tasks'} trains alone. Start the program {_TASKS[name]}, or "

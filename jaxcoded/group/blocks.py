@@ -122,7 +122,7 @@ def _wait_for(block: Block, failed: list[jax.Array]) -> None:
         jax.block_until_ready(block._result)
         return
     for array in _live():
-        if all(array is not it for it in failed):
+        if all(array is not other for other in failed):
             array.block_until_ready()
 
 

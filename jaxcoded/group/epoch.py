@@ -76,10 +76,12 @@ class Epoch:
             # A smaller batch lacks the examples at its end. In their place this rank reads its first present
             # example, or the batch's first example, with weight 0. The gradient of a real example is finite. The
             # gradient of made-up numbers could be NaN, and 0 · NaN is NaN.
-            there = positions < len(batch)
-            filler = positions[there.argmax()] if there.any() else 0
-            positions = np.where(there, positions, filler)
-            held = there if values.ndim == 1 else there.reshape(*values.shape[:2], 1)
+            present = positions < len(batch)
+            filler = positions[present.argmax()] if present.any() else 0
+            positions = np.where(present, positions, filler)
+            held = (
+                present if values.ndim == 1 else present.reshape(*values.shape[:2], 1)
+            )
             values = np.where(held, values, 0).astype(values.dtype)
             values.setflags(write=False)
         weights = Weights(

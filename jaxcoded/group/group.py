@@ -590,18 +590,18 @@ class CodedGroup:
         self._session.check_alike()
         with self._session.failing("replan"):
             try:
-                mine = np.array(speeds, np.float64)
+                own_speeds = np.array(speeds, np.float64)
             except (TypeError, ValueError):
                 raise TypeError(
                     f"speeds must be numbers, one for each rank, got {_require.shown(speeds)}"
                 ) from None
-            if mine.shape != (self.size,):
+            if own_speeds.shape != (self.size,):
                 raise ValueError(
                     f"speeds must have shape ({self.size},), one for each rank, got "
-                    f"{mine.shape}"
+                    f"{own_speeds.shape}"
                 )
         primitive.effects_barrier()
-        agreed = self._session.transport.broadcast("replan", mine)
+        agreed = self._session.transport.broadcast("replan", own_speeds)
         other = copy.copy(self)
         other._session = self._membership.session = self._session.replanned(
             self.plan.strategy.with_speeds(agreed.tolist())

@@ -51,8 +51,8 @@ def _is_known(leaf: Any) -> bool:
     """Return whether this process has the numbers of an array."""
     if isinstance(leaf, _jax_compat.Tracer):
         return False
-    here = getattr(leaf, "is_fully_addressable", True)
-    return here and (
+    addressable = getattr(leaf, "is_fully_addressable", True)
+    return addressable and (
         is_key(leaf.dtype) or any(jnp.issubdtype(leaf.dtype, kind) for kind in _KINDS)
     )
 

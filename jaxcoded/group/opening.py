@@ -72,15 +72,15 @@ def agreed_plan(
         failure = error
     outcome = f"error: {failure}" if plan is None else f"plan {plan.fingerprint}"
     words = ", ".join(f"{key}={plain(value)}" for key, value in request.items())
-    said = disagreement(
+    mismatch = disagreement(
         comm,
         f"{words}, transport={transport} ({outcome[:200]})",
         "ranks made a group with different arguments",
     )
     if failure is not None and not isinstance(failure, Exception):
         raise failure  # this process must end
-    if said is not None:
-        raise GroupMismatch(said) from failure
+    if mismatch is not None:
+        raise GroupMismatch(mismatch) from failure
     if plan is None:
         assert failure is not None
         raise failure
@@ -112,8 +112,8 @@ def agreed_transport(
         )
     if transport != "mpi4jax" and not any(reasons):
         build.check_engine(comm)
-        options, said = _checking(plan, "engine", options, explicit)
-        return engine.Engine(index, comm, plan, options), options, said
+        options, warnings = _checking(plan, "engine", options, explicit)
+        return engine.Engine(index, comm, plan, options), options, warnings
     words = "; ".join(
         f"rank {rank}: {reason}"
         for rank, reason in enumerate(reasons)
@@ -136,18 +136,18 @@ def agreed_transport(
         reason = cuda_aware.why_not()
     if reasons := list(filter(None, gathered(comm, reason))):
         raise ValueError(reasons[0])
-    options, said = _checking(plan, "mpi4jax", options, explicit)
+    options, warnings = _checking(plan, "mpi4jax", options, explicit)
     if transport == "auto":
         fallback = f"falling back on the mpi4jax transport, in which every rank waits for the slowest rank; {words}"
-        said = [fallback, *said]
-    return Mpi4jax(index, comm, plan), options, said
+        warnings = [fallback, *warnings]
+    return Mpi4jax(index, comm, plan), options, warnings
 
 
 def why_not_shared(transport: str, reasons: list[str]) -> str:
     """Return why this group cannot share work, or an empty text if it can."""
     if transport == "mpi4jax" or any(reasons):
-        said = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
-        return f"needs the engine: {said}"
+        reason = next(filter(None, reasons), 'transport="mpi4jax" was asked for')
+        return f"needs the engine: {reason}"
     return ""
 
 
@@ -164,8 +164,8 @@ def _checking(
     if why_not := check.why_not(plan, options.waits, transport):
         if explicit:
             raise ValueError(f"check={name} {why_not}")
-        said = f"{VARIABLE} is ignored: {name} {why_not}"
-        return dataclasses.replace(options, check=False), [said]
+        warning = f"{VARIABLE} is ignored: {name} {why_not}"
+        return dataclasses.replace(options, check=False), [warning]
     gaps = plan.strategy.gaps(plan)
     return options, [f"check={name} cannot detect every error: {gaps}"] if gaps else []
 

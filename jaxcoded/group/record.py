@@ -40,7 +40,7 @@ class Record:
     def __init__(self, path: Path | None, replay: Path | None) -> None:
         self._path, self._replay = path, replay
         given = {"record": path, "replay": replay}
-        self.request = {name: it for name, it in given.items() if it is not None}
+        self.request = {name: path for name, path in given.items() if path is not None}
         self._rounds: list[Dealt] = []  # the rounds to replay, on the root
         self._writer: Writer | None = None
         self._thread: threading.Thread | None = None
@@ -56,7 +56,7 @@ class Record:
                     f"{name}={str(path)!r}: a record needs sums of the whole batch, so "
                     'on_deadline must be "wait" or "raise"'
                 )
-        files = {os.path.realpath(it or "") for it in (self._path, self._replay)}
+        files = {os.path.realpath(path or "") for path in (self._path, self._replay)}
         if self.request and len(files) == 1:
             raise ValueError(
                 f"record and replay are the same file, {str(self._path)!r}: "
@@ -69,7 +69,7 @@ class Record:
         its files.
         """
 
-        def mine() -> None:
+        def open_files() -> None:
             if comm.rank != plan.root:
                 return
             if self._replay is not None:
@@ -78,7 +78,7 @@ class Record:
                 self._writer = Writer(self._path, plan)
 
         if self.request:
-            on_all(comm, mine, undo=lambda _: self.close())
+            on_all(comm, open_files, undo=lambda _: self.close())
 
     def follow(self, transport: Transport) -> None:
         """Let this transport follow the record in ``replay``, and write its rounds to
@@ -121,9 +121,9 @@ class Writer:
         if self._failed:
             return
         number, call, blocks = dealt
-        said = {} if call == self._call else {"call": call}
+        new_call = {} if call == self._call else {"call": call}
         try:
-            self._write({"round": number} | said | {"blocks": blocks})
+            self._write({"round": number} | new_call | {"blocks": blocks})
         except OSError as error:
             self._fail(error)
         self._call, self._last = call, number
@@ -201,7 +201,7 @@ def _divides(division: Any, ranks: int, blocks: int) -> bool:
     if not (
         isinstance(division, list)
         and len(division) == ranks
-        and all(isinstance(its, list) for its in division)
+        and all(isinstance(part, list) for part in division)
     ):
         return False
     all_ = list(itertools.chain(*division))

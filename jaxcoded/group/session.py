@@ -118,8 +118,8 @@ class Session:
         request |= {name: getattr(wanted, name) for name in _COMMON}
         try:
             other_jax = build.check(comm)
-            self.processes = [Process(*it) for it in gathered(comm, Process.own())]
-            self.hosts = [it.host for it in self.processes]
+            self.processes = [Process(*args) for args in gathered(comm, Process.own())]
+            self.hosts = [process.host for process in self.processes]
             self.plan = opening.agreed_plan(
                 comm, transport, request, lambda: checked(self.hosts)
             )

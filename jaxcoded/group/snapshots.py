@@ -139,12 +139,13 @@ def _as(leaf: Any, values: np.ndarray) -> Any:
 def _digest(pytree: Any) -> np.ndarray:
     table = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
-        its = _aval(leaf)
+        aval = _aval(leaf)
         # The digest uses paths instead of the text of the pytree's structure, which may contain
         # addresses of functions.
         name = jax.tree_util.keystr(path)
-        order = getattr(its.dtype, "byteorder", "")  # dtypes of keys have no byte order
-        table.append((name, its.shape, its.dtype.name, order))
+        # dtypes of keys have no byte order
+        order = getattr(aval.dtype, "byteorder", "")
+        table.append((name, aval.shape, aval.dtype.name, order))
     digest = hashlib.sha256(json.dumps(table).encode()).digest()
     return np.frombuffer(digest, np.uint8)
 

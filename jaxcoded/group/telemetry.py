@@ -160,7 +160,7 @@ class Telemetry:
             "failed": np.array(columns["outcome"]) != _DONE,
         }
         arrays: dict[str, Any] = {
-            name: np.array(seen[name], dtype).reshape([lengths[it] for it in axes])
+            name: np.array(seen[name], dtype).reshape([lengths[axis] for axis in axes])
             for name, (dtype, axes) in _ARRAYS.items()
             if lengths.keys() >= set(axes)
         }
@@ -208,8 +208,8 @@ class Telemetry:
     def _seconds(self) -> np.ndarray:
         """Return the seconds that each rank works in a round, without its waits for
         other ranks."""
-        told = np.isnan(self.step_times) | (self.silent > TOLD)
-        return np.fmax(self.step_times, np.where(told, self.silent, 0.0))
+        silence_counts = np.isnan(self.step_times) | (self.silent > TOLD)
+        return np.fmax(self.step_times, np.where(silence_counts, self.silent, 0.0))
 
     @property
     def measured(self) -> np.ndarray:

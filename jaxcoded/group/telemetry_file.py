@@ -61,15 +61,15 @@ def _checked(
     made = Plan.from_json(str(plan))
     axes: dict[str, int] = {"N": made.size, "K": 3}
     for name, (dtype, letters) in arrays.items():
-        its = values[name]
-        known = its.dtype == dtype and its.ndim == len(letters)
-        lengths = dict(zip(letters, its.shape))
+        array = values[name]
+        known = array.dtype == dtype and array.ndim == len(letters)
+        lengths = dict(zip(letters, array.shape))
         if not known or any(axes.setdefault(k, n) != n for k, n in lengths.items()):
             raise ValueError(
-                f"{name} must be {np.dtype(dtype)} ({', '.join(letters)}), got {its.dtype} of "
-                f"shape {its.shape}"
+                f"{name} must be {np.dtype(dtype)} ({', '.join(letters)}), got {array.dtype} of "
+                f"shape {array.shape}"
             )
-        if its.dtype.kind == "f" and (abs(its) > _LONGEST).any():
+        if array.dtype.kind == "f" and (abs(array) > _LONGEST).any():
             raise ValueError(f"{name} has numbers that are not times")
 
     def require(name: str, fits: Any) -> None:

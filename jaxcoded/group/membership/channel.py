@@ -90,15 +90,15 @@ class Channel(Generic[M]):
     def say(self, to: int, message: Message) -> None:
         """Send a message; dead ranks do not receive it."""
         fields = plain(dataclasses.asdict(message))  # type: ignore[call-overload]
-        said = json.dumps({"kind": type(message).__name__, "fields": fields})
-        data = np.frombuffer(bytearray(said.encode()), np.uint8)
+        text = json.dumps({"kind": type(message).__name__, "fields": fields})
+        data = np.frombuffer(bytearray(text.encode()), np.uint8)
         try:
             moving = self._comm.Isend(data, to, self._tag), data
         except MPI.Exception as error:
             _why_in_vain(error)
             return
         with _lock:
-            _sent[:] = [it for it in _sent if not _is_over(it[0])]
+            _sent[:] = [sent for sent in _sent if not _is_over(sent[0])]
             _sent.append(moving)
 
     def heard(self, rank: int) -> M | None:
@@ -134,11 +134,11 @@ class Channel(Generic[M]):
         while (message := self.heard(rank)) is not None:
             yield message
 
-    def _read(self, said: Any) -> M:
-        its = _parse.fields("a message", said, {"kind": str, "fields": dict})
-        if (name := its["kind"]) not in self._kinds:
+    def _read(self, parsed: Any) -> M:
+        fields = _parse.fields("a message", parsed, {"kind": str, "fields": dict})
+        if (name := fields["kind"]) not in self._kinds:
             raise ValueError(f"unknown message {name!r:.80}")
-        message = read(self._kinds[name], its["fields"])
+        message = read(self._kinds[name], fields["fields"])
         message.check(self._comm.size)
         return message
 
@@ -148,13 +148,13 @@ class Channel(Generic[M]):
         )
 
 
-def read(kind: type[T], said: Any) -> T:
+def read(kind: type[T], parsed: Any) -> T:
     """Return a dataclass made from its fields in JSON. Raise a ValueError if the JSON
     has other fields."""
     hints = typing.get_type_hints(kind)
-    its = _parse.fields(kind.__name__, said, dict.fromkeys(hints, object))
+    fields = _parse.fields(kind.__name__, parsed, dict.fromkeys(hints, object))
     values = {
-        name: _value(f"{name} of {kind.__name__}", hint, its[name])
+        name: _value(f"{name} of {kind.__name__}", hint, fields[name])
         for name, hint in hints.items()
     }
     return kind(**values)

@@ -143,17 +143,17 @@ class Extending(Change):
         assert invitation is not None
         self._until = time.monotonic() + joining.opening_seconds(self._timeout)
         try:
-            both = self._old_ranks.connect(ranks, invitation, self._until)
+            all_ranks = self._old_ranks.connect(ranks, invitation, self._until)
         except CodedError as error:
             raise CodedError(self._none(str(error))) from error
-        self._comms.append(both)
+        self._comms.append(all_ranks)
         if not self._drained:
             raise CodedError(
                 f"rank {old.rank} still lacks results of rounds that it has called, after "
                 f"{self._timeout / 2:g} s: call extended again later"
             )
         with let_go(self._comms, max(self._until - time.monotonic(), 0.0)):
-            own = invitation.own(both)
+            own = invitation.own(all_ranks)
             self._comms.append(own)
             self._new = Session.taking_over(
                 *(own, self._options, invitation.request),

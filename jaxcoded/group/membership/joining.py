@@ -87,20 +87,20 @@ class Invitation:
         """Return the arguments that request the new group."""
         return {"extended": [self.size, self.ranks]}
 
-    def own(self, both: MPI.Intracomm) -> MPI.Intracomm:
+    def own(self, all_ranks: MPI.Intracomm) -> MPI.Intracomm:
         """Return the new group's communicator. It has the old ranks, then the new ranks,
         except that the old root has rank ``place``. Collective. Raise a CodedError if the
         number of ranks differs from the invitation.
         """
-        if both.size != self.size + self.ranks:
+        if all_ranks.size != self.size + self.ranks:
             raise CodedError(
-                f"{self.ranks} ranks should join {self.size} ranks, but together there are {both.size} ranks"
+                f"{self.ranks} ranks should join {self.size} ranks, but together there are {all_ranks.size} ranks"
             )
-        order = [rank for rank in range(both.size) if rank != self.root]
+        order = [rank for rank in range(all_ranks.size) if rank != self.root]
         order.insert(self.place, self.root)
         if order == sorted(order):
-            return both
-        own: MPI.Intracomm = tolerant(both.Split(0, order.index(both.rank)))
+            return all_ranks
+        own: MPI.Intracomm = tolerant(all_ranks.Split(0, order.index(all_ranks.rank)))
         return own
 
 
@@ -167,11 +167,11 @@ def plan_of_root(
         plan = make and make()
     except Exception as error:  # noqa: BLE001  # other ranks wait for an answer
         failure = error
-    said = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
+    answer = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
     if failure is not None:
         raise failure
     if plan is None:
-        if said[0] is None:
-            raise ValueError(said[1])
-        plan = Plan.from_json(said[0])
+        if answer[0] is None:
+            raise ValueError(answer[1])
+        plan = Plan.from_json(answer[0])
     return plan

@@ -50,12 +50,12 @@ class NewRank:
         engine.join()
         until = time.monotonic() + self.seconds + LATER
         try:
-            said = self._heard(lambda: self._line.heard(0), until)
-            _own_process.command = said.command
+            invites = self._heard(lambda: self._line.heard(0), until)
+            _own_process.command = invites.command
             until = time.monotonic() + opening_seconds(self.seconds)
             world = tolerant(MPI.COMM_WORLD)
             arguments = self._parent, until, lambda: None
-            return joining.joined(world, 0, *arguments, first=False), said.invitation
+            return joining.joined(world, 0, *arguments, first=False), invites.invitation
         except BaseException as error:
             self.ready(error)
             raise
@@ -65,16 +65,16 @@ class NewRank:
         words = failure and f"{type(failure).__name__}: {failure}"
         self._line.say(0, Ready(words or ""))
 
-    def enter(self, both: MPI.Intracomm, old: int) -> None:
+    def enter(self, all_ranks: MPI.Intracomm, old: int) -> None:
         """Wait until the old ranks agree on the group. Raise a CodedError if they do
         not agree."""
-        line, left = Channel(both, TAG_ALL, (TakenIn,)), set(range(old))
+        line, left = Channel(all_ranks, TAG_ALL, (TakenIn,)), set(range(old))
 
-        def told() -> TakenIn | None:
+        def taken_in() -> TakenIn | None:
             for rank in list(left):
                 try:
-                    if said := line.heard(rank):
-                        return said
+                    if message := line.heard(rank):
+                        return message
                 except Gone:
                     left.discard(rank)
             if not left:
@@ -82,14 +82,14 @@ class NewRank:
             return None
 
         until = time.monotonic() + 2 * opening_seconds(self.seconds) + LATER
-        self._heard(told, until)
+        self._heard(taken_in, until)
 
     @staticmethod
     def _heard(ask: Callable[[], T | None], until: float) -> T:
         try:
             for _ in looks(until):
-                if (said := ask()) is not None:
-                    return said
+                if (message := ask()) is not None:
+                    return message
         except Gone:
             raise CodedError(
                 f"{_WHO} has died, or has not accepted this process: see the errors on the ranks of the group"
@@ -116,12 +116,12 @@ def joined() -> Session | None:
 
 
 def _taken_by(new_rank: NewRank) -> Session:
-    both, invitation = new_rank.invited()
-    comms: list[MPI.Comm] = [both]
+    all_ranks, invitation = new_rank.invited()
+    comms: list[MPI.Comm] = [all_ranks]
     session, failure = None, None
     try:
         with let_go(comms, opening_seconds(new_rank.seconds)):
-            own = invitation.own(both)
+            own = invitation.own(all_ranks)
             comms.append(own)
             session = Session.taking_over(
                 *(own, invitation.options, invitation.request),
@@ -132,11 +132,11 @@ def _taken_by(new_rank: NewRank) -> Session:
         failure = error
     new_rank.ready(failure)
     if failure is not None:
-        both.Revoke()
+        all_ranks.Revoke()
         raise failure
     assert session is not None
     try:
-        new_rank.enter(both, invitation.size)
+        new_rank.enter(all_ranks, invitation.size)
     except BaseException:
         session.withdraw()
         raise

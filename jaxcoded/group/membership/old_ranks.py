@@ -81,14 +81,14 @@ class OldRanks:
         try:
             for _ in looks(time.monotonic() + seconds + LATER):
                 # messages of earlier visits no longer count
-                for said in self._old.all_heard(self._starter):
-                    if isinstance(said, Asks):
+                for message in self._old.all_heard(self._starter):
+                    if isinstance(message, Asks):
                         # The verdict counts even if the starter dies now.
-                        self.verdict = Verdict(token=said.visit)
-                        wants = Wants(said.visit, self._visit, words)
+                        self.verdict = Verdict(token=message.visit)
+                        wants = Wants(message.visit, self._visit, words)
                         self._old.say(self._starter, wants)
-                    elif isinstance(said, Tells) and said.visit == self._visit:
-                        self.verdict = said.verdict
+                    elif isinstance(message, Tells) and message.visit == self._visit:
+                        self.verdict = message.verdict
                         return
         except Gone:
             why = "has died"
@@ -102,28 +102,28 @@ class OldRanks:
         others = set(range(self._comm.size)) - {self._starter}
         for rank in others:
             self._old.say(rank, Asks(self._visit))
-        said = {self._starter: words}
+        texts = {self._starter: words}
         lost: dict[int, str] = {}  # lost ranks with the reasons
         for _ in looks(until):
             for rank in others - set(lost):
                 try:
-                    for its in self._old.all_heard(rank):
-                        if isinstance(its, Wants) and its.asked == self._visit:
-                            self._visits[rank], said[rank] = its.visit, its.words
+                    for reply in self._old.all_heard(rank):
+                        if isinstance(reply, Wants) and reply.asked == self._visit:
+                            self._visits[rank], texts[rank] = reply.visit, reply.words
                 except Gone:
                     lost[rank] = f"rank {rank} has died: call recovered first"
                 except CodedError as error:
                     lost[rank] = str(error)
             # ranks that have not answered get no verdict
-            if not (late := others - set(lost) - set(said)):
+            if not (late := others - set(lost) - set(texts)):
                 break
         else:
             return Verdict(f"ranks {sorted(late)} have not called extended")
         if lost:
             return Verdict(lost[min(lost)])
-        if len(set(said.values())) == 1:
+        if len(set(texts.values())) == 1:
             return Verdict()
-        answers = [said[rank] for rank in sorted(said)]
+        answers = [texts[rank] for rank in sorted(texts)]
         why = in_words(answers, "ranks called extended with different arguments")
         return Verdict(why, same=False)
 
@@ -158,11 +158,11 @@ class OldRanks:
             for _ in looks(until):
                 seen.look()
                 for rank in sorted(late):
-                    if (said := self._new.heard(rank)) is None:
+                    if (message := self._new.heard(rank)) is None:
                         continue
-                    if said.why_not:
+                    if message.why_not:
                         raise CodedError(
-                            f"number {rank + 1} of them cannot join: {said.why_not}"
+                            f"number {rank + 1} of them cannot join: {message.why_not}"
                         )
                     late.remove(rank)
                 if not late:
@@ -209,9 +209,9 @@ class OldRanks:
         late = set(range(ranks))
         for _ in looks(until):
             for rank in sorted(late):
-                if its := self._word_of(rank):
-                    return _has_not(rank, its)
-                if its is not None:
+                if why := self._word_of(rank):
+                    return _has_not(rank, why)
+                if why is not None:
                     late.remove(rank)
             if not late:
                 return ""
@@ -224,26 +224,26 @@ class OldRanks:
             return
         assert self._between is not None
         for rank in range(self._between.Get_remote_size()):
-            if its := self._word_of(rank):
-                raise CodedError(_has_not(rank, its))
+            if why := self._word_of(rank):
+                raise CodedError(_has_not(rank, why))
 
     def _word_of(self, rank: int) -> str | None:
         """Return why a new rank has failed. Return an empty text if the rank reports
         success, and None if no message has arrived."""
         assert self._new is not None
         try:
-            said = self._new.heard(rank)
+            message = self._new.heard(rank)
         except Gone:
             return "it has died"
         except CodedError as error:
             return str(error)
-        return None if said is None else said.why_not
+        return None if message is None else message.why_not
 
-    def tell(self, both: MPI.Intracomm) -> None:
+    def tell(self, all_ranks: MPI.Intracomm) -> None:
         """Tell new ranks that they have joined. Every old rank sends this message,
         since some old ranks may die."""
-        new = Channel(both, TAG_ALL, (TakenIn,))
-        for rank in range(self._comm.size, both.size):
+        new = Channel(all_ranks, TAG_ALL, (TakenIn,))
+        for rank in range(self._comm.size, all_ranks.size):
             new.say(rank, TakenIn())
 
     def end(self) -> None:

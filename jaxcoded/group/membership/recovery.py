@@ -68,12 +68,14 @@ class Recovering(Change):
             own = comms[-1]
             assert isinstance(own, MPI.Intracomm)
             # Some ranks may have missed the last `replan`.
-            known_speeds = gathered(own, [str(it) for it in old.plan.speeds])
+            known_speeds = gathered(own, [str(speed) for speed in old.plan.speeds])
             speeds = list(map(Fraction, known_speeds[survivors.index(best)]))
-            of_those = [speeds[rank] for rank in survivors if speeds]
+            surviving_speeds = [speeds[rank] for rank in survivors if speeds]
 
             def planned(hosts: Sequence[str]) -> Plan:
-                return old.plan_for(hosts, of_those, strategy, "recovered", "that live")
+                return old.plan_for(
+                    hosts, surviving_speeds, strategy, "recovered", "that live"
+                )
 
             # Make no other communicator: a death during its construction crashes Open
             # MPI 5.0.11.

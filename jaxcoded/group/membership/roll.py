@@ -185,7 +185,7 @@ class Roll:
             if now - looked > _STOPPED:
                 visit.until += now - looked
             visit.busy = visit.decided() > decided
-            caller = next(it for it in self._callers if it not in self._dead)
+            caller = next(rank for rank in self._callers if rank not in self._dead)
             if caller != visit.caller:
                 visit.caller, visit.killed = caller, False
                 visit.until = now + visit.patience + visit.seconds
@@ -316,8 +316,8 @@ class Roll:
             # ignore messages for an old visit
             if isinstance(message, Kill) and message.visit == self._visits:
                 self._kill([rank for rank in message.late if rank != self._rank])
-            its, below = self._visit, list(self._visit.left())
-            answer = self._visits, its.broken, its.extends, self._hindered, below
+            visit, below = self._visit, list(self._visit.left())
+            answer = self._visits, visit.broken, visit.extends, self._hindered, below
             self._to_caller.say(caller, Answer(message.number, *answer))
             self._answered.add(caller)
             return 2 * message.seconds + 1 + (REPORTED if message.put_out else 0)
@@ -353,7 +353,9 @@ class Roll:
             self._hindered = [*map(max, self._hindered, answer.hindered)]
             for rank in answer.left:
                 out[rank] = State.LEFT
-        for rank in {it for it, answer in answers if answer.extends == visit.extends}:
+        for rank in {
+            rank for rank, answer in answers if answer.extends == visit.extends
+        }:
             out[rank] = State.HERE
         for rank in self._dead:
             out[rank] = State.DEAD
@@ -394,7 +396,7 @@ class Roll:
                 "again from a checkpoint"
             )
         words = f"ranks {late} are alive, but {what}: they are late, stuck or stopped"
-        if left := _those(known, State.LEFT):
+        if left := _ranks_in(known, State.LEFT):
             words = f"ranks {late} are alive, but {what}: ranks {left} have closed the group"
         words += ", and MPI would wait for them. "
         if put_out:
@@ -406,18 +408,18 @@ class Roll:
                 "Call it again later, or with a longer timeout, or end their processes, or call "
                 "recovered(put_out=True)"
             )
-        dead = _those(known, State.DEAD)
+        dead = _ranks_in(known, State.DEAD)
         return f"{words}; ranks {dead} are dead" if dead else words
 
     def _why_not(self, known: Sequence[int]) -> str:
         """Return a text that says why ranks could not be put out."""
-        here = [self._processes[it] for it in _those(known, State.HERE)]
+        present = [self._processes[rank] for rank in _ranks_in(known, State.HERE)]
         words = []
         for rank in _absent(known):
             process = self._processes[rank]
             if number := self._hindered[rank]:
                 why = _why(number)
-            elif any(map(process.reachable, here)):
+            elif any(map(process.reachable, present)):
                 why = "it was killed, but has not ended"
             else:
                 why = "no rank in this call can see it"
@@ -466,14 +468,14 @@ class _Visit:
         return self.seconds + self.patience
 
 
-def _those(known: Sequence[int], *states: State) -> list[int]:
+def _ranks_in(known: Sequence[int], *states: State) -> list[int]:
     """Return the ranks known to be in one of these states."""
     return [rank for rank, state in enumerate(known) if state in states]
 
 
 def _absent(known: Sequence[int]) -> list[int]:
     """Return the living ranks that are missing."""
-    return _those(known, State.MISSING, State.LEFT)
+    return _ranks_in(known, State.MISSING, State.LEFT)
 
 
 def _why(number: int) -> str:

@@ -56,10 +56,10 @@ def mark(token: str, seconds: float) -> str:
 def awaited() -> float:
     """Return how many seconds other ranks wait for this process. Raise a CodedError if
     `MARK` cannot be read."""
-    said = os.environ.get(MARK, "")
+    text = os.environ.get(MARK, "")
     try:
         seconds = _parse.number_of_seconds(
-            f"the seconds in {MARK}", said.partition(":")[2]
+            f"the seconds in {MARK}", text.partition(":")[2]
         )
     except ValueError as error:
         raise CodedError(f"this process cannot join: {error}") from None
@@ -88,7 +88,7 @@ class Started:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _LOOKS
-        first, _ = self._found()
+        first, _ = self._processes()
         self._seen |= first
         if not all(map(_lives, self._seen)):
             raise CodedError(
@@ -99,19 +99,19 @@ class Started:
     def end(self) -> None:
         """Kill the processes, except the wrappers, which report the ends of the other
         processes."""
-        first, others = self._found()
+        first, others = self._processes()
         parents = {parent for _, parent in others}
-        around = {it for it in first if wrapper() and it.pid in parents}
+        around = {process for process in first if wrapper() and process.pid in parents}
         # Kill the parents first, since they may wait for their child processes.
-        for process in [*(first - around), *(it for it, _ in others)]:
+        for process in [*(first - around), *(child for child, _ in others)]:
             process.kill()
 
-    def _found(self) -> tuple[set[Process], list[tuple[Process, int]]]:
+    def _processes(self) -> tuple[set[Process], list[tuple[Process, int]]]:
         """Return the started processes, and their child processes, each with its parent."""
-        here = list(_marked(self._token))
-        pids = {process.pid for process, _ in here}
-        first = {process for process, parent in here if parent not in pids}
-        return first, [it for it in here if it[0] not in first]
+        marked = list(_marked(self._token))
+        pids = {process.pid for process, _ in marked}
+        first = {process for process, parent in marked if parent not in pids}
+        return first, [pair for pair in marked if pair[0] not in first]
 
 
 def _marked(token: str) -> Iterator[tuple[Process, int]]:
@@ -123,7 +123,7 @@ def _marked(token: str) -> Iterator[tuple[Process, int]]:
     for place in pathlib.Path("/proc").glob("[0-9]*"):
         pid = int(place.name)
         try:
-            if any(it.startswith(begins) for it in environment(pid)):
+            if any(variable.startswith(begins) for variable in environment(pid)):
                 fields = stat(pid)
                 yield Process("", "", pid, int(fields[BEGAN])), int(fields[PARENT])
         except OSError:  # the process belongs to another user, or has ended
