@@ -58,7 +58,7 @@ def differences(answers: Sequence[str]) -> list[str]:
     alike = [len(set(column)) == 1 for column in zip(*map(reversed, items))]
     alike = [*alike[: shortest - first], False]
     last = alike.index(False)
-    return [its[first] if first + last < len(its) else "nothing" for its in items]
+    return [row[first] if first + last < len(row) else "nothing" for row in items]
 
 
 def _items(answer: str) -> list[str]:
@@ -92,16 +92,16 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     return in_words(ranks, what) if len(set(ranks)) > 1 else None
 
 
-def in_words(said: Sequence[str], what: str) -> str:
+def in_words(texts: Sequence[str], what: str) -> str:
     """Return a text that has the difference between descriptions, what the difference
     means (``what``), and each description."""
-    answers = list(dict.fromkeys(said))
+    answers = list(dict.fromkeys(texts))
     who = []
     for answer in answers:
-        its = [str(rank) for rank, other in enumerate(said) if other == answer]
-        who.append(f"rank{'s' * (len(its) > 1)} {', '.join(its)}")
+        ranks = [str(rank) for rank, other in enumerate(texts) if other == answer]
+        who.append(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}")
     different = _excerpts(differences(answers))
-    first = ", ".join(f"{it} at {at}" for it, at in zip(different, who))
+    first = ", ".join(f"{item} at {at}" for item, at in zip(different, who))
     wholes = map(_shortened, answers)
     return "; ".join([f"{first}: {what}", *map(": ".join, zip(who, wholes))])
 
@@ -113,7 +113,8 @@ def _excerpts(items: Sequence[str]) -> list[str]:
         return [*map(_shortened, items)]
     start, end = at - _BEFORE, at + _AFTER
     return [
-        f"{it[:_BEFORE]} ... {it[start:end]}" + " ..." * (len(it) > end) for it in items
+        f"{item[:_BEFORE]} ... {item[start:end]}" + " ..." * (len(item) > end)
+        for item in items
     ]
 
 
@@ -141,11 +142,11 @@ def on_all(
         failure = error
     words = failure and f"{type(failure).__name__}: {failure}"
     all_ = gathered(comm, (outcome, words))
-    said = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(all_) if words]
-    if said:
+    errors = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(all_) if words]
+    if errors:
         for made in outcome:
             undo(made)
-        raise CodedError("; ".join(said)) from failure
+        raise CodedError("; ".join(errors)) from failure
     return [outcome[0] for outcome, _ in all_]
 
 
@@ -157,32 +158,32 @@ def gathered(comm: MPI.Comm, value: Any) -> list[Any]:
     JSON needs no common classes on the ranks, unlike pickle: unpickling an unknown
     class would raise an unclear error, or run unknown code.
     """
-    mine = _bytes(value)
+    own = _bytes(value)
     # Begin with zeros, so that data that does not arrive is invalid JSON.
     lengths = np.zeros(comm.size, np.int64)
     # This call blocks: while the engine's thread ran, Open MPI 5.0 once lost a
     # non-blocking gather between hosts.
-    comm.Allgather(np.array([len(mine)], np.int64), lengths)
+    comm.Allgather(np.array([len(own)], np.int64), lengths)
     for rank, length in enumerate(lengths.tolist()):
         _check_length(rank, length)
     ends = np.cumsum(lengths)
     everything = np.zeros(int(ends[-1]), np.uint8)
     where = lengths.tolist(), (ends - lengths).tolist()
-    comm.Allgatherv(mine, [everything, where, MPI.BYTE])
+    comm.Allgatherv(own, [everything, where, MPI.BYTE])
     parts = np.split(everything, ends[:-1])
-    return [_said(rank, part) for rank, part in enumerate(parts)]
+    return [_parsed(rank, part) for rank, part in enumerate(parts)]
 
 
-def told(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
+def broadcast(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
     """Return the root's value on all ranks. Raise the errors of `gathered`.
     Collective."""
-    mine = _bytes(value if comm.rank == root else None)
-    length = np.array([len(mine)], np.int64)
+    own = _bytes(value if comm.rank == root else None)
+    length = np.array([len(own)], np.int64)
     wait(comm.Ibcast(length, root))
     _check_length(root, int(length[0]))
-    said = mine if comm.rank == root else np.zeros(int(length[0]), np.uint8)
-    wait(comm.Ibcast(said, root))
-    return _said(root, said)
+    data = own if comm.rank == root else np.zeros(int(length[0]), np.uint8)
+    wait(comm.Ibcast(data, root))
+    return _parsed(root, data)
 
 
 def _bytes(value: Any) -> np.ndarray:
@@ -196,7 +197,7 @@ def _check_length(rank: int, length: int) -> None:
         )
 
 
-def _said(rank: int, data: np.ndarray) -> Any:
+def _parsed(rank: int, data: np.ndarray) -> Any:
     try:
         return json.loads(data.tobytes())
     except (ValueError, RecursionError):

@@ -48,8 +48,8 @@ def check(comm: MPI.Intracomm) -> str:
         "ranks run different builds, which do not work together: install the same jaxcoded and "
         "NumPy for all of them"
     )
-    if (said := disagreement(comm, required(), what)) is not None:
-        raise GroupMismatch(said)
+    if (mismatch := disagreement(comm, required(), what)) is not None:
+        raise GroupMismatch(mismatch)
     what = (
         "sums have the same bits on all ranks, but values computed from them may differ in the last "
         "bits: install the same JAX for all of them, or broadcast parameters with tree_bcast from "
@@ -64,5 +64,5 @@ def check_engine(comm: MPI.Intracomm) -> None:
         "the engines of the ranks were built from different sources, and may not understand each "
         "other: install the same jaxcoded for all of them"
     )
-    if (said := disagreement(comm, f"engine {engine.sources()}", what)) is not None:
-        raise GroupMismatch(said)
+    if (mismatch := disagreement(comm, f"engine {engine.sources()}", what)) is not None:
+        raise GroupMismatch(mismatch)

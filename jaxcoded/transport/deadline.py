@@ -41,9 +41,9 @@ class Deadline:
                 raise ValueError(f"on_deadline={action!r} needs a deadline")
             return cls(0.0, 0.0, action)
         text = isinstance(deadline, str)
-        found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*x", deadline) if text else None
-        if found and 1 < float(found[1]) < math.inf:
-            return cls(0.0, float(found[1]), action)
+        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*x", deadline) if text else None
+        if match and 1 < float(match[1]) < math.inf:
+            return cls(0.0, float(match[1]), action)
         if _require.is_positive(deadline):
             return cls(float(deadline), 0.0, action)
         raise ValueError(

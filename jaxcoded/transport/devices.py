@@ -87,13 +87,13 @@ def of_program() -> Devices | None:
             f"{jax.local_device_count()}: the devices of a mesh must belong to one rank, and the group "
             "sums over the ranks"
         )
-    found = Devices(axes)
-    if not _jax_compat.varying(found.place()):
+    program_devices = Devices(axes)
+    if not _jax_compat.varying(program_devices.place()):
         raise ValueError(
             "inside shard_map(check_vma=False), and pmap, JAX does not show which arrays are split over the "
             f"devices: leave out check_vma; {REMEDY}"
         )
-    return found
+    return program_devices
 
 
 def check(context: Any, together: Devices | None, platform: str) -> None:

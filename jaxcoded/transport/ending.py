@@ -47,7 +47,7 @@ def failure() -> str:
     return f"SystemExit: {_status}" if _status else ""
 
 
-def told() -> set[str]:
+def error_texts() -> set[str]:
     """Return the texts of the error that ends this process, and of its causes."""
     error: BaseException | None = getattr(sys, "last_value", None)
     texts = set()

@@ -21,7 +21,7 @@ from jaxcoded import _jax_compat, _own_process, errors
 from jaxcoded.codes import GradientCode
 from jaxcoded.plan import Plan
 from jaxcoded.transport import devices, ending, engine_call, extension, registry
-from jaxcoded.transport.agreement import Unreadable, gathered, on_all, told
+from jaxcoded.transport.agreement import Unreadable, broadcast, gathered, on_all
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.check import DEBUG, Check
 from jaxcoded.transport.devices import Devices
@@ -165,7 +165,7 @@ class Engine(Transport):
         on_all(comm, let_read, undo=_engine.forget)  # no rank continues before this
         # All ranks get the same random session number, which distinguishes the group's
         # messages from messages of earlier groups.
-        session = told(comm, _random())
+        session = broadcast(comm, _random())
         self._serial, self._own = _communicator(comm)
         try:
             on_all(
@@ -201,8 +201,8 @@ class Engine(Transport):
         _engine.enter(self._own.py2f(), root, ending.SILENT_SECONDS)
 
     def devices(self, token: Any) -> Devices | None:
-        found = devices.of_program()
-        if found is None:
+        program_devices = devices.of_program()
+        if program_devices is None:
             return None
         if token is None:
             raise ValueError(
@@ -214,7 +214,7 @@ class Engine(Transport):
                 f"{why}: on several devices take a code with one part and slices=1, such as "
                 "Coded(stragglers=1)"
             )
-        return found
+        return program_devices
 
     def lower(
         self, ctx: Any, operands: Sequence[Any], round: Round, platform: str | None
@@ -323,8 +323,8 @@ class Engine(Transport):
         blocks cost the same.
         """
         number = fingerprint(words) % 2**64 if first else 0
-        said = (words, first, list(costs)) if first else ("", first, [])
-        return self._ask("take", number, *said)
+        arguments = (words, first, list(costs)) if first else ("", first, [])
+        return self._ask("take", number, *arguments)
 
     def end_of_blocks(self) -> None:
         _check(*self._ask("end_of_blocks"))
@@ -439,13 +439,13 @@ class Engine(Transport):
             ):  # the group may have been closed in the block
                 self._ask("watch", False)
 
-    def agreed(self, mine: bool) -> bool:
-        """Return whether ``mine`` is true on all ranks, and all ranks live. Collective."""
+    def agreed(self, flag: bool) -> bool:
+        """Return whether ``flag`` is true on all ranks, and all ranks live. Collective."""
         # MPI uses one sequence of numbers for agreements in a communicator and for the
         # communicators made from it. So use the engine's communicator, from which no
         # other communicator is made.
         try:
-            return bool(self._own.Agree(int(mine)))
+            return bool(self._own.Agree(int(flag)))
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_PROC_FAILED:
                 raise
@@ -488,17 +488,17 @@ def _communicator(comm: MPI.Intracomm) -> tuple[int, MPI.Intracomm]:
     # Remove the candidates while the ranks agree, since another thread may look for a
     # communicator, too.
     with _idle_lock:
-        mine = {
+        candidates = {
             serial: _idle.pop(serial)
             for serial, each in list(_idle.items())
             if MPI.Comm.Compare(each, comm) == MPI.CONGRUENT
         }
-    common = set(mine).intersection(*gathered(comm, list(mine)))
+    common = set(candidates).intersection(*gathered(comm, list(candidates)))
     taken = min(common, default=None)
-    found = None if taken is None else (taken, mine.pop(taken))
+    reused = None if taken is None else (taken, candidates.pop(taken))
     with _idle_lock:
-        _idle.update(mine)
-    return found or (told(comm, _random()), comm.Dup())
+        _idle.update(candidates)
+    return reused or (broadcast(comm, _random()), comm.Dup())
 
 
 def _random() -> int:
@@ -639,7 +639,7 @@ def _error(outcome: int, text: str) -> Exception:
 def _register() -> None:
     engine_call.register(_engine)
     warn = functools.partial(logger.warning, "group %d, %s")
-    follow(_engine.next_warning, lambda said: warn(*said), "jaxcoded log")
+    follow(_engine.next_warning, lambda warning: warn(*warning), "jaxcoded log")
     # At exit the engine stops first, since functions that are registered later run
     # earlier.
     ending.register()
@@ -652,7 +652,7 @@ _abandoned: list[Engine] = []  # groups to leave at the end of the process
 
 def _left() -> list[Engine]:
     """Return the transports of the groups that were not closed."""
-    opened = (it for it in registry.carriers() if isinstance(it, Engine))
+    opened = (carrier for carrier in registry.carriers() if isinstance(carrier, Engine))
     return [*opened, *_abandoned]
 
 
@@ -663,7 +663,7 @@ def leave(seconds: float) -> None:
     A root does not leave in this way: if it did, rounds would fail that another root
     can repeat."""
     groups = _left()
-    if groups and all(it.rank != it.plan.root for it in groups):
+    if groups and all(group.rank != group.plan.root for group in groups):
         _engine.stop(seconds, "", 0)
 
 

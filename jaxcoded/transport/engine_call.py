@@ -70,11 +70,11 @@ def lower(
     # A parent joins slices and parts one after the other, whatever the batch, so their
     # axis comes first.
     moves = bool(round.batch) and plan.encoded
-    mine = ctx.avals_in[len(round.leading) :]
-    sent = _travelling(mine, round.vectors, moves) if does.sends else mine
+    vectors = ctx.avals_in[len(round.leading) :]
+    sent = _travelling(vectors, round.vectors, moves) if does.sends else vectors
     given = ctx.avals_out[tokened:]
     received = _travelling(given, round.vectors, moves) if does.receives else given
-    lengths = [aval.shape[-1] for aval in mine] if does.sends else []
+    lengths = [aval.shape[-1] for aval in vectors] if does.sends else []
     attributes = _attributes(round, plan, rank, lengths)
     values = {name: attributes[name] for name in ("group", *does.attributes)}
     target = f"jaxcoded_{round.kind}"
@@ -99,16 +99,19 @@ def lower(
             ]
 
         rule = mlir.lower_fun(converted, multiple_results=True)
-        its = ctx.replace(avals_in=list(before), avals_out=list(after))
-        return rule(its, *values)
+        rule_ctx = ctx.replace(avals_in=list(before), avals_out=list(after))
+        return rule(rule_ctx, *values)
 
     def call(inner: Any, *operands: Any) -> Any:
         """Call the engine. The value that orders the call comes first, both among the
         operands and among the results."""
-        at, out_at = len(inner.avals_in) - len(mine), len(inner.avals_out) - len(given)
+        at, out_at = (
+            len(inner.avals_in) - len(vectors),
+            len(inner.avals_out) - len(given),
+        )
         avals_in = [*inner.avals_in[:at], *sent]
         avals_out = [*inner.avals_out[:out_at], *received]
-        operands = (*operands[:at], *convert(operands[at:], mine, sent, (-1, 0)))
+        operands = (*operands[:at], *convert(operands[at:], vectors, sent, (-1, 0)))
         if platform == "cuda" and not tokened:
             operands = (operands[0], *_whole(ctx, avals_in[1:], operands[1:]))
         # A result uses its operand's memory if XLA allows it: if the caller has donated
@@ -126,8 +129,8 @@ def lower(
         rule = ffi_lowering(
             target, has_side_effect=True, operand_output_aliases=aliases
         )
-        its = inner.replace(avals_in=avals_in, avals_out=avals_out)
-        out = rule(its, *operands, **values)
+        rule_ctx = inner.replace(avals_in=avals_in, avals_out=avals_out)
+        out = rule(rule_ctx, *operands, **values)
         return [*out[:out_at], *convert(out[out_at:], received, given, (0, -1))]
 
     if tokened:
@@ -179,7 +182,7 @@ def _attributes(
         "apart": np.array(_apart(round, plan.encoded, lengths, owners), np.int64),
         "examples": np.array(round.examples or (), np.float64),
         "audits": np.array(round.audits, np.float64),
-        "owners": np.array([owner for its in owners for owner in its], np.int64),
+        "owners": np.array([owner for each in owners for owner in each], np.int64),
         "signature": round.signature,
         "patience": np.float64(PATIENCE),
     }

@@ -29,10 +29,10 @@ def load() -> None:
         return
     folder = "openmpi" if "Open MPI" in MPI.Get_library_version() else "mpich"
     try:
-        found = importlib.import_module(f"{transport.__name__}.{folder}._engine")
+        engine = importlib.import_module(f"{transport.__name__}.{folder}._engine")
     except ModuleNotFoundError:
         raise ImportError(
             "it was left out, or does not exist for this Python"
         ) from None
-    sys.modules[_NAME] = found
-    transport._engine = found
+    sys.modules[_NAME] = engine
+    transport._engine = engine

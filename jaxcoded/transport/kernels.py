@@ -201,7 +201,7 @@ def encode(
         )
     packed = functools.partial(pack, wire_dtype=wire_dtype, multiple=multiple)
     packing = packed(jax.tree.map(lambda leaf: leaf[0], partials))[1]
-    vectors = jax.vmap(lambda one: packed(one)[0])(partials)
+    vectors = jax.vmap(lambda gradient: packed(gradient)[0])(partials)
     return Encoded(
         tuple(
             jax.vmap(lambda row, v=vector: encode_vector(v, row, multiple))(rows)

@@ -214,13 +214,13 @@ def restored(vector: jax.Array, shape: tuple[int, ...], dtype: Any) -> Any:
 @functools.cache
 def _implementation(dtype: Any) -> Any:
     """Return the implementation of random keys of this dtype, as `jax.random.wrap_key_data` takes it."""
-    found: list[Any] = []
+    implementations: list[Any] = []
 
     def look(key: jax.Array) -> None:
-        found.append(jax.random.key_impl(key))
+        implementations.append(jax.random.key_impl(key))
 
     jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    return implementations[0]
 
 
 def _is_python_number(leaf: Any) -> bool:

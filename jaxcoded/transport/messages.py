@@ -99,13 +99,13 @@ def tree_reduce(
         assert not rest, (
             "messages are padded to a length that every layer's slices divide"
         )
-        batch, theirs = own.shape[:-1], rows // len(children)
-        like = jax.ShapeDtypeStruct((*batch, parts * theirs * length), own.dtype)
+        batch, child_parts = own.shape[:-1], rows // len(children)
+        like = jax.ShapeDtypeStruct((*batch, parts * child_parts * length), own.dtype)
         messages = [
             part
             for child in children
             for part in jnp.unstack(
-                receive(like, child, comm).reshape(*batch, parts, theirs, length),
+                receive(like, child, comm).reshape(*batch, parts, child_parts, length),
                 axis=-2,
             )
         ]

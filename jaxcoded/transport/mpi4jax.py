@@ -128,9 +128,9 @@ class Mpi4jax(Traced, Transport):
         ]
 
         def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
-            its = registry.find(index)  # compiled code holds only the index
-            assert isinstance(its, Mpi4jax)
-            its._agree(str(round), *masks)
+            transport = registry.find(index)  # compiled code holds only the index
+            assert isinstance(transport, Mpi4jax)
+            transport._agree(str(round), *masks)
             return tuple(
                 plan.coefficients(rank, mask).astype(out.dtype)
                 for mask, out in zip(masks, like)
@@ -150,7 +150,7 @@ class Mpi4jax(Traced, Transport):
         if erased is not None:
             words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
         what = "ranks called different things in the same round"
-        if (said := disagreement(self._comm, words, what)) is not None:
-            raise GroupMismatch(said)
+        if (mismatch := disagreement(self._comm, words, what)) is not None:
+            raise GroupMismatch(mismatch)
         if erased is not None and (why_not := self.plan.why_not(erased)):
             raise TooManyErasures(why_not)

@@ -19,10 +19,10 @@ if importlib.util.find_spec("mpi4jax"):
     except Exception as error:  # noqa: BLE001  # rounds do not need an mpi4jax that is broken
         logging.getLogger("jaxcoded").warning("mpi4jax cannot be imported: %s", error)
     else:
-        (_theirs,) = jax.make_jaxpr(
+        (_mpi4jax_effect,) = jax.make_jaxpr(
             lambda: mpi4jax.barrier(comm=MPI.COMM_SELF)
         )().effects
-        _Effect = type(_theirs)
+        _Effect = type(_mpi4jax_effect)
 # With any policy, `jax.checkpoint` keeps the results of operations with effects, so JAX
 # never repeats a round.
 _jax_compat.kept_effects.add_type(_Effect)

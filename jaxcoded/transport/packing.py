@@ -159,13 +159,13 @@ class Packing:
         for (path, _), shape, dtype, kind in zip(
             paths, self.shapes, self.dtypes, self.kinds
         ):
-            its: Any = dtype
+            shown: Any = dtype
             if path and isinstance(last := path[-1], Summand):
                 if last.number:
                     continue
-                path, its = path[:-1], last.leaf
+                path, shown = path[:-1], last.leaf
             leaves.append(
-                f"{jax.tree_util.keystr(path)} {its}{list(shape)}".lstrip()
+                f"{jax.tree_util.keystr(path)} {shown}{list(shape)}".lstrip()
                 + f" as {kind.wire}" * (kind.wire != kind.dtype)
                 + f" split over {' and '.join(kind.split)}" * bool(kind.split)
             )
@@ -238,8 +238,8 @@ def pack(
     for kind, length in packing.vectors.items():
         flat = [
             numbers(leaf)
-            for leaf, its in zip(leaves, packing.kinds)
-            if its == kind and leaf.size
+            for leaf, leaf_kind in zip(leaves, packing.kinds)
+            if leaf_kind == kind and leaf.size
         ]
         if kind.alone:
             flat.append(jnp.zeros(length - len(flat), kind.dtype))
@@ -258,14 +258,14 @@ def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
         )
     ]
     for kind, vector in sources.items():
-        mine = [
+        indices = [
             i
-            for i, (count, its) in enumerate(zip(counts, packing.kinds))
-            if its == kind and count
+            for i, (count, leaf_kind) in enumerate(zip(counts, packing.kinds))
+            if leaf_kind == kind and count
         ]
-        sizes = [counts[i] for i in mine]
+        sizes = [counts[i] for i in indices]
         starts = [0, *itertools.accumulate(sizes)]
-        for i, run in zip(mine, _runs(vector, starts, sizes)):
+        for i, run in zip(indices, _runs(vector, starts, sizes)):
             leaves[i] = restored(run, packing.shapes[i], packing.dtypes[i])
     return jax.tree.unflatten(packing.structure, leaves)
 

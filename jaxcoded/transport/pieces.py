@@ -42,8 +42,8 @@ class Pieces(NamedTuple):
 
 def pieces(comm: MPI.Intracomm, plan: Plan, options: Options) -> Pieces:
     """Return the pieces of a group. Collective."""
-    here: Any = MPI.Get_processor_name(), sorted(os.sched_getaffinity(0))
-    hosts, cores = zip(*gathered(comm, here))
+    place: Any = MPI.Get_processor_name(), sorted(os.sched_getaffinity(0))
+    hosts, cores = zip(*gathered(comm, place))
     near = len(set(hosts)) == 1
     sections_from = 0
     if plan.codings[plan.root] is None:

@@ -49,7 +49,7 @@ def effects_barrier() -> None:
 # traceback. This function runs earlier, and logs the failures.
 @atexit.register
 def _say_what_has_failed() -> None:
-    _jax_compat.effects_barrier(ending.told())
+    _jax_compat.effects_barrier(ending.error_texts())
 
 
 class Rules(NamedTuple):
@@ -143,8 +143,8 @@ def read(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Trace a read of local data (`Rules.alone`). Return the data and the next token."""
     operands, fields = placed(transport, token)
-    its = Round(transport.index, kind=kind, results=(what,), **fields)
-    (out,), token = run(its, operands)
+    round = Round(transport.index, kind=kind, results=(what,), **fields)
+    (out,), token = run(round, operands)
     return out, token
 
 
@@ -154,12 +154,12 @@ def results(round: Round, vectors: Sequence[Any]) -> list[ShapedArray]:
         return [_jax_compat.like(vector, vector.shape) for vector in vectors]
     if round.results is not None:
         return list(round.results)
-    its = find(round.group)
+    carrier = find(round.group)
 
     def length(length: int) -> int:
         if round.last_part:
-            return length * its.plan.slices_above[its.rank]
-        return its.plan.result_length(its.rank, length) if round.up else length
+            return length * carrier.plan.slices_above[carrier.rank]
+        return carrier.plan.result_length(carrier.rank, length) if round.up else length
 
     return [
         _jax_compat.like(vector, (*vector.shape[:-1], length(vector.shape[-1])))

@@ -99,7 +99,7 @@ def test_answers_of_ranks(comm):
     texts = agreement.gathered(comm, mine)
     assert [each["rank"] for each in texts] == list(range(SIZE))
     assert texts[RANK] == mine
-    assert agreement.told(comm, mine, root=LAST) == texts[LAST]
+    assert agreement.broadcast(comm, mine, root=LAST) == texts[LAST]
     assert agreement.gathered(comm, None) == [None] * SIZE
 
 
@@ -119,9 +119,9 @@ def test_unreadable_texts(comm, monkeypatch, data, words):
     with pytest.raises(CodedError, match=f"the answer of rank {LAST} .*{words}"):
         agreement.gathered(comm, 5)
     with pytest.raises(CodedError, match=f"the answer of rank {LAST} .*{words}"):
-        agreement.told(comm, 5, root=LAST)
+        agreement.broadcast(comm, 5, root=LAST)
     monkeypatch.undo()
-    assert agreement.told(comm, RANK) == 0
+    assert agreement.broadcast(comm, RANK) == 0
 
 
 def test_missing_data_is_not_read():

@@ -22,7 +22,7 @@ from jaxcoded import _require
 from jaxcoded.errors import CodedError
 from jaxcoded.group.membership.pending import pending
 from jaxcoded.plan import Plan
-from jaxcoded.transport.agreement import told
+from jaxcoded.transport.agreement import broadcast
 from jaxcoded.transport.options import Options
 
 # The variable is 1 if the launcher continues after the death of a process that joins
@@ -167,7 +167,7 @@ def plan_of_root(
         plan = make and make()
     except Exception as error:  # noqa: BLE001  # other ranks wait for an answer
         failure = error
-    answer = told(comm, [plan and plan.to_json(), failure and str(failure)], root)
+    answer = broadcast(comm, [plan and plan.to_json(), failure and str(failure)], root)
     if failure is not None:
         raise failure
     if plan is None:

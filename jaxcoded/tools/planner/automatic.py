@@ -22,7 +22,7 @@ from jaxcoded.tools.simulator import Layout
 from jaxcoded.tools.simulator.sections import IN_SECTIONS
 from jaxcoded.tools.terminal.progress import progress
 from jaxcoded.transport import engine
-from jaxcoded.transport.agreement import gathered, told
+from jaxcoded.transport.agreement import broadcast, gathered
 from jaxcoded.transport.options import PIECE, Options
 
 logger = logging.getLogger("jaxcoded")
@@ -125,7 +125,7 @@ class Automatic:
                     answer = [plan.to_json(), piece, pays_from, words]
                 except Exception as error:  # noqa: BLE001  # the other ranks wait for an answer
                     answer = f"{type(error).__name__}: {error}"
-        answer = told(comm, answer)
+        answer = broadcast(comm, answer)
         if isinstance(answer, str):
             raise ValueError(f"CodedGroup.auto failed on rank 0: {answer}")  # noqa: TRY004
         text, *others = answer
