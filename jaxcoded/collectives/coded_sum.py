@@ -43,8 +43,8 @@ def coded_sum(
 
     Args:
         per_example: ``(params, data) -> values``: a pytree of arrays with a leading axis of examples.
-            Complex numbers and integers are summed as in `coded_allreduce`. Derivatives follow JAX's
-            conventions.
+            Complex numbers and integers are summed as in `coded_allreduce`, so integers keep their dtype and wrap
+            around. Derivatives follow JAX's conventions.
         group: an open group.
         weighted: whether ``per_example`` is ``(params, data, weights) -> sums``. It
             then returns the weighted sum over its examples, so the values of single

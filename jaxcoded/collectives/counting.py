@@ -79,11 +79,11 @@ def count(
     """
     plan, rank = group.plan, group.rank
     given = [weights] if isinstance(weights, Weights) else weights
-    if not (isinstance(given, list | tuple) and given) or not all(
-        isinstance(each, Weights) for each in given
-    ):
+    several = isinstance(given, list | tuple)
+    if not (several and given and all(isinstance(each, Weights) for each in given)):
+        kind = "an empty list" if several and not given else _require.kind(weights)
         raise TypeError(
-            f"weights must be batch.weights of a batch of this group, or a list of them, got {_require.kind(weights)}: "
+            f"weights must be batch.weights of a batch of this group, or a list of them, got {kind}: "
             f"{name}(x, group, batch.weights)"
         )
     for each in given:

@@ -43,8 +43,8 @@ def allreduce(
     """Return the result of `jaxcoded.coded_allreduce` for one array in this process's
     memory. The call blocks until the result is complete.
 
-    Compiled calls that are still pending come first. JAX does not know the order of calls with a token: wait for
-    their results yourself before you call this function, or the round fails.
+    Pending compiled calls that this thread has made come first. JAX does not know the order of calls with a token,
+    or of calls from other threads: wait for their results yourself before you call this function.
 
     Args:
         array: this rank's contribution: a contiguous NumPy array, or an object with the buffer protocol or DLPack,
