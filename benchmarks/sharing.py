@@ -328,8 +328,8 @@ def main():
     parser.add_argument("--cut", type=int, default=1, help="each into so many blocks")
     parser.add_argument("--out", type=pathlib.Path, default="build/benchmarks")
     args = parser.parse_args()
-    if WORKERS < 2:
-        parser.error("start 3 ranks or more")
+    if WORKERS < 3:  # see "two" in `models`
+        parser.error("start 4 ranks or more")
     if (args.job is None) != (args.trace is None):
         parser.error("--job and --trace go together")
     if args.smoke:
