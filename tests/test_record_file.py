@@ -75,7 +75,7 @@ def test_a_file_that_is_slower_than_the_rounds(tmp_path, caplog):
     [
         ({"round": 1, "blocks": [[0, 1], [2]]}, "line 2 .* is not a line of a record"),
         ({"round": 1, "blocks": [[0, 1, 2, 3]]}, "line 2 .* is not a line of a record"),
-        ({"format": "another"}, "not a file written with record="),
+        ({"format": "another"}, "was not written with record="),
     ],
 )
 def test_files_that_are_no_record(tmp_path, line, words):

@@ -198,8 +198,8 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
                 "sum outside of the cond, or take jnp.where of the sum."
             )
         raise NotImplementedError(
-            f"{sum.name}: the batch cannot be {what}, as each rank holds only its own examples. Compute what depends on "
-            "parameters inside of per_example, from params and from examples that do not depend on them. "
+            f"{sum.name}: the batch cannot be {what}, as each rank holds only its own examples. Inside per_example, "
+            "compute everything that depends on the parameters; the examples themselves must not depend on them. "
             f"{hint}"
         )
 

@@ -20,7 +20,7 @@ class Block:
 
     Attributes:
         number: this block's number, from 0.
-        indices: int64 ``(examples,)``, the places of its examples in the global batch, in increasing order. Some
+        indices: int64 ``(examples,)``, the positions of its examples in the global batch, in increasing order. Some
             blocks are empty if the batch has fewer examples than blocks, or if a single example costs more
             than a block should.
     """

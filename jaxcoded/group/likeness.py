@@ -21,7 +21,7 @@ _KINDS = np.bool_, np.integer, jnp.inexact
 
 
 def of_data(data: Any) -> tuple[int, np.float32]:
-    """Return a checksum of some of the data's integers, and a number that depends on some of the data's numbers.
+    """Return a checksum of a sample of the data's integers, and a number computed from a sample of its floats.
 
     The number is a float32, mostly from −16 to 16. It also depends on the checksum. Rounding in the dtype of the data
     changes it little. NaN and infinities are left out, and so are traced arrays and arrays on several hosts.

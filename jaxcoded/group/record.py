@@ -167,7 +167,7 @@ def read(path: Path, plan: Plan) -> list[Dealt]:
     fields = _parsed(head)
     if fields.get("format") != FORMAT:
         raise ValueError(
-            f"{str(path)!r} is not a file written with record= of this version of jaxcoded "
+            f"{str(path)!r} was not written with record= by this version of jaxcoded "
             f"({FORMAT})"
         )
     if fields.get("plan") != json.loads(plan.to_json()):

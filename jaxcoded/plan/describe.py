@@ -24,7 +24,7 @@ def describe(plan: "Plan", strategy: "CodeTree") -> str:
             f"{plan.size} ranks: root {plan.root} ({with_data} data) and {workers} "
             f"worker{s(workers)} in {depth} layer{s(depth)}; "
             f"{missing} of a parent's children may be missing"
-            + ", the sum is then approximate"
+            + " (the sum is then approximate)"
             * plan.approximate
         ),
         (

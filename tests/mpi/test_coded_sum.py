@@ -820,7 +820,7 @@ def test_examples_are_not_differentiated(group):
         scaled = batch.of(jnp.asarray(batch.data) * scale)
         return phi(total(THETA, scaled))
 
-    with pytest.raises(NotImplementedError, match="inside of per_example"):
+    with pytest.raises(NotImplementedError, match="Inside per_example"):
         jax.grad(loss)(2.0)
 
 

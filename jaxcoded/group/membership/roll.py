@@ -328,7 +328,7 @@ class Roll:
         return None
 
     def _go_on(self, attempt: int) -> None:
-        """Pass the decision on to all ranks to make a new group, since its sender may die
+        """Pass on to all ranks the decision to make a new group, since its sender may die
         before it has told them all."""
         if attempt > self._regrouping:
             self._regrouping = attempt

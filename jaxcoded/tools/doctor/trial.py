@@ -67,7 +67,7 @@ def _imported(name: str) -> str:
 
 
 def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
-    """Return four values: for each of `SIZES` the median seconds of a call; the number
+    """Return four values: the median time of a call, in seconds, for each of `SIZES`; the number
     of wrong sums; the transport; and whether this rank can read the next rank's memory.
     """
     took, wrong = [], 0

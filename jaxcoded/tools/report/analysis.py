@@ -318,8 +318,9 @@ def disagreement(measured: float, replayed: float) -> float:
 
 
 def _model(took: Work, loads: np.ndarray) -> Stragglers:
-    """Return a straggler model that gives each rank its work. A rank with data has a factor, its
-    seconds for the whole batch; a rank without data has added seconds."""
+    """Return a straggler model that gives each rank its work. A rank with data gets a factor: its
+    seconds for the whole batch. A rank without data gets added seconds, and a factor for plans
+    that give it data."""
     loaded = loads > 0
     factors = np.zeros(took.seconds.shape)
     factors[:, loaded] = took.seconds[:, loaded] / loads[loaded]

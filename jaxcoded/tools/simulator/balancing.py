@@ -9,7 +9,7 @@ import numpy as np
 from jaxcoded.tools.simulator.layout import Layout
 from jaxcoded.tools.simulator.ring import Ring
 
-# the least speed, as a fraction of the fastest rank's speed, as in `jaxcoded.Uncoded`
+# the lowest speed, as a fraction of the fastest rank's, as in `jaxcoded.Uncoded`
 _SLOWEST = 1e-3
 
 

@@ -70,8 +70,8 @@ class Costs:
 
 
 class Parts:
-    """The cost of each rank's examples in each batch, as a fraction of a usual batch's cost. With ``balanced``, the
-    numbers of examples of the ranks change from round to round, and do not depend on costs."""
+    """The cost of each rank's examples in each batch, as a fraction of a usual batch's cost. With ``balanced``,
+    each rank's number of examples changes from round to round, and does not depend on costs."""
 
     def __init__(
         self, costs: Costs, layout: Layout | Ring, seed: int, balanced: bool = False
