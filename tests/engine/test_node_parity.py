@@ -15,7 +15,7 @@ pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import DONE, FAILED, PENDING, Call, World, random_plan, random_world
 
-from jaxcoded import DEBUG, Coded, make_plan
+from jaxcoded import DEBUG, Check, Coded, make_plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +143,64 @@ def test_a_wrong_message_is_found(code, children, stragglers, found, dtype):
                 assert named == f" {culprit} has", text
             else:
                 assert str(culprit) in named and named.startswith("s "), text
+
+
+@dataclasses.dataclass(frozen=True)
+class NotFinite(Call):
+    """A sum to which rank 3 contributes NaN."""
+
+    def own(self, plan, rank):
+        vectors = super().own(plan, rank)
+        return [v * np.nan for v in vectors] if rank == 3 else vectors
+
+
+def test_a_later_offer_is_not_read_as_the_message_of_this_round():
+    """Rank 1 is stopped while it fetches the message of rank 3. When it continues, rank 3 offers its message of the
+    next round, within the offer.
+    """
+    plan = make_plan(4, Coded(parents=[-1, 0, 0, 1], stragglers=1, root_computes=False))
+    script = [
+        Call((("float64", 12),), 1),
+        NotFinite((("float64", 8),), 2),
+        Call((("float64", 12),), 3),
+    ]
+    world = World(
+        plan,
+        script,
+        random.Random(0),
+        hosts=list(range(4)),
+        inline=(64,),
+        limits={"piece_bytes": 16, "announced_bytes": 16},
+        check=Check("raise"),
+    )
+    world.open = 1
+    for rank in (3, 1):
+        world.submit(rank)
+        world.advance(rank)
+    while world.queues[3, 1]:
+        world.deliver((3, 1))
+    world.advance(1)
+    assert any((to, source) == (1, 3) for to, source, *_ in world.requests)
+    world.frozen = {1}
+    asked = [request for request in world.requests if request[0] == 1]
+    world.requests = [it for it in world.requests if it not in asked]
+    world.settle()
+    world.assert_done({0, 2, 3})
+    world.frozen = set()
+    world.requests += asked
+    world.open = 2
+    world.submit(3)
+    for _ in range(3):
+        for link in ((3, 1), (1, 3)):
+            while world.queues[link]:
+                world.deliver(link)
+        for rank in (3, *(1 for _ in range(10))):
+            world.advance(rank)
+    world.open = 3
+    world.settle()
+    for ends in world.ends:
+        assert ends[1].outcome == ends[3].outcome == DONE, ends
+        assert "round 1" not in ends[2].error
 
 
 @dataclasses.dataclass(frozen=True)

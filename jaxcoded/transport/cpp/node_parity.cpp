@@ -62,7 +62,14 @@ bool Node::awaits_more(const std::vector<bool>& heard) const {
 // Return the messages to decode from, once all messages to compare were offered as a whole; null before. A
 // piece of the sum is passed on only after the comparison, since it cannot be taken back.
 std::shared_ptr<const Decoding> Node::choose_checked() {
-  if (up_.decoding) return up_.decoding;
+  if (up_.decoding) {
+    const auto gone = [&](std::size_t row) {
+      const Offer& offer = child_of_row(row).offer;
+      return offer.round != next_ || offer.withdrawn;
+    };
+    if (std::ranges::none_of(up_.brought, gone)) return up_.decoding;
+    start_again_without(up_.brought);
+  }
   const std::uint32_t last = up_.incoming.size() - 1;
   for (const bool with_stalled : {false, true}) {
     if (with_stalled && gives_up()) break;
