@@ -181,11 +181,14 @@ def check_counted(weights: Any, group: CodedGroup, name: str, call: str = "") ->
         TypeError: the message shows the call with weights.
     """
     if weights is None and not (group._session.blocks or _adds_up(group.plan)):
-        default = f"{name}(x, group, batch.weights) with an x that was made with these weights"
+        call = (
+            call
+            or f"{name}(x, group, batch.weights) with an x that was made with these weights"
+        )
         loop = ", or call it after a loop over group.blocks(batch_size)"
         raise TypeError(
             f"{name} needs the batch's weights in a group whose ranks hold the same examples ({group.plan.strategy!r}): "
-            f"call {call or default}, or "
+            f"call {call}, or "
             f"coded_value_and_grad{loop * group.plan.strategy.by_blocks}. "
             "To sum one value of each rank, use jaxcoded.baselines.allreduce(x, comm)"
         )

@@ -183,7 +183,7 @@ def test_a_later_offer_is_not_read_as_the_message_of_this_round():
     assert any((to, source) == (1, 3) for to, source, *_ in world.requests)
     world.frozen = {1}
     asked = [request for request in world.requests if request[0] == 1]
-    world.requests = [it for it in world.requests if it not in asked]
+    world.requests = [each for each in world.requests if each not in asked]
     world.settle()
     world.assert_done({0, 2, 3})
     world.frozen = set()
@@ -194,7 +194,7 @@ def test_a_later_offer_is_not_read_as_the_message_of_this_round():
         for link in ((3, 1), (1, 3)):
             while world.queues[link]:
                 world.deliver(link)
-        for rank in (3, *(1 for _ in range(10))):
+        for rank in [3] + 10 * [1]:  # rank 1 reads a piece in each turn
             world.advance(rank)
     world.open = 3
     world.settle()

@@ -64,8 +64,8 @@ std::vector<Planned> sums(const Group& group, Random& random, const Settings& se
       call.why_not = {};
       call.erased = nullptr;
     }
-    const bool sums = call.kind != Planned::Kind::broadcast && call.why_not.empty() && !call.erased;
-    if (settings.lies && sums && random.chance(0.3)) {
+    const bool is_sum = call.kind != Planned::Kind::broadcast && call.why_not.empty() && !call.erased;
+    if (settings.lies && is_sum && random.chance(0.3)) {
       std::vector<Rank> watched;
       for (std::size_t rank = 0; rank < plan.size(); ++rank) {
         if (plan.watched[rank]) watched.push_back(static_cast<Rank>(rank));

@@ -126,10 +126,11 @@ std::vector<Numbers> Planned::own(Rank rank) const {
       }
     }
   }
+  if (rank != liar) return out;
   for (Numbers& vector : out) {
     double largest = 1;
     for (const double number : vector) largest = std::max(largest, std::abs(number));
-    for (std::uint64_t i = 0; i < vector.size() && rank == liar; ++i) {
+    for (std::uint64_t i = 0; i < vector.size(); ++i) {
       vector[i] += largest * (static_cast<double>(mixed(seed + i) >> 11) * 0x1p-51 - 2);
     }
   }
