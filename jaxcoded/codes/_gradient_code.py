@@ -275,13 +275,23 @@ class GradientCode:
         children, and the sets of the `promises`. If there are more than 256 of these
         sets, the maximum is over a random sample of 256.
         """
-        if self.approximate:
-            magnitude = np.abs(self.B).sum(axis=2)
-            patterns = self._patterns(np.arange(self.n), self.stragglers, MAX_SETS)
-            decoded = [self.decode(answered).coefficients for answered in ~patterns]
-            return max(float((np.abs(A) @ magnitude).max()) for A in decoded)
-        magnitude = np.abs(self._rows).reshape(-1, self.k, self.m).sum(axis=2)
-        return float(np.tensordot(np.abs(self._answers[0]), magnitude, 1).max())
+        rows = self.B if self.approximate else self._rows.reshape(-1, self.k, self.m)
+        return float(np.tensordot(self._decodings, np.abs(rows).sum(2), 1).max())
+
+    @functools.cached_property
+    def absolute_amplification(self) -> float:
+        """``max_F max_u Σ_i |A[u,i]|`` over the same sets as `amplification`: the factor
+        by which an error grows that is as large in all messages.
+        """
+        return float(self._decodings.sum(-1).max())
+
+    @property
+    def _decodings(self) -> np.ndarray:
+        """``|A|``, float64 ``(sets, m, rows)``, for the sets of `amplification`."""
+        if not self.approximate:
+            return np.abs(self._answers[0])
+        patterns = self._patterns(np.arange(self.n), self.stragglers, MAX_SETS)
+        return np.abs([self.decode(answered).coefficients for answered in ~patterns])
 
     @functools.cached_property
     def amplification_limit(self) -> float:

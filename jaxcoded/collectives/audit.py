@@ -28,9 +28,13 @@ class Audit:
     leaves: tuple[Any, ...]  # ``jax.ShapeDtypeStruct`` of a block's results
 
     @property
-    def eps(self) -> tuple[float, ...]:
-        """Return the machine epsilon of each leaf's dtype."""
-        return tuple(float(jnp.finfo(leaf.dtype).eps) for leaf in self.leaves)
+    def precision(self) -> tuple[float, ...]:
+        """Return two numbers for each leaf: its dtype's machine epsilon, and its length."""
+        return tuple(
+            number
+            for leaf in self.leaves
+            for number in (float(jnp.finfo(leaf.dtype).eps), float(leaf.size))
+        )
 
     def zeros(self) -> jax.Array:
         """Return a vector without any report."""

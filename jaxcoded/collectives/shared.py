@@ -97,7 +97,7 @@ def summed(
     round = dataclasses.replace(
         round,
         vectors=tuple(kinds),
-        audits=() if audited is None else audited.eps,
+        audits=() if audited is None else audited.precision,
         number=1,
         results=(ShapedArray((3,), np.int32),),
     )

@@ -574,21 +574,23 @@ def _decoder(plan: Plan, rank: int, compares: bool = False) -> Any:
     return decoder
 
 
-def _below(plan: Plan, rank: int) -> tuple[float, float, float]:
-    """Return three numbers that bound the rounding error of a rank's message. They are
+def _below(plan: Plan, rank: int) -> tuple[float, float, float, float]:
+    """Return four numbers that bound the rounding error of a rank's message. They are
     the largest product of the codes' ``κ`` along a path downwards, the number of layers
-    below the rank, and the largest number of children of a parent.
+    below the rank, and the largest number of children of a parent. The last one is how
+    far the message is off if each number of each message on the way is off by 1.
     """
     coding = plan.codings[rank]
     if coding is None:
-        return 1.0, 0.0, 0.0
+        return 1.0, 0.0, 0.0, 1.0
     children = plan.coded_children(rank)
     below = [_below(plan, child) for child in children]
-    amplifications, layers, widest = zip(*below)
+    amplifications, layers, widest, errors = zip(*below)
     return (
         coding.code.amplification * max(amplifications),
         1 + max(layers),
         max(len(children), *widest),
+        1 + coding.code.absolute_amplification * max(errors),
     )
 
 

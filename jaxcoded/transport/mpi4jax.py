@@ -149,7 +149,10 @@ class Mpi4jax(Traced, Transport):
         self._failure = ""
         if erased is not None:
             words += f", erasures of ranks {np.flatnonzero(erased).tolist()}"
-        what = "ranks called different things in the same round"
+        what = (
+            "ranks called different things in the same round, "
+            "but all ranks must make the same calls in the same order"
+        )
         if (mismatch := disagreement(self._comm, words, what)) is not None:
             raise GroupMismatch(mismatch)
         if erased is not None and (why_not := self.plan.why_not(erased)):

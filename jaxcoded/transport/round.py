@@ -43,7 +43,7 @@ class Round:
     # rounding explains. If the number differs by more, all ranks get an error.
     examples: tuple[float, float] | None = None
     # with shared work, how to compare the block that two ranks compute in each round: see
-    # `jaxcoded.collectives.audit.Audit.eps`
+    # `jaxcoded.collectives.audit.Audit.precision`
     audits: tuple[float, ...] = ()
     number: int = 0  # the number of a part sent ahead, or of a block, from 0
     # whether the vectors are the last part of the message, whose other parts were sent

@@ -204,12 +204,46 @@ def test_a_later_offer_is_not_read_as_the_message_of_this_round():
 
 
 @dataclasses.dataclass(frozen=True)
-class Large(Wrong):
-    """A sum of numbers whose squares are infinite."""
+class Scaled(Wrong):
+    """A sum of very large or very small numbers."""
+
+    scale: float = 1.0
 
     @functools.cached_property
     def gradients(self):
-        return [1e200 * g for g in Call(self.segments, self.seed).gradients]
+        return [
+            (self.scale * g).astype(g.dtype)
+            for g in Call(self.segments, self.seed).gradients
+        ]
+
+    def check(self, plan, rank, vectors):
+        pass  # bounds of rounding are relative
+
+
+@pytest.mark.parametrize("culprits, outcome", [((), DONE), ((4,), FAILED)])
+@pytest.mark.parametrize(
+    ("dtype", "tiny", "small"), [("float16", 1e-6, 3e-4), ("float32", 1e-44, 1e-35)]
+)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        make_plan(6, Coded(stragglers=2, code="cyclic_repetition")),
+        make_plan(7, Coded(fanout=6, stragglers=2, code="random_generator")),
+        make_plan(21, Coded(fanout=4, stragglers=2, code="random_generator")),
+    ],
+)
+def test_tiny_numbers_have_few_digits(plan, dtype, tiny, small, culprits, outcome):
+    """Rounding of tiny numbers is no mistake. A mistake in small numbers is found."""
+    segments = ((dtype, 50 * plan.padding_multiple),)
+    for seed in range(10):
+        scale = small if culprits else tiny
+        call = Scaled(segments, seed, culprits=culprits, scale=scale)
+        world = World(plan, [call], random.Random(seed), check=DEBUG)
+        world.settle()
+        assert [ends[1].outcome for ends in world.ends] == [outcome] * plan.size, (
+            seed,
+            world.ends[0][1].error,
+        )
 
 
 @pytest.mark.parametrize("code", ["fractional_repetition", "cyclic_repetition"])
@@ -217,7 +251,7 @@ def test_numbers_with_infinite_squares_are_compared(code):
     plan = make_plan(5, Coded(stragglers=1, code=code))
     segments = (("float64", 12 * plan.padding_multiple),)
     for culprits in ((), (2,)):
-        call = Large(segments, 5, culprits=culprits)
+        call = Scaled(segments, 5, culprits=culprits, scale=1e200)
         world = World(plan, [call], random.Random(1), check=DEBUG)
         world.settle()
         for ends in world.ends:

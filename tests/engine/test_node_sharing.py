@@ -194,8 +194,8 @@ class World(simulation.World):
         if running.of:
             call.computed[rank] = running.sums
             call = running.call
-        eps = [2.0**-23] * len(call.segments[:-1]) if isinstance(call, Audited) else []
-        node.share(call.fingerprint, call.signature, vectors(out), audits=eps)
+        audits = [(2.0**-23, count) for _, count in call.segments[:-1]] if isinstance(call, Audited) else []
+        node.share(call.fingerprint, call.signature, vectors(out), audits=audits)
         self._comes(rank)
         self.check_end(rank)
 

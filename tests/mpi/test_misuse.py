@@ -165,7 +165,8 @@ def test_mismatch(group, own, call, usual, unusual):
     text = str(error.value)
     assert re.search(
         rf"GroupMismatch: .+ at {OTHERS}, .+ at {LAST}: "
-        "ranks called different things in the same round; ",
+        "ranks called different things in the same round, "
+        "but all ranks must make the same calls in the same order; ",
         text,
     )
     pattern = rf"{OTHERS}: round (\d+), .*{re.escape(usual)}; {LAST}: round \1, .*{re.escape(unusual)}"

@@ -101,7 +101,8 @@ def told(text, odd, usual, unusual):
     """
     found = re.search(
         r"GroupMismatch: (.*) at rank (\d+), (.*) at rank (\d+): "
-        r"ranks called different things in the same round; "
+        r"ranks called different things in the same round, "
+        r"but all ranks must make the same calls in the same order; "
         r"rank \2: round (\d+), ([^;]*); rank \4: round (\d+), ([^;\n]*?)"
         r"(?: \[executable_name=.*)?$",
         text,

@@ -693,7 +693,7 @@ void World::submit_shared(Rank rank) {
   made.complete = false;
   made.shared = true;
   made.costs = call.costs;
-  if (call.audited) made.audits.assign(call.summed(), std::numeric_limits<float>::epsilon());
+  if (call.audited) made.audits.assign(call.summed(), {std::numeric_limits<float>::epsilon(), 0});
   turn(rank, [&](Node& node) { node.submit(std::move(made)); });
   come_for_block(rank);
   check_end(rank);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "layout.h"
@@ -29,10 +30,10 @@ struct Examples {
   double allowed = 0;  // how far rounding may move the first element, relative to `number`
 };
 
-// For each vector of an audited block, the machine epsilon of the numbers that the vector is computed in. It
-// bounds how far the block's two results may differ; see node_audit.cpp. The call's last vector holds the
-// reports to compare.
-using Audits = std::vector<double>;
+// For each vector of an audited block, the machine epsilon of the numbers that the vector is computed in, and
+// its length. They bound how far the block's two results may differ; see node_audit.cpp. The call's last vector
+// holds the reports to compare.
+using Audits = std::vector<std::pair<double, double>>;
 
 struct Call {
   std::uint64_t fingerprint = 0;  // equal on ranks that make the same call

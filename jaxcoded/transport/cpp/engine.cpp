@@ -1034,7 +1034,8 @@ void Engine::finalize() {
   try {
     end_of_job_.end();
   } catch (const std::bad_alloc&) {  // the other ranks would wait for this rank for ever
-    std::fputs("jaxcoded: too little memory to wait for the other ranks at the end: this rank ends the job\n",
+    std::fputs("jaxcoded: this rank ran out of memory while waiting for the other ranks at the end, "
+               "so it ends the job\n",
                stderr);
     MPI_Abort(MPI_COMM_WORLD, 1);
   }

@@ -270,7 +270,7 @@ class Engine {
   bool driving_ = false;
   bool ending_ = false;      // no more calls are accepted
   bool stopping_ = false;    // no more work is done
-  bool finalizing_ = false;  // no more questions of roots are answered
+  bool finalizing_ = false;  // questions from roots are answered no more
   double nap_ = 0;
   double asks_mpi_at_ = 0;  // when every group asks MPI for messages again
   EndOfJob end_of_job_;

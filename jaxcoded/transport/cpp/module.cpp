@@ -367,7 +367,7 @@ NB_MODULE(_engine, module) {
       })
       .def_prop_ro("questions", &Decoder::questions)
       .def("check", [](Decoder& self, std::vector<Parity::Check> checks,
-                       const std::vector<std::tuple<double, double, double>>& below) {
+                       const std::vector<std::tuple<double, double, double, double>>& below) {
         const CodeTensor& code = self.tensor();
         std::vector<double> sizes;
         for (std::size_t row = 0; row < code.rows; ++row) {
@@ -376,8 +376,8 @@ NB_MODULE(_engine, module) {
                                           [](double sum, double b) { return sum + std::abs(b); }));
         }
         std::vector<Below> children;
-        for (const auto& [amplification, layers, widest] : below) {
-          children.push_back({amplification, layers, widest});
+        for (const auto& [amplification, layers, widest, near_zero] : below) {
+          children.push_back({amplification, layers, widest, near_zero});
         }
         self.check(Parity(std::move(checks), std::move(sizes), std::move(children)));
       });

@@ -100,7 +100,9 @@ bool Node::audited_alike() {
   for (std::size_t v = 0; v < vectors; ++v) largest = std::max(largest, size(v));
   double worst = 1, mismatch = 0, explained = 0;
   for (std::size_t v = 0; v < vectors; ++v) {
-    const double allowed = of_programs(up_.call.audits[v]) * size(v) + of_all * largest;
+    const auto [eps, count] = up_.call.audits[v];
+    const double allowed = of_programs(eps) * size(v) + of_all * largest +
+                           roundings * near_zero(eps) * std::sqrt(count);
     double off = 0;
     for (const std::size_t i : {1, 2}) off = std::max(off, std::abs(number(first, v, i) - number(second, v, i)));
     if (!(off > worst * allowed)) continue;

@@ -24,7 +24,8 @@ std::string Node::clash(Rank one, std::uint64_t fingerprint, Round round, Rank o
   const std::string at = ": round " + std::to_string(round) + ", ";
   const auto [item, other_item] = difference(call, another);
   return "GroupMismatch: " + std::string(item) + " at " + name + ", " + std::string(other_item) + " at " +
-         other_name + ": ranks called different things in the same round; " + name + at + shortened(call) +
+         other_name + ": ranks called different things in the same round, "
+         "but all ranks must make the same calls in the same order; " + name + at + shortened(call) +
          "; " + other_name + at + shortened(another);
 }
 

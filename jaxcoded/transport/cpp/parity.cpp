@@ -141,8 +141,13 @@ double eps(DType dtype) {
 // examined, and some 1e-3 if matrices are multiplied in fewer bits, as on GPUs. Types of 16 bits, in which
 // numbers are rounded from layer to layer of the model, were off by one eps. Mistakes are off by at least 0.01.
 double of_programs(double eps) {
-  constexpr double all = 0x1p-8, narrow = 0x1p-12, roundings = 4;
+  constexpr double all = 0x1p-8, narrow = 0x1p-12;
   return all + (eps > narrow ? roundings * eps : 0);
+}
+
+double near_zero(double eps) {
+  if (eps == 0x1p-10) return 0x1p-25;  // in float16: half the distance between neighbouring numbers
+  return eps > 0x1p-52 ? 0x1p-126 : 0x1p-1022;  // processors may round numbers below the smallest normal one to 0
 }
 
 void Parity::Size::add(const double* values, std::size_t count) {
@@ -176,8 +181,8 @@ std::size_t Parity::sums_of(std::size_t vector, int kind) {
   std::size_t s = 0;
   while (s < sums_.size() && (sums_[s].vector != vector || sums_[s].kind != kind)) ++s;
   if (s == sums_.size()) {
-    sums_.push_back({sums_[vector].dtype, vector, kind, std::vector<Size>(rows_.size()),
-                     std::vector<Size>(active_.size())});
+    sums_.push_back({.dtype = sums_[vector].dtype, .vector = vector, .kind = kind,
+                     .rows = std::vector<Size>(rows_.size()), .checks = std::vector<Size>(active_.size())});
   }
   return s;
 }
@@ -207,8 +212,8 @@ void Parity::begin(const std::vector<bool>& rows, std::span<const Segment> vecto
   finite_.assign(rows.size(), true);
   sums_.clear();
   for (std::size_t v = 0; v < vectors.size(); ++v) {
-    sums_.push_back({vectors[v].dtype, v, -1, std::vector<Size>(rows.size()),
-                     std::vector<Size>(active_.size())});
+    sums_.push_back({.dtype = vectors[v].dtype, .vector = v, .kind = -1,
+                     .rows = std::vector<Size>(rows.size()), .checks = std::vector<Size>(active_.size())});
   }
   runs_.assign(vectors.size(), {});
   for (const Apart& part : apart) {
@@ -241,6 +246,7 @@ void Parity::add(std::size_t vector, std::uint64_t first,
 // Add `count` elements of these messages, from element `from` on.
 void Parity::add_run(Sums& sums, std::span<const std::byte* const> messages, std::uint64_t from,
                      std::size_t count) {
+  sums.count += static_cast<double>(count);
   const std::size_t size = size_of(sums.dtype);
   std::vector<double> wide(rows_.size() * block), checked(block);
   for (std::size_t first = 0; first < count; first += block) {
@@ -291,6 +297,7 @@ void Parity::add_up() {
   for (Sums& sums : sums_) {
     if (sums.kind != 0) continue;
     const Sums& rest = sums_[sums.vector];
+    sums.count += rest.count;
     for (std::size_t row = 0; row < rows_.size(); ++row) sums.rows[row] += rest.rows[row];
     for (std::size_t c = 0; c < active_.size(); ++c) sums.checks[c] += rest.checks[c];
   }
@@ -323,9 +330,12 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   if (const auto before = remembered_.find(vectors_); before != remembered_.end()) {
     everywhere = std::max(everywhere, before->second[static_cast<std::size_t>(norm)]);
   }
+  double tiny = std::max(near_zero(eps(sums.dtype)), near_zero(program_eps_));
+  if (norm == Norm::euclidean) tiny *= std::sqrt(sums.count);
   double out = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
     const Below& below = below_[row / parts()];
+    out += std::abs(check[row]) * (roundings + 1) * below.near_zero * tiny;
     const double share =
         of_programs(std::max(eps(sums.dtype), program_eps_)) + carried(sums.dtype, below);
     const double factor = std::abs(check[row]) * sizes_[row] * below.amplification;

@@ -28,6 +28,10 @@ struct Apart {
 // Return how far an honest rank's numbers may be from the numbers that other ranks would compute, relative to
 // the largest number. `eps`: the machine epsilon of the numbers in which programs compute.
 double of_programs(double eps);
+// How far a number is rounded at most, however small it is, in numbers with this machine epsilon.
+double near_zero(double eps);
+// How often an honest rank's program rounds a number, in types of 16 bits.
+inline constexpr double roundings = 4;
 // How far an honest rank's numbers may be off, relative to all numbers of the message: numbers near 0 may be
 // differences of large numbers.
 inline constexpr double of_all = 8 * 0x1p-23;
@@ -37,6 +41,8 @@ struct Below {
   double amplification = 1;  // the largest product of the codes' κ along a path
   double layers = 0;
   double widest = 0;  // the largest number of children of a parent
+  // How far the message is off if each number of each message on the way is off by 1, however small it is.
+  double near_zero = 1;
 };
 
 // What parity checks found wrong.
@@ -93,6 +99,7 @@ class Parity {
     DType dtype;
     std::size_t vector;
     int kind;                  // see `Apart`; -1 for the rest
+    double count = 0;          // of elements
     std::vector<Size> rows;    // of each row's message
     std::vector<Size> checks;  // of the sums that should be 0
   };

@@ -132,7 +132,7 @@ inline XlaCall take_call(ffi::RemainingArgs args, ffi::AnyBuffer next, std::stri
   request.continues = first == 0;
   request.total = request.message;
   if (examples.size() == 2) request.examples = {examples[0], examples[1]};
-  request.audits.assign(audits.begin(), audits.end());
+  for (std::size_t i = 0; i + 1 < audits.size(); i += 2) request.audits.emplace_back(audits[i], audits[i + 1]);
   return call;
 }
 
