@@ -312,24 +312,24 @@ def test_replan_misuse(comm, transport):
 @several
 def test_replan_meets_another_call(comm, fresh):
     """If one rank replans while the other ranks make another call, all ranks get an
-    error, and the group does not change.
+    error, and the group does not change. If the sum is decided before that rank calls,
+    the other ranks get the error in the next round.
     """
-    mine = RANK == SIZE - 1
-    with pytest.raises(
-        (jaxcoded.GroupMismatch, jax.errors.JaxRuntimeError),
-        match="called different things in the same round",
-    ):
-        if mine:
-            fresh.replan(np.ones(SIZE))
-        else:
-            uncounted.coded_allreduce(
-                contribution(fresh, VECTOR), fresh
-            ).block_until_ready()
-    jaxcoded.effects_barrier()
-    wait_for_all(comm)
-    total = uncounted.coded_allreduce(contribution(fresh, VECTOR), fresh)
-    assert_sum(fresh, np.asarray(total), VECTOR)
-    wait_for_all(comm)
+    odd, erred = SIZE - 1, []
+    for number in range(3):
+        try:
+            if RANK == odd and number == 0:
+                fresh.replan(np.ones(SIZE))
+            total = uncounted.coded_allreduce(contribution(fresh, VECTOR), fresh)
+            assert_sum(fresh, np.asarray(total), VECTOR)
+        except (jaxcoded.GroupMismatch, jax.errors.JaxRuntimeError) as error:
+            assert "called different things in the same round" in str(error)
+            erred.append(number)
+        jaxcoded.effects_barrier()
+        wait_for_all(comm)
+        time.sleep(0.05)  # let the root hear of the odd rank before the next call
+    assert erred in ([0], [1], [0, 1])
+    assert 0 in erred or RANK != odd
 
 
 @engine_only

@@ -218,6 +218,33 @@ def test_shared_work_of_a_rank_that_flips_a_bit(comm, caplog, action):
         assert str(LIAR) in (one, other) and one != other
 
 
+def test_shared_work_of_tiny_numbers_that_each_rank_rounds_in_its_own_way(comm):
+    """Near 0 rounding is as large in small numbers of float16 as in large ones."""
+    rows = np.full((48, 1000), 1e-6, np.float32)
+    up = np.random.default_rng(RANK).random(rows.shape[1]) < 0.5
+
+    @jax.custom_vjp
+    def rounded(params):
+        return params
+
+    rounded.defvjp(
+        lambda params: (params, None),
+        lambda _, g: (g + jnp.where(up, 2.0**-24, 0).astype(g.dtype),),
+    )
+
+    def losses(params, batch):
+        return (batch * rounded(params)).sum(-1)
+
+    with sharing(comm, check=jaxcoded.DEBUG) as group:
+        part = group.batch(len(rows))
+        batch = part.of(jnp.asarray(rows[part.indices]))
+        step = jax.jit(jaxcoded.coded_value_and_grad(losses, group))
+        for _ in range(4):
+            jax.block_until_ready(step(jnp.ones(rows.shape[1], np.float16), batch))
+        if RANK == 0:
+            assert group.statistics()["compared_rounds"] == 4
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e34])
 def test_shared_work_of_numbers_of_any_size(comm, scale):
     """Correct numbers of any size raise no alarm, and wrong ones are detected."""
