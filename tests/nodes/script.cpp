@@ -139,7 +139,8 @@ std::vector<Numbers> Planned::own(Rank rank) const {
 
 // Return a bound for the error of a sum, relative to the sum of absolute values. Every rounding, by half a
 // machine epsilon, is amplified by at most κ. A 16-bit message is rounded once when it is made and once in
-// every layer. In wider messages every addition counts; in float64 also the additions of `own` and `sum`.
+// every layer. In wider messages every addition counts; in float64 also the additions of `own` and `sum`, and
+// the rounding of a decoding's coefficients (in 1,500 drawn plans they were off by at most 66 κ half epsilons).
 double Expected::rounding(DType dtype) const {
   std::size_t depth = 0, fanout = 0;
   for (const Family& family : group_.families) {
@@ -148,7 +149,7 @@ double Expected::rounding(DType dtype) const {
   }
   const bool narrow = size_of(dtype) < 4;
   double roundings = 1 + static_cast<double>(depth * (narrow ? 1 : fanout + 3));
-  if (dtype == DType::float64) roundings += 2 * examples;
+  if (dtype == DType::float64) roundings += static_cast<double>(2 * examples + 100 * depth);
   return roundings * eps_of(dtype) / 2 * group_.amplification * 1.01 + 1e-15;
 }
 
