@@ -87,7 +87,7 @@ def assert_told(world, odd, round):
             assert end.outcome == FAILED
             assert re.match(
                 r"GroupMismatch: .* at rank (\d+), .* at rank (\d+): ranks called different "
-                r"things in the same round; "
+                r"things in the same round, but all ranks must make the same calls in the same order; "
                 r"rank \1: round \d+, .*; rank \2: round \d+, .*",
                 end.error,
             )

@@ -7,11 +7,14 @@ build and the machine. So this module starts MPI with and without the variables.
 import os
 import re
 import tempfile
+import time
 from collections.abc import Collection
 
 from jaxcoded.tools.launch import job, launcher
 
-_SECONDS = 30.0  # seconds for a start of MPI: some variables make it hang
+# Seconds for a start of MPI, since some variables make it hang: without the variables, and with them. With them, a
+# start may also last this many times as long as without them.
+_SECONDS, _LEAST, _SLOWER = 30.0, 5.0, 5.0
 _PROGRAM = ["-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"]
 _RANKS = 2
 _TRIES = 2  # on a machine under load, mpirun may fail once with variables that fit
@@ -54,11 +57,17 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
     or does not start even without any. ``begun`` tells whether mpirun has started ranks of the job that has failed."""
     kinds = suspects(of_ranks=begun)
     every = {name for names in kinds.values() for name in names}
-    if not kinds or _starts(mpirun, set()) or not _starts(mpirun, every):
+    began = time.monotonic()
+    if not kinds or not _starts(mpirun, every, _SECONDS):
+        return None
+    seconds = min(_SECONDS, max(_LEAST, _SLOWER * (time.monotonic() - began)))
+    if _starts(mpirun, set(), seconds):
         return None
     # If two variables are wrong only together, all variables are named.
     wrong = [
-        kind for kind, names in kinds.items() if not _starts(mpirun, every - {*names})
+        kind
+        for kind, names in kinds.items()
+        if not _starts(mpirun, every - {*names}, seconds)
     ] or list(kinds)
     variables = listed([kinds[kind] for kind in wrong])
     remedy = f"unset {' '.join(wrong)}"
@@ -70,14 +79,16 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
     )
 
 
-def _starts(mpirun: launcher.Launcher, without: Collection[str]) -> bool:
-    """Return whether MPI starts on this host without these variables."""
+def _starts(
+    mpirun: launcher.Launcher, without: Collection[str], seconds: float
+) -> bool:
+    """Return whether MPI starts on this host without these variables, in this many seconds."""
     command, environment = launcher.command(
         mpirun, _RANKS, ["-P", *_PROGRAM], named=False
     )
     kept = {name: environment[name] for name in environment if name not in without}
     with tempfile.TemporaryFile("w+") as ignored:
         return any(
-            not job.play(command, kept, seconds=_SECONDS, output=ignored).status
+            not job.play(command, kept, seconds=seconds, output=ignored).status
             for _ in range(_TRIES)
         )
