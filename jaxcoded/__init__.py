@@ -1,5 +1,5 @@
 """Coded collective operations for JAX over MPI: an all-reduce whose sum is exact
-although some ranks are missing.
+even when some ranks are missing.
 """
 
 import ast as _ast

@@ -117,7 +117,7 @@ def test_hosts_that_ssh_does_not_get_to(ssh, monkeypatch):
     monkeypatch.setattr(reaching, "_SECONDS", 0.1)
     assert "x (no answer within 0.3 s)" in reaching.failure(["x"])[0]
     monkeypatch.setenv("PATH", "/none")
-    assert "x (there is no command ssh)" in reaching.failure(["x"])[0]
+    assert "x (the command ssh cannot be run: install it)" in reaching.failure(["x"])[0]
 
 
 def test_nothing_is_started_where_something_is_bad(fake, capsys):  # noqa: F811

@@ -457,7 +457,7 @@ class GradientCode:
         return (*self.promises, (self.stragglers, self.parts, 0))
 
     def _beyond(self, parts: np.ndarray) -> np.ndarray:
-        """Return each child's parts after the first ``parts``, bool ``(..., rows)``."""
+        """Return the rows after each child's first ``parts`` parts, bool ``(..., rows)``."""
         out = np.arange(self.parts) >= parts[..., None]
         return out.reshape(*parts.shape[:-1], len(self.B))
 

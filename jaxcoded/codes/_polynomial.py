@@ -71,15 +71,15 @@ def polynomial(
             value = points[:, None] * value - c * first
             q[:, u + 1 : u + 1 + n - d + 1] -= c[:, None] * p
     remedy = (
-        "take random_generator, which has the same loads and is stable, fewer slices or "
-        "fewer stragglers"
+        "use random_generator (the same loads, and stable), fewer slices, or fewer "
+        "stragglers"
     )
     neighbours = np.argsort(points)[(np.arange(s) + np.arange(n)[:, None]) % n]
     code = accepted(B, s, "polynomial", remedy, neighbours)
     if code.amplification > 10 * usual_amplification(n, s, m):
         warnings.warn(
             f"polynomial with n = {n}, stragglers = {s}, slices = {m}: the amplification "
-            f"{code.amplification:.1e} is far above the amplification of random codes; take "
+            f"{code.amplification:.1e} is far above the amplification of random codes; use "
             "random_generator",
             stacklevel=2,
         )

@@ -1,6 +1,5 @@
 """Check the arguments of a coded sum."""
 
-import math
 import sys
 import warnings
 from typing import Any
@@ -71,9 +70,11 @@ def divided_by(divisor: Any, group: CodedGroup) -> str:
         raise ValueError(
             f"divisor must be one number, got an array of shape {np.shape(divisor)}"
         )
-    if not 0 < divisor < math.inf:
+    limits = np.finfo(np.float32)  # leaves of at most 32 bits are divided in float32
+    if not limits.tiny <= divisor <= limits.max:
         raise ValueError(
-            f"divisor must be the number to divide by, > 0 and finite, got {divisor!r}"
+            f"divisor must be the number to divide by, from {limits.tiny:.1e} to {limits.max:.1e}, "
+            f"got {divisor!r}"
         )
     known = group._session.divisors
     if not _jax_compat.tracing() and len(known) < _MOST_DIVISORS:

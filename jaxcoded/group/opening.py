@@ -108,7 +108,7 @@ def agreed_transport(
     strategy = plan.strategy
     if strategy.by_blocks and (why := why_not_shared(transport, reasons)):
         raise ValueError(
-            f"{strategy!r} {why}; without the engine take Coded(stragglers=1) or Uncoded()"
+            f"{strategy!r} {why}; without the engine, use Coded(stragglers=1) or Uncoded()"
         )
     if transport != "mpi4jax" and not any(reasons):
         build.check_engine(comm)

@@ -90,8 +90,8 @@ def of_program() -> Devices | None:
     program_devices = Devices(axes)
     if not _jax_compat.varying(program_devices.place()):
         raise ValueError(
-            "inside shard_map(check_vma=False), and pmap, JAX does not show which arrays are split over the "
-            f"devices: leave out check_vma; {REMEDY}"
+            "inside pmap or shard_map(check_vma=False), JAX does not show which arrays are split over the "
+            f"devices: use shard_map without check_vma=False; {REMEDY}"
         )
     return program_devices
 

@@ -226,8 +226,8 @@ def _check_order(ctx: Any, round: Round) -> None:
 
 
 def _with_integer(at: int, round: Round) -> Callable[..., list[jax.Array]]:
-    """Return a function that binds the round with an integer token, since transports
-    need an integer token."""
+    """Return a function that binds the round for a float32 token. It passes the token's
+    bits as int32, since transports need an integer token."""
 
     def bound(*operands: jax.Array) -> list[jax.Array]:
         given = list(operands)

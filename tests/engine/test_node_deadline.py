@@ -610,3 +610,40 @@ def test_a_dead_rank_is_not_waited_for_at_any_depth(parents, relative):
     assert world.clock - before < SECONDS / 10
     for ends in world.ends[:-1]:
         assert [ends[n].outcome for n in range(2, ROUNDS + 1)] == [DONE] * (ROUNDS - 1)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_inner_rank_does_not_wait_for_a_rank_that_is_gone(dies, called):
+    """A rank asks its parent for a result, and is gone. The root is stopped for longer than the deadline while no
+    other rank has called: no rank fails the round.
+    """
+    plan = make_plan(4, Coded(parents=(-1, 0, 1, 1), stragglers=1))
+    script = [Call((("float64", 8),), seed) for seed in range(ROUNDS)]
+    world = World(plan, script, random.Random(0), limits=limits("raise"))
+    world.open = 1
+    world.settle()
+    world.open = 2
+    world.idle |= {0, 1, 3} if called else {0, 1, 2, 3}
+    for _ in range(20):
+        world.clock += 0.1
+        world.sweep_all()
+    assert world.nodes[1].awaited_below() == called
+    if dies:
+        world.kill(2, known=True)
+    else:
+        world.leave(2)
+        world.nodes[2].end()
+    world.sweep_all()
+    assert not world.nodes[1].awaited_below()
+    world.frozen.add(0)
+    end = world.clock + 2.5 * SECONDS
+    while world.clock < end:
+        world.clock += 0.1
+        world.sweep_all()
+    world.frozen.clear()
+    world.idle.clear()
+    world.open = ROUNDS
+    world.settle()
+    for rank in (0, 1, 3):
+        assert {e.outcome for e in world.ends[rank].values()} == {DONE}, world.ends

@@ -264,7 +264,7 @@ def test_polynomial_codes_beyond_float64_are_refused(n, s, m):
     with pytest.raises(
         ValueError,
         match=f"polynomial with n = {n}, stragglers = {s}, slices = {m} cannot be decoded "
-        "in float64: .*; take random_generator, which has the same loads",
+        "in float64: .*; use random_generator .the same loads, and stable.",
     ):
         codes.polynomial(n, s, m)
     if n < 64:

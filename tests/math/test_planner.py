@@ -350,7 +350,7 @@ def test_a_faster_code_that_is_not_evaluated():
     ranking = search.best_plans(66, 4e4, 10.0, stragglers="fixed(factor=10)")
     left_out = ranking.left_out
     assert (left_out.candidate.fanout, left_out.drawn) == (65, False)
-    words = "such codes are not searched if a parent has more than 64 children"
+    words = "random codes are not drawn for a parent with more than 64 children"
     assert f"Left out, as {words}: Coded(fanout=65)" in ranking.verdict
 
 

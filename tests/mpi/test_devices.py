@@ -598,7 +598,7 @@ def test_what_is_refused(group, own):
         return coded_allreduce(x, group, token=token).value
 
     refused("order the calls by a token", lambda x, token: coded_allreduce(x, group))
-    refused("leave out check_vma", summed, check_vma=False)
+    refused("without check_vma=False", summed, check_vma=False)
     refused(
         "skip must be equal on all devices",
         lambda x, token: coded_allreduce(x, group, skip=x[0] > 0, token=token).value,

@@ -443,10 +443,13 @@ def test_bcast_of_what_mpi_cannot_send(group, leaf, remedy):
 
 
 @once
-@pytest.mark.parametrize("mean", [0, -1, -0.5, np.float32(0), float("nan"), np.inf])
-def test_mean_must_be_positive(group, mean):
+@pytest.mark.parametrize(
+    "mean", [0, -1, -0.5, np.float32(0), float("nan"), np.inf, 1e39, 1e-46]
+)
+def test_mean_must_be_positive_and_fit_in_float32(group, mean):
     with pytest.raises(
-        ValueError, match="divisor must be the number to divide by, > 0"
+        ValueError,
+        match=r"divisor must be the number to divide by, from 1\.2e-38 to 3\.4e\+38, got",
     ):
         coded_allreduce(np.ones(2), group, divisor=mean)
 

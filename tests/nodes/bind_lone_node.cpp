@@ -182,6 +182,7 @@ void add_lone_node(nb::module_& module) {
       .def("computes_with", [](LoneNode& self, double eps) { self.node().computes_with(eps); })
       .def("next_round", [](LoneNode& self) { return self.node().next(); })
       .def("computed", [](LoneNode& self) { return self.node().computed(); })
+      .def("awaited_below", [](LoneNode& self) { return self.node().awaited_below(); })
       .def("frontier", [](LoneNode& self) { return self.node().frontier(); })
       .def("status", [](LoneNode& self) { return self.node().status(); })
       .def("standing", [](LoneNode& self) { return self.node().standing(); })

@@ -344,6 +344,8 @@ void World::check_vector(const Request& request, std::span<const std::byte> data
           request.source, "lends a wrong piece", request.piece, "of round", running->round);
   } else if (settings_.partial && !group_.families[index(request.source)].children.empty()) {
     return;  // the message is the sum of only the ranks that have come
+  } else if (const Rank liar = running->call->liar; liar >= 0 && std::ranges::count(above(liar), request.source)) {
+    return;  // a parent that finds the lie sends no message: those above form theirs from other children
   } else if (!may_be_overwritten(request)) {
     Numbers actual = widened(dtype, data);
     for (double& number : actual) number /= running->scale;

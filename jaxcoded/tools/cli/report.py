@@ -309,7 +309,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
             values = came[:, row].ravel() / size
             values = rng.permutation(values[~np.isnan(values)])[:_POINTS]
             if not len(values):
-                words = "not heard of in any of these rounds"
+                words = "no message arrived in any of these rounds"
                 axes.text(
                     0.02, y, words, **_SMALL, transform=axes.get_yaxis_transform()
                 )

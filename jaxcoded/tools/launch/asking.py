@@ -16,8 +16,8 @@ _MARK = "jaxcoded answers "  # marks the line with the answer among other output
 
 
 class NoAnswer(click.ClickException):
-    """The error if the ranks have failed. ``problem`` says what happened, and ``remedy``
-    what to do."""
+    """The ranks have failed, took too long, or gave no answer that can be read. ``problem``
+    says what happened, and ``remedy`` what to do."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}\n→ {remedy}")

@@ -64,7 +64,7 @@ def _failure(name: str) -> str:
     except subprocess.TimeoutExpired as error:
         return f"no answer within {error.timeout:g} s"
     except OSError:
-        return "there is no command ssh"
+        return "the command ssh cannot be run: install it"
     if job.returncode == 0:
         return ""
     lines = job.stderr.strip().splitlines() or [f"status {job.returncode}"]

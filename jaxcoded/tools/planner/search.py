@@ -203,7 +203,7 @@ class Ranking:
         why = (
             f"kappa is above {self.amplification:g}"
             if left_out.drawn
-            else f"such codes are not searched if a parent has more than {MOST_DRAWN} children"
+            else f"random codes are not drawn for a parent with more than {MOST_DRAWN} children"
         )
         return f". Left out, as {why}: {left_out.candidate.name}, {gain}{usable}"
 

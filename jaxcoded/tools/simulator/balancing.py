@@ -24,8 +24,8 @@ def check_waits(layout: Layout | Ring) -> None:
 
 
 def rebalanced(loads: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return the loads of the next round, after a round in which each rank took these seconds. ``seconds`` is infinite
-    for a rank that did not finish."""
+    """Return the loads of the next round, given the ``seconds`` that each rank took in this round: infinite for a rank
+    that did not finish."""
     known = (loads > 0) & (seconds > 0)
     speeds = np.divide(loads, seconds, out=np.zeros(len(seconds)), where=known)
     if not known.any() or not speeds.max() > 0:

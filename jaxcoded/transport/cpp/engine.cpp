@@ -448,8 +448,8 @@ bool Engine::fly(Member& member) {
   return news;
 }
 
-// Carry out calls like `fly`, and give the call in progress one turn. Other groups and new messages come before
-// its next turn.
+// Carry out calls like `fly`, and give the call in progress one turn. The engine handles other groups and new
+// messages before the call's next turn.
 void Engine::work(Member& member) {
   in_memory(member, [&] {
     fly(member);

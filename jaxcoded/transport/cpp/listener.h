@@ -12,6 +12,7 @@ struct Listener {
   Round first = 1, last = 0;  // the results that the rank wants and does not know of yet
   std::uint32_t known_pieces = 0;  // pieces of the result of `first` that the rank knows of
   Round called = 0;                // the round that the rank waits for in a call
+  bool gone = false;               // the rank has left, or is dead: it waits for nothing
   bool wants_state = false;
   Signatures::Known introduced = {};
 

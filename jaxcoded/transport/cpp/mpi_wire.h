@@ -129,7 +129,7 @@ class MpiWire : public Wire {
   Source& memory_;
   const std::atomic<std::uint32_t>& messages_;  // how many messages peers with pages have sent
   std::uint32_t sent_ = 0;                       // the value of `messages_` when MPI was last asked
-  std::optional<std::uint32_t> had_ = {};        // the value when MPI last had nothing more
+  std::optional<std::uint32_t> had_ = {};        // the value when MPI last had no more messages
   std::map<Rank, Peer> peers_;
   std::vector<Rank> ranks_;               // the sender for each inbox
   std::vector<MPI_Request> inboxes_;

@@ -483,6 +483,7 @@ void Node::understand(Rank from, const Message& message) {
 
 void Node::lost(Rank rank) {
   if (Child* child = child_of(rank)) child->dead = true;
+  if (const auto listener = listeners_.find(rank); listener != listeners_.end()) listener->second.gone = true;
   upstream_.lost(rank);
   if (recovery_ && recovery_->lost(rank)) ask_next_state();
   say_bye();

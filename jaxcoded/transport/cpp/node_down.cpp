@@ -2,6 +2,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <ranges>
 #include <utility>
 
 #include "readable.h"
@@ -306,8 +307,8 @@ std::size_t Node::height(Rank ancestor) const {
 bool Node::is_above(Rank rank) const { return height(rank) < family_.ancestors.size(); }
 
 bool Node::awaited_below() const {
-  return std::ranges::any_of(listeners_,
-                             [&](const auto& entry) { return entry.second.called >= frontier_; });
+  const auto waits = [&](const Listener& listener) { return !listener.gone && listener.called >= frontier_; };
+  return std::ranges::any_of(listeners_ | std::views::values, waits);
 }
 
 // Ask above for decided results. If a result does not come, ask another rank for it.

@@ -36,9 +36,11 @@ void Node::on_bye(Child& child, const Message& message) {
     departures_.closed(ranks);
   } else {
     departures_.given_up(ranks);
+    for (const Rank rank : ranks) listeners_[rank].gone = true;
     if (!child.retired) departures_.closed({child.rank});
     child.left = true;
     listeners_[child.rank].want_nothing();
+    listeners_[child.rank].gone = true;
   }
   child.reported_round = std::max(child.called(), message.header.last);
   child.retired = true;

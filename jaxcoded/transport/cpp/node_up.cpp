@@ -166,7 +166,7 @@ void Node::believe_answers() {
   }
 }
 
-// Forget the sum so far, as it uses messages that no longer come. No rank has been told about this sum yet.
+// Forget the sum so far, because it uses messages that will no longer come. No rank has been told about this sum yet.
 // Pieces that are on their way from children are kept when they come.
 void Node::start_again_without(const std::vector<std::size_t>& rows) {
   for (std::size_t row : rows) {
