@@ -22,6 +22,7 @@ def test_schedules_of_faults():
     assert [schedule.seed for schedule in played] == [162, 137]
 
 
+@pytest.mark.exhaustive
 def test_one_schedule_again():
     """The old root is killed while new ranks join. They join at the next attempt."""
     needs_fault_tolerance()

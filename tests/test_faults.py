@@ -451,14 +451,13 @@ def test_a_message_that_mpi_refuses_is_not_lost(tmp_path, refusing):
     ("which", "rank", "number"),
     [
         ("received", 0, 3),
-        ("sent", 3, 1),
         ("asking", 3, 1),
         ("piece", 0, 1),
-        ("received", 1, 7),
-        *(
-            more(*each)
-            for each in (("received", 1, 2), ("received", 3, 1), ("sent", 1, 1))
-        ),
+        more("received", 1, 2),
+        more("received", 1, 7),
+        more("received", 3, 1),
+        more("sent", 1, 1),
+        more("sent", 3, 1),
     ],
 )
 def test_a_message_that_mpi_loses_hangs_nobody(tmp_path, refusing, which, rank, number):
@@ -868,7 +867,7 @@ def test_the_death_of_a_needed_rank(tmp_path, fault_tolerant, when, sizes):
         more("root", ["0,3"], [5]),
         ("root-shared", ["0"], [6]),
         more("root-holds", ["0"], [6]),
-        ("root-donated", ["0"], [6]),
+        more("root-donated", ["0"], [6]),
         ("behind", ["0"], [6]),
     ],
 )
@@ -1373,6 +1372,7 @@ def test_ranks_that_wait_in_vain_while_they_recover(tmp_path, fault_tolerant):
     )
 
 
+@pytest.mark.exhaustive  # a minute of processor time, since survivors poll in MPI
 def test_a_rank_that_is_stopped_while_the_others_recover(tmp_path, fault_tolerant):
     """MPI would wait for the rank for ever."""
     job = recover(tmp_path, fault_tolerant, "stops", "3")

@@ -257,6 +257,7 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
     assert all(report["formed"] for report in reports)
 
 
+@pytest.mark.exhaustive
 def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
     """One rank of each host adds up its host's messages, and forms the sum together with such ranks of other hosts."""
     rounds, widths = 20, "300,30000,100000"

@@ -220,6 +220,7 @@ def test_turns_benchmark(tmp_path):
     assert all(float(row["longest_turn_ms"]) > 0 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_composing_benchmark(tmp_path):
     program = "-m", "mpi4py", "benchmarks/composing.py", "--smoke"
     mpirun(4, *program, "--out", str(tmp_path))
@@ -233,6 +234,7 @@ def test_composing_benchmark(tmp_path):
     assert all(float(row["mib"]) > 0 for row in rows)
 
 
+@pytest.mark.exhaustive
 def test_verify_benchmark(tmp_path):
     mpirun(4, "-m", "mpi4py", "benchmarks/verify.py", "--smoke", "--out", str(tmp_path))
     with (tmp_path / "verify-4.csv").open() as file:

@@ -194,7 +194,11 @@ class World(simulation.World):
         if running.of:
             call.computed[rank] = running.sums
             call = running.call
-        audits = [(2.0**-23, count) for _, count in call.segments[:-1]] if isinstance(call, Audited) else []
+        audits = (
+            [(2.0**-23, count) for _, count in call.segments[:-1]]
+            if isinstance(call, Audited)
+            else []
+        )
         node.share(call.fingerprint, call.signature, vectors(out), audits=audits)
         self._comes(rank)
         self.check_end(rank)

@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+from cases import more
 from jax.errors import JaxRuntimeError
 from marks import SIZE, engine_only, redundant, several
 from together import finish, wait_for_all
@@ -91,7 +92,9 @@ def going_on(request, comm, transport):
 @several
 @pytest.mark.above_the_transport
 @each_rank
-@pytest.mark.parametrize("call", [by_weights, by_no_weights, by_arrays, by_a_batch])
+@pytest.mark.parametrize(
+    "call", [by_weights, more(by_no_weights), more(by_arrays), by_a_batch]
+)
 def test_ranks_that_go_on_after_it(comm, going_on, call, odd):
     """All ranks get the error in that call or in the next one, and the third sum is right."""
 

@@ -146,7 +146,7 @@ def test_derivatives(comm, group, form, spec):
 
 
 @layouts
-@pytest.mark.parametrize("form", ["plain", "checkpoint", more("jit")])
+@pytest.mark.parametrize("form", ["plain", more("checkpoint"), more("jit")])
 def test_one_order(group, form, spec):
     """In XLA's compiled program each call of the engine depends on the previous one."""
     batch = read(group)
