@@ -37,7 +37,7 @@ class Decoder:
     @property
     def questions(self) -> int: ...
     def check(
-        self, checks: list[list[float]], below: list[tuple[float, float, float]]
+        self, checks: list[list[float]], below: list[tuple[float, float, float, float]]
     ) -> None: ...
 
 class Erasures:
