@@ -70,10 +70,11 @@ def divided_by(divisor: Any, group: CodedGroup) -> str:
         raise ValueError(
             f"divisor must be one number, got an array of shape {np.shape(divisor)}"
         )
-    limits = np.finfo(np.float32)  # leaves of at most 32 bits are divided in float32
-    if not limits.tiny <= divisor <= limits.max:
+    # leaves of at most 32 bits are divided in float32
+    least, largest = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+    if not least <= float(divisor) <= largest:
         raise ValueError(
-            f"divisor must be the number to divide by, from {limits.tiny:.1e} to {limits.max:.1e}, "
+            f"divisor must be the number to divide by, from {least:.1e} to {largest:.1e}, "
             f"got {divisor!r}"
         )
     known = group._session.divisors
