@@ -578,7 +578,7 @@ def _below(plan: Plan, rank: int) -> tuple[float, float, float, float]:
     """Return four numbers that bound the rounding error of a rank's message. They are
     the largest product of the codes' ``κ`` along a path downwards, the number of layers
     below the rank, and the largest number of children of a parent. The last one is how
-    far the message is off if each number of each message on the way is off by 1.
+    far the message is off if each message on the way is rounded by 1.
     """
     coding = plan.codings[rank]
     if coding is None:

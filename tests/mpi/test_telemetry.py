@@ -13,7 +13,7 @@ import uncounted
 from marks import SIZE, engine_only, mpi4jax_only, redundant, several
 from mpi4py import MPI
 from reference import BATCH, assert_sum, contribution, per_example
-from together import SLOWNESS, wait_for_all, wait_until
+from together import SLOWNESS, assert_odd_one_out, wait_for_all, wait_until
 
 import jaxcoded
 from jaxcoded.group.telemetry import SLOWEST, Telemetry
@@ -310,26 +310,33 @@ def test_replan_misuse(comm, transport):
 
 
 @several
-def test_replan_meets_another_call(comm, fresh):
+def test_replan_meets_another_call(comm, fresh, transport):
     """If one rank replans while the other ranks make another call, all ranks get an
     error, and the group does not change. If the sum is decided before that rank calls,
     the other ranks get the error in the next round.
     """
-    odd, erred = SIZE - 1, []
-    for number in range(3):
-        try:
-            if RANK == odd and number == 0:
-                fresh.replan(np.ones(SIZE))
-            total = uncounted.coded_allreduce(contribution(fresh, VECTOR), fresh)
-            assert_sum(fresh, np.asarray(total), VECTOR)
-        except (jaxcoded.GroupMismatch, jax.errors.JaxRuntimeError) as error:
-            assert "called different things in the same round" in str(error)
-            erred.append(number)
-        jaxcoded.effects_barrier()
-        wait_for_all(comm)
-        time.sleep(0.05)  # let the root hear of the odd rank before the next call
-    assert erred in ([0], [1], [0, 1])
-    assert 0 in erred or RANK != odd
+
+    def summed():
+        return uncounted.coded_allreduce(contribution(fresh, VECTOR), fresh)
+
+    def first():
+        return fresh.replan(np.ones(SIZE)) if RANK == SIZE - 1 else summed()
+
+    def check(total):
+        assert_sum(fresh, total, VECTOR)
+
+    if transport == "engine":
+        words = "coded_allreduce of float64[4096]", "replan"
+        assert_odd_one_out(comm, [first, summed, summed], SIZE - 1, *words, check)
+        return
+    words = "called different things in the same round"
+    with pytest.raises(
+        (jaxcoded.GroupMismatch, jax.errors.JaxRuntimeError), match=words
+    ):
+        jax.block_until_ready(first())
+    jaxcoded.effects_barrier()
+    wait_for_all(comm)
+    check(np.asarray(summed()))
 
 
 @engine_only

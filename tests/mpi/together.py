@@ -137,9 +137,10 @@ def assert_odd_one_out(comm, calls, odd, usual, unusual, check):
     for number, call in enumerate(calls):
         try:
             total = np.asarray(call())
-        except JaxRuntimeError as error:
+        except (JaxRuntimeError, jaxcoded.GroupMismatch) as error:
             erred.append(number)
-            assert told(str(error), odd, usual, unusual), str(error)
+            text = f"{type(error).__name__}: {error}"
+            assert told(text, odd, usual, unusual), text
             jaxcoded.effects_barrier()
         else:
             check(total)

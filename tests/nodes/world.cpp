@@ -695,7 +695,9 @@ void World::submit_shared(Rank rank) {
   made.complete = false;
   made.shared = true;
   made.costs = call.costs;
-  if (call.audited) made.audits.assign(call.summed(), {std::numeric_limits<float>::epsilon(), 0});
+  for (std::size_t s = 0; call.audited && s < call.summed(); ++s) {
+    made.audits.emplace_back(std::numeric_limits<float>::epsilon(), call.segments[s].count);
+  }
   turn(rank, [&](Node& node) { node.submit(std::move(made)); });
   come_for_block(rank);
   check_end(rank);

@@ -12,9 +12,9 @@ from collections.abc import Collection
 
 from jaxcoded.tools.launch import job, launcher
 
-# Seconds for a start of MPI, since some variables make it hang: without the variables, and with them. With them, a
-# start may also last this many times as long as without them.
-_SECONDS, _LEAST, _SLOWER = 30.0, 5.0, 5.0
+_SECONDS = 30.0  # seconds for a start of MPI without any of the variables
+# Some variables make a start hang. With variables it may take this many times as long as without, or this many seconds.
+_SLOWER, _LEAST = 5.0, 5.0
 _PROGRAM = ["-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"]
 _RANKS = 2
 _TRIES = 2  # on a machine under load, mpirun may fail once with variables that fit

@@ -376,8 +376,8 @@ NB_MODULE(_engine, module) {
                                           [](double sum, double b) { return sum + std::abs(b); }));
         }
         std::vector<Below> children;
-        for (const auto& [amplification, layers, widest, near_zero] : below) {
-          children.push_back({amplification, layers, widest, near_zero});
+        for (const auto& [amplification, layers, widest, absolute] : below) {
+          children.push_back({amplification, layers, widest, absolute});
         }
         self.check(Parity(std::move(checks), std::move(sizes), std::move(children)));
       });

@@ -335,7 +335,7 @@ double Parity::bound(const Check& check, const Sums& sums, Norm norm) const {
   double out = 0;
   for (std::size_t row = 0; row < check.size(); ++row) {
     const Below& below = below_[row / parts()];
-    out += std::abs(check[row]) * (roundings + 1) * below.near_zero * tiny;
+    out += std::abs(check[row]) * (roundings + 1) * below.absolute_amplification * tiny;
     const double share =
         of_programs(std::max(eps(sums.dtype), program_eps_)) + carried(sums.dtype, below);
     const double factor = std::abs(check[row]) * sizes_[row] * below.amplification;

@@ -41,8 +41,7 @@ struct Below {
   double amplification = 1;  // the largest product of the codes' κ along a path
   double layers = 0;
   double widest = 0;  // the largest number of children of a parent
-  // How far the message is off if each number of each message on the way is off by 1, however small it is.
-  double near_zero = 1;
+  double absolute_amplification = 1;  // how far the message is off if each message on the way is rounded by 1
 };
 
 // What parity checks found wrong.
