@@ -993,7 +993,7 @@ def test_impossible_reports_about_blocks(field, before):
         run.idle = set()
     run.settle()
     assert seen
-    words = "rank 0 cannot read a message of rank 1, what it says of its blocks"
+    words = "rank 0 cannot read a message from rank 1 (about its blocks)"
     assert_failed_once(run, words)
 
 
@@ -1018,7 +1018,7 @@ def test_a_block_that_is_returned_and_computed():
     run.idle = set()
     run.settle()
     assert seen
-    assert_failed_once(run, "what it says of its blocks")
+    assert_failed_once(run, "about its blocks")
 
 
 @pytest.mark.parametrize("block", [0, 99], ids=["another rank's", "no rank's"])
@@ -1045,7 +1045,7 @@ def test_blocks_that_a_rank_does_not_hold(block):
     run.idle = set()
     run.settle()
     assert seen
-    assert_failed_once(run, "rank 2 cannot read a message of rank 0, kind 14 of round")
+    assert_failed_once(run, "rank 2 cannot read a message from rank 0 (kind 14, round")
 
 
 def test_later_messages_do_not_fail_a_decided_round():
@@ -1073,7 +1073,7 @@ def test_later_messages_do_not_fail_a_decided_round():
     assert seen
     run.idle = set()
     run.settle()
-    assert_failed_once(run, "rank 0 cannot read a message of rank")
+    assert_failed_once(run, "rank 0 cannot read a message from rank")
     assert all(ends[2].outcome == DONE for ends in run.ends)
 
 

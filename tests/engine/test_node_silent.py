@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from independent import random_missing
 from schedules import many, seeds
 
@@ -18,10 +18,7 @@ from simulation import (
     FAILED,
     GONE,
     HEADER,
-    NOTE,
-    OFFER,
     RESULTS,
-    WANT,
     Call,
     World,
     random_plan,
@@ -253,87 +250,7 @@ def test_a_living_rank_above_has_what_a_late_rank_lacks(seed):
         assert world.nodes[rank].next_round() > 12 or world.nodes[rank].desynchronized()
 
 
-@many
-@given(seeds)
-@example(4)  # two lost messages on one link
-def test_messages_that_mpi_loses(seed):
-    """MPI tells the sender or the receiver of each lost message. No rank waits for
-    ever, and no sum is wrong.
-    """
-    rng = random.Random(seed)
-    plan = random_plan(rng, 2, 5)
-    action = rng.choice(["wait", "wait", "raise"])
-    world = random_world(plan, 8, rng, limits=limits(action))
-    world.recovers = False
-    losses, kind = (
-        rng.randint(1, 4),
-        rng.choice([None, None, OFFER, WANT, RESULTS, NOTE]),
-    )
-    for _ in range(4000):
-        world.step()
-        links = [
-            link
-            for link, queue in world.queues.items()
-            if queue and kind in (None, queue[0][0])
-        ]
-        if links and losses and rng.random() < 0.3:
-            link = rng.choice(links)
-            world.lose(link, rng.choice(link))
-            losses -= 1
-    for _ in range(4):
-        world.settle()
-        world.clock += 100
-    for rank, node in enumerate(world.nodes):
-        assert node.next_round() > 8 or node.desynchronized(), world.describe(rank)
-
-
-@pytest.mark.parametrize("told", [0, 1])
-def test_a_question_that_mpi_loses_is_asked_again(told):
-    """MPI tells the sender or the receiver of the lost question. Rank 3 waits below
-    rank 1, whose program is away.
-    """
-    tree = Coded(parents=(-1, 0, 0, 1, 2), code={0: "fractional_repetition"})
-    world = world_of(make_plan(5, tree), "wait")
-    world.idle.add(1)
-    world.open = 2
-    while not (queue := world.queues[1, 0]) or queue[0][0] != WANT:
-        world.step()
-    world.lose((1, 0), told)
-    world.settle()
-    world.open = 6
-    for _ in range(5):
-        world.settle()
-        world.clock += 100
-    assert [node.next_round() for node in world.nodes] == [7, 2, 7, 7, 7]
-
-
 CHAIN = make_plan(4, Coded(parents=[-1, 0, 1, 2], stragglers=0))
-
-
-def test_a_lost_offer_of_a_round_that_its_receiver_does_not_know():
-    """Rank 2 is stopped while round 2 fails, and learns of a lost offer of round 3 before it
-    learns of this failure. Round 3 fails.
-    """
-    world = world_of(CHAIN, "wait")
-    world.open = 2
-    while not (queue := world.queues[1, 0]) or queue[0][0] != OFFER:
-        world.step()
-    world.frozen.add(2)
-    world.lose((1, 0), 0)
-    pass_time(world, ended(world, {3}, 2))
-    world.open = 3
-    pass_time(world, lambda: world.nodes[3].next_round() == 3 and world.queues[3, 2])
-    world.frozen.clear()
-    while (queue := world.queues[3, 2]) and queue[0][0] != OFFER:
-        world.deliver((3, 2))
-    world.lose((3, 2), 2)
-    world.open = 6
-    for _ in range(5):
-        world.settle()
-        world.clock += 100
-    for rank in range(4):
-        outcomes = [end.outcome for end in world.ends[rank].values()]
-        assert outcomes == [DONE, FAILED, FAILED, DONE, DONE, DONE]
 
 
 def test_an_announcement_from_before_its_rank_lost_the_result():

@@ -12,13 +12,13 @@ constexpr std::size_t rounds = 10;
 
 enum class Happening : std::uint8_t {
   stop, stay_away, come_back, queue_calls, settle, report, go_on,  // harmless
-  lack_memory, die, leave, lose, wait, raise_between_blocks, call_something_else, break_off, alarm, watch,
+  lack_memory, die, leave, lose, break_link, wait, raise_between_blocks, call_something_else, break_off, alarm, watch,
 };
 constexpr std::size_t harmless = static_cast<std::size_t>(Happening::go_on);
 constexpr const char* names[] = {
     "ranks stop", "programs stay away", "all come back", "calls are queued", "the ranks settle",
     "deaths are reported", "the ranks go on", "ranks lack memory", "a rank dies", "a rank leaves",
-    "a message is lost", "time passes", "an exception between blocks", "a rank calls something else",
+    "a message is lost", "a link breaks", "time passes", "an exception between blocks", "a rank calls something else",
     "calls are broken off", "a rank raises an alarm", "ranks watch the ranks above"};
 
 // Return the calls of a group without shared work.
@@ -243,6 +243,7 @@ class Player {
       case Happening::die: return die();
       case Happening::leave: return leave();
       case Happening::lose: return lose();
+      case Happening::break_link: return break_link();
       case Happening::wait:
         world_.clock += random_.pick({0.1, 1.0, deadline, 10 * deadline});
         return;
@@ -258,6 +259,7 @@ class Player {
     world_.frozen.clear();
     world_.idle.clear();
     world_.short_of_memory.clear();
+    world_.broken.clear();
   }
 
   void die() {
@@ -312,6 +314,18 @@ class Player {
     // have ended
     const bool last = world_.next_message(from, to) == Kind::bye;
     world_.lose(from, to, last || random_.chance(0.5) ? from : to);
+  }
+
+  void break_link() {
+    std::vector<std::pair<Rank, Rank>> links;
+    for (const Rank from : world_.living()) {
+      for (const Rank to : world_.living()) {
+        if (world_.linked(from, to)) links.emplace_back(from, to);
+      }
+    }
+    if (links.empty()) return;
+    const auto [from, to] = random_.pick(links);
+    world_.broken[{from, to}] = random_.chance(0.5) ? from : to;
   }
 
   void raise_between_blocks() {

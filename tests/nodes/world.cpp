@@ -260,6 +260,10 @@ Message World::take_message(Rank from, Rank to) {
 }
 
 void World::deliver(Rank from, Rank to) {
+  if (const auto link = broken.find({from, to}); link != broken.end()) {
+    const Rank informed = next_message(from, to) == Kind::bye ? from : link->second;
+    if (!dead.has(informed)) return lose(from, to, informed);
+  }
   const Message message = take_message(from, to);
   const int times = random_.chance(settings_.twice) ? 2 : 1;
   for (int time = 0; time < times; ++time) deliver_once(from, to, message);

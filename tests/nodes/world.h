@@ -139,6 +139,8 @@ class World {
   Ranks dead;     // ranks whose processes have ended
   Ranks reported; // dead ranks whose death MPI has reported
   Ranks short_of_memory;  // ranks that get no memory for vectors
+  // Links on which MPI loses all messages from the first rank to the second. It informs the rank that stands here.
+  std::map<std::pair<Rank, Rank>, Rank> broken;
   std::map<std::pair<Rank, Round>, Planned> deviations;  // calls that differ from the script
   std::set<std::pair<Rank, Round>> skips;  // the calls in which a rank has nothing to contribute
   std::vector<std::map<Round, std::pair<Outcome, std::string>>> ends;  // how each call of a rank ended

@@ -23,6 +23,18 @@ class Alerts {
   // Record that a round has failed because of the pending fault.
   void over() { pending_.clear(); }
 
+  // A fault that matters only if a round stays undecided.
+  struct IfStuck {
+    Round round = 0;
+    std::string text;
+    double until = 0;
+  };
+  // Keep the first such fault of the latest round.
+  void if_stuck(const IfStuck& fault) {
+    if (if_stuck_.round != fault.round) if_stuck_ = fault;
+  }
+  const IfStuck& if_stuck() const { return if_stuck_; }
+
   // Add a fault that matters only if the root leaves the group. Ranks may report such faults in each round. The
   // first report of the latest round is kept.
   void if_left(Round round, const std::string& text) {
@@ -35,6 +47,7 @@ class Alerts {
   Round newest_ = 0;
   std::string pending_;
   std::pair<Round, std::string> if_left_ = {};
+  IfStuck if_stuck_;
 };
 
 }  // namespace jaxcoded

@@ -50,6 +50,7 @@ enum Flag : std::uint8_t {
   shares = 16,  // in an offer: the body begins with the sender's `Progress`
   closed = 8,   // in an alert: it only counts if the root has closed the group
   undated = 2,  // in an alert: the fault belongs to no round, so some undecided round fails
+  if_stuck = 4,  // in an alert: it only counts if the round that is undecided now stays undecided
   approximate = 32,  // in an offer: the pieces that earlier offers did not contain are not exact
   not_finite = 16,  // in an alert: it names ranks whose messages have NaN or infinities and are summed nevertheless
   overdue = 64,      // in an alert: it names ranks that the sender waits for after its deadline

@@ -324,7 +324,7 @@ bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   if (sender.unread == Unread::message) {
     understand(from, sender, node);
   } else if (sender.unread == Unread::too_long) {
-    node.garbled(from, "one that is too long");
+    node.garbled(from, "too long");
   } else if (sender.unread == Unread::death) {
     node.lost(from);
   } else if (sender.unread == Unread::lost) {
@@ -360,7 +360,7 @@ void MpiWire::understand(Rank from, Peer& peer, Node& node) {
       node.deliver(from, message);
     }
   } catch (const Damaged&) {
-    node.garbled(from, "one of " + std::to_string(peer.bytes) + " bytes");
+    node.garbled(from, std::to_string(peer.bytes) + " bytes");
   }
   peer.begun = {};
 }
@@ -464,22 +464,26 @@ bool MpiWire::poll(Node& node, bool anyway) {
     return true;
   });
   post(std::exchange(refused_, {}));
-  Transfers again;
+  Transfers ended, again;
   for (auto next = outgoing_.begin(); next != outgoing_.end();) {
     const auto at = next++;
     if (at->state == Transfer::pending) {
       tell(at->other);  // MPI sends a long message in parts
-      continue;
-    }
-    if (at->state == Transfer::lost && is_of_fetch(*at)) {
+    } else if (at->state == Transfer::lost && is_of_fetch(*at)) {
       at->state = Transfer::pending;
       again.splice(again.end(), outgoing_, at);
-      continue;
+    } else {
+      ended.splice(ended.end(), outgoing_, at);
     }
-    const auto note = [&] { return at->state == Transfer::lost ? node.lost_message(at->other), true : true; };
-    if (attempts.make(note)) remove(outgoing_, at);
   }
   post(std::move(again));
+  // Told of a loss, the node sends messages. If MPI loses them at once, the next poll tells the node.
+  for (auto next = ended.begin(); next != ended.end();) {
+    const auto at = next++;
+    const auto note = [&] { return at->state == Transfer::lost ? node.lost_message(at->other), true : true; };
+    if (attempts.make(note)) remove(ended, at);
+  }
+  outgoing_.splice(outgoing_.begin(), ended);  // those of which the node could not be told, for lack of memory
   // A piece that has come may make the node request more pieces, which go to the end of the list.
   for (auto next = fetches_.begin(); next != fetches_.end();) {
     const auto at = next++;

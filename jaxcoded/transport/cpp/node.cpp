@@ -354,8 +354,9 @@ bool Node::advance() {
   for (const auto step : {&Node::form, &Node::gather, &Node::follow, &Node::follow_state}) {
     more |= attempts.make([&] { return (this->*step)(); });
   }
-  for (const auto step : {&Node::go_on_leaving, &Node::watch_for_stalls, &Node::fail_uncalled, &Node::ask, &Node::watch_above,
-                          &Node::watch_children, &Node::tell_all}) {
+  for (const auto step : {&Node::answer_losses, &Node::fail_stuck, &Node::go_on_leaving, &Node::watch_for_stalls,
+                          &Node::fail_uncalled, &Node::ask, &Node::watch_above, &Node::watch_children,
+                          &Node::tell_all}) {
     attempts.make([&] {
       (this->*step)();
       return false;
@@ -369,9 +370,8 @@ void Node::deliver(Rank from, const Message& message) {
   try {
     understand(from, message);
   } catch (const Damaged&) {
-    garbled(from, "kind " + std::to_string(static_cast<int>(message.header.kind)) + " of round " +
-                      std::to_string(message.header.round) + " with " +
-                      std::to_string(message.body.size()) + " bytes");
+    garbled(from, "kind " + std::to_string(static_cast<int>(message.header.kind)) + ", round " +
+                      std::to_string(message.header.round) + ", " + std::to_string(message.body.size()) + " bytes");
   }
 }
 
@@ -380,8 +380,8 @@ void Node::garbled(Rank from, const std::string& which) {
 }
 
 std::string Node::unreadable(Rank from, const std::string& which) const {
-  return "CodedError: rank " + std::to_string(family_.rank) + " cannot read a message of rank " +
-         std::to_string(from) + ", " + which + ": do all ranks run the same jaxcoded?";
+  return "CodedError: rank " + std::to_string(family_.rank) + " cannot read a message from rank " +
+         std::to_string(from) + " (" + which + "): do all ranks run the same jaxcoded?";
 }
 
 void Node::understand(Rank from, const Message& message) {
@@ -485,6 +485,7 @@ void Node::lost(Rank rank) {
   if (Child* child = child_of(rank)) child->dead = true;
   if (const auto listener = listeners_.find(rank); listener != listeners_.end()) listener->second.gone = true;
   upstream_.lost(rank);
+  losses_.dead(rank);
   if (recovery_ && recovery_->lost(rank)) ask_next_state();
   say_bye();
   check_offers();

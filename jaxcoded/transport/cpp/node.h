@@ -28,6 +28,7 @@
 #include "failed_alone.h"
 #include "history.h"
 #include "listener.h"
+#include "losses.h"
 #include "median.h"
 #include "message.h"
 #include "offer.h"
@@ -222,7 +223,7 @@ class Node {
   // this rank, `left` returns true.
   void leave(const std::string& failure = {});
   // Make a round fail on every rank with the reason `why`, because this rank's calls are invalid.
-  void alarm(const std::string& why);
+  void alarm(const std::string& why, std::uint8_t flags = 0);
   // Called when MPI has lost a message to or from a living rank. Only questions are sent again.
   void lost_message(Rank other);
   // Called when the root's program is at its end: it has left without this rank, and answers nothing any more.
@@ -577,6 +578,11 @@ class Node {
   std::vector<bool> may_come(std::uint32_t piece) const;
   void alert(Round round, const std::string& text, std::uint8_t flags = 0);
   Round undecided() const;
+  void answer_losses();
+  void answer_loss(Rank other, std::uint8_t alarm_flags);
+  double losses_wait() const;
+  double stuck_at() const;
+  void fail_stuck();
   void tell_alert(Round round, std::uint8_t flags, const std::string& text);
   void tell_alerts();
   void decide_error(std::string text);
@@ -621,6 +627,7 @@ class Node {
   // would crowd out its siblings' pieces in their parent's port, and layers would take turns instead of working
   // at once.
   static constexpr std::uint32_t pieces_ahead = 2;
+  static constexpr double least_losses_wait = 5;  // in seconds, see `losses_wait`
 
   Family family_;
   Decoder decoder_;
@@ -693,6 +700,7 @@ class Node {
   // Calls that do not match.
   Signatures signatures_;
   Alerts alerts_;  // at the root
+  Losses losses_;
   std::uint64_t fetched_bytes_ = 0, formed_bytes_ = 0, compared_rounds_ = 0;
 };
 

@@ -50,7 +50,7 @@ void Node::waited(double seconds) {
 }
 
 double Node::wakes_at() const {
-  return std::min({overdue_at(), uncalled_at(), shares_at(), sections_at()});
+  return std::min({overdue_at(), uncalled_at(), shares_at(), sections_at(), losses_.due_at(), stuck_at()});
 }
 
 // Return when the call in progress will have waited long enough for the children.

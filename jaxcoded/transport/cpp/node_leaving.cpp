@@ -135,6 +135,7 @@ void Node::say_bye(bool at_once) {
 // Called in each turn, as an earlier turn may have run out of memory.
 void Node::go_on_leaving() {
   if (!departures_.leaving() || left()) return;
+  if (!root() && losses_.waits(upstream_.parent())) return;  // MPI would lose the next bye, too
   if (!may_leave()) retire();
   say_bye();
 }

@@ -104,6 +104,7 @@ std::vector<bool> Node::may_offer(std::uint32_t piece) const {
 // Make the root fail this round, or its next one, on every rank.
 void Node::alert(Round round, const std::string& text, std::uint8_t flags) {
   if (!root()) return tell_alert(round, flags, text);
+  if (flags & if_stuck) return alerts_.if_stuck({undecided(), text, wire_.now() + losses_wait()});
   if (flags & undated) round = std::max(round, undecided());
   if (!alerts_.add(round, text)) return;
   const Entry* entry = history_.find(next_);
@@ -131,23 +132,53 @@ void Node::tell_alerts() {
 // Return the first round that can still fail, as far as this rank knows. The root drops alerts of earlier rounds.
 Round Node::undecided() const { return std::max(next_, decided() + 1); }
 
-void Node::alarm(const std::string& why) {
-  alert(undecided(), "CodedError: rank " + std::to_string(family_.rank) + ": " + why, undated);
+void Node::alarm(const std::string& why, std::uint8_t flags) {
+  alert(undecided(), "CodedError: rank " + std::to_string(family_.rank) + ": " + why, undated | flags);
 }
 
 void Node::lost_message(Rank other) {
-  const Child* child = child_of(other);
-  const bool had_left = left();
-  if (!root() && other == family_.ancestors.front()) departures_.unheard();
-  if (had_left || (child && child->left)) return;
-  alarm("MPI has lost a message to or from rank " + std::to_string(other) +
-        ": look for errors of the network with jaxcoded doctor");
-  upstream_.lost_message(other);
-  if (!root() && other == family_.ancestors.front()) distrust_sections();
+  if (!root() && other == upstream_.parent()) {
+    if (!left()) distrust_sections();
+    departures_.unheard();
+  }
   if (is_above(other)) asked_pieces_.clear();  // it may have been the note of a lost request
-  // The lost message may have been a question. Then the other rank asks again when it learns that this rank is
-  // there.
-  if (listeners_.contains(other)) note(other, newest_, Flag::lost);
+  if (losses_.may_answer(other, wire_.now())) answer_loss(other, 0);
+}
+
+void Node::answer_losses() {
+  while (const auto other = losses_.due(wire_.now())) answer_loss(*other, if_stuck);
+}
+
+// The lost message may have been an offer, without which a round may never be decided. Or it may have been a question
+// or an answer.
+void Node::answer_loss(Rank other, std::uint8_t alarm_flags) {
+  const Child* child = child_of(other);
+  const bool has_left = departures_.leaving() && may_leave();
+  if (!has_left && !(child && child->left)) {
+    alarm("MPI has lost a message to or from rank " + std::to_string(other) +
+              ": look for errors of the network with jaxcoded doctor",
+          alarm_flags);
+    upstream_.lost_message(other);
+    // the other rank asks again when it learns that this rank is there
+    if (listeners_.contains(other)) note(other, newest_, Flag::lost);
+  }
+  losses_.answered(other, wire_.now(), losses_wait());
+}
+
+// If MPI loses messages on one link again and again, a code usually decides a round without them in this time.
+double Node::losses_wait() const { return std::max(least_losses_wait, 2 * durations_.median()); }
+
+// Return when the root's call will have waited long enough for messages that MPI may have lost.
+double Node::stuck_at() const {
+  const Alerts::IfStuck& fault = alerts_.if_stuck();
+  if (!calling() || fault.round != undecided()) return std::numeric_limits<double>::infinity();
+  return std::max(fault.until, up_.started + losses_wait());
+}
+
+void Node::fail_stuck() {
+  if (wire_.now() < stuck_at()) return;
+  alert(undecided(), alerts_.if_stuck().text);
+  alerts_.if_stuck({});
 }
 
 void Node::decide_error(std::string text) {

@@ -187,7 +187,7 @@ void Node::hear_share(std::size_t child) {
   try {
     work_.ledger->heard(child + 1, offer.progress, wire_.now());
   } catch (const Damaged&) {
-    garbled(children_[child].rank, "what it says of its blocks");
+    garbled(children_[child].rank, "about its blocks");
   }
 }
 

@@ -24,7 +24,7 @@ class Upstream {
   // may not have the result that this rank waits for.
   void heard(Rank rank, bool asks, double now) {
     if (const auto asked = asked_.find(rank); asked != asked_.end()) {
-      const double took = now - asked->second;
+      const double took = now - asked->second.at;
       if (took < longest_answer && took >= answer_seconds(now)) answer_ = {took, now};
       asked_.erase(asked);
       forsaken_seconds_ = 0;  // even if this rank asks it again before `forsaken` is called
@@ -45,9 +45,9 @@ class Upstream {
   bool rootless() const { return !above_.empty() && dead(above_.back()); }
   bool all_dead() const { return std::ranges::all_of(above_, [&](Rank rank) { return dead(rank); }); }
   // Record that MPI has lost a message to or from a living rank. The lost message may have been a question, an
-  // offer or an answer, so the rank may be asked again.
+  // offer or an answer, so the rank may be asked again. Until it sends something, it still counts as silent.
   void lost_message(Rank rank) {
-    asked_.erase(rank);
+    if (const auto asked = asked_.find(rank); asked != asked_.end()) asked->second.in_vain = true;
     if (!above_.empty() && rank == parent()) unanswered_ = told_step_times_ = false;
   }
   // Record that some of the result came, or that this rank calls. The wait for the source begins again.
@@ -97,7 +97,7 @@ class Upstream {
   // Record that a rank was asked for the results of the rounds from `frontier` to `last`.
   void asked(Rank rank, Round frontier, Round last, double now) {
     source_ = static_cast<std::size_t>(std::ranges::find(above_, rank) - above_.begin());
-    asked_.try_emplace(rank, now);
+    asked_.try_emplace(rank, now).first->second.in_vain = false;
     asked_for_ = frontier;
     wanted_ = last;
     heard_at_ = now;
@@ -108,8 +108,12 @@ class Upstream {
   bool stand_in_unasked(Round frontier) const {
     return source_ > 0 && asked_for_ < frontier && !silent(source());
   }
-  // Whether a rank may be asked: it has answered all questions, and it may have the result.
-  bool may_ask(Rank rank) const { return !silent(rank) && !gone_from_.contains(rank); }
+  // Whether a rank may be asked: it may have the result, and it has answered all questions but lost ones.
+  bool may_ask(Rank rank) const {
+    if (dead(rank) || gone_from_.contains(rank)) return false;
+    const auto asked = asked_.find(rank);
+    return asked == asked_.end() || asked->second.in_vain;
+  }
   // Return the nearest rank that may be asked. The parent may be asked only if it has answered the last offer.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
@@ -161,7 +165,11 @@ class Upstream {
   std::size_t source_ = 0;          // the source's index in `above_`
   double heard_at_ = 0;             // when the source sent something or was asked, or something came
   double stuck_since_ = 0;
-  std::map<Rank, double> asked_;  // when each rank was asked; only ranks that have been silent since
+  struct Asked {
+    double at;             // when the rank was first asked
+    bool in_vain = false;  // the question may have been lost
+  };
+  std::map<Rank, Asked> asked_;  // ranks that were asked and have been silent since
   std::set<Rank> dead_;
   struct {
     double took = 0, at = 0;
