@@ -208,7 +208,9 @@ def test_an_alert_of_a_round_that_no_group_reaches():
     assert seen
     for rank in range(4):
         failed = {r: e.error for r, e in world.ends[rank].items() if e.outcome != DONE}
-        assert any("cannot read a message from rank" in text for text in failed.values())
+        assert any(
+            "cannot read a message from rank" in text for text in failed.values()
+        )
         late = [text for round, text in failed.items() if round >= 7]
         assert late and all(text.startswith("GroupMismatch: ") for text in late), failed
 
