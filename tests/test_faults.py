@@ -473,6 +473,26 @@ def test_a_message_that_mpi_loses_hangs_nobody(tmp_path, refusing, which, rank, 
     assert all("MPI has lost a message to or from rank" in it for it in errors.values())
 
 
+@pytest.mark.parametrize("link", [("0", "1"), ("1", "0")])
+def test_a_broken_link_is_like_a_late_rank(tmp_path, refusing, link):
+    """At most one round fails for the ranks that have other links. The rank without a link
+    gets an error at the deadline.
+    """
+    job = run(tmp_path, 4, "broken_link.py", *link, options=refusing)
+    assert job.status == 0, job.stderr[-8000:]
+    cut_off = job.reports.pop(1)
+    for report in job.reports.values():
+        assert report["rounds"] == 20
+        assert len(report["errors"]) <= 1
+        assert all("MPI has lost" in text for text in report["errors"].values())
+    errors = cut_off["errors"].values()
+    assert any(
+        "rank 1 waits for rank 0, which does not answer" in text for text in errors
+    )
+    lost = cut_off["lost"] + job.reports[0]["lost"]
+    assert 0 < lost < 200, "the ranks keep sending over the link"
+
+
 @pytest.mark.parametrize("number", [41, more(60)])
 def test_a_lost_request_harms_no_request_long_after_it(tmp_path, refusing, number):
     """After 32,763 more pieces MPI's tags repeat, and a later piece does not get the tag of the lost one."""

@@ -1,5 +1,5 @@
 // An MPI that on command refuses some messages, and receives some pieces of vectors not at all or only in part.
-// Or an MPI that takes one message and loses it. This library must be preloaded.
+// Or an MPI that takes messages and loses one of them, or all that go to one rank. This library must be preloaded.
 #include <errno.h>
 #include <mpi.h>
 #include <string.h>
@@ -8,7 +8,8 @@
 enum { control = 1, first_vector = 5, pull = 10, most = 64 };  // as in mpi_wire.h and message.h
 
 static int each = 0, asked = 0, pieces = 0;
-static int loses_sent = 0, loses_received = 0, loses_asking = 0, loses_piece = 0, lost = 0;
+static int loses_sent = 0, loses_received = 0, loses_asking = 0, loses_piece = 0, loses_to = -1, lost = 0;
+static int losses = 0;
 static MPI_Request inboxes[most];
 static int count_of_inboxes = 0;
 
@@ -25,7 +26,11 @@ void lose_received(int number) { loses_received = number; }
 void lose_asking(int number) { loses_asking = number; }
 void lose_piece(int number) { loses_piece = number; }
 
+// From now on, lose all messages to this rank.
+void lose_to(int rank) { loses_to = rank; }
+
 int has_lost(void) { return lost; }
+int all_lost(void) { return losses; }
 
 // Vectors go through MPI, as between hosts.
 ssize_t process_vm_readv(pid_t process, const struct iovec* to, unsigned long places, const struct iovec* from,
@@ -47,9 +52,10 @@ int MPI_Irecv(void* data, int count, MPI_Datatype type, int from, int tag, MPI_C
 int MPI_Isend(const void* data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request* request) {
   if (each && tag == control && ++asked % each == 0) return MPI_ERR_NO_MEM;
   const int asks = tag == control && *(const unsigned char*)data == pull, brings = tag >= first_vector;
-  if ((tag == control && loses_sent && --loses_sent == 0) || (asks && loses_asking && --loses_asking == 0) ||
+  if ((tag == control && (to == loses_to || (loses_sent && --loses_sent == 0))) || (asks && loses_asking && --loses_asking == 0) ||
       (brings && loses_piece && --loses_piece == 0)) {
     lost = 1;
+    ++losses;
     *request = MPI_REQUEST_NULL;  // the engine asks for the outcome of this request next
     return MPI_SUCCESS;
   }
