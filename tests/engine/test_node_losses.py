@@ -164,20 +164,20 @@ def test_a_code_bears_a_broken_link(link, told):
     assert 1 not in world.ends or len(world.ends[1]) <= 2
 
 
-@links
-def test_without_a_code_each_round_gets_an_error(link):
+@pytest.mark.parametrize(("link", "told"), [((0, 1), 0), ((0, 1), 1), ((1, 0), 0)])
+def test_without_a_code_each_round_gets_an_error(link, told):
     """The root learns that messages to or from a rank are lost, and no round can be
     decided without this rank.
     """
     star = make_plan(3, Coded(parents=(-1, 0, 0), stragglers=0))
-    world = broken_link(star, link, 0, rounds=6)
-    world.open = 6
-    world.pass_time(100)
+    world = broken_link(star, link, told, rounds=10)
+    world.open = 10
+    world.pass_time(200)
     for rank in (0, 2):
-        assert world.nodes[rank].next_round() == 7, world.describe(rank)
+        assert world.nodes[rank].next_round() == 11, world.describe(rank)
         errors = [end.error for end in world.ends[rank].values() if end.error]
-        assert len(errors) >= 4
-        assert all("MPI has lost a message to or from rank 1" in e for e in errors)
+        assert len(errors) >= 8
+        assert all("MPI has lost a message to or from rank" in e for e in errors)
 
 
 def without_rank_1(link, action, rounds):
@@ -199,6 +199,24 @@ def test_a_rank_further_up_has_the_result(frozen, action):
     world.pass_time(2 * SECONDS)
     assert 2 in world.ends[5], world.describe(5)
     assert world.ends[5][2] == world.ends[0][2]
+
+
+@pytest.mark.parametrize("action", ["wait", "raise"])
+def test_a_rank_further_up_has_the_results_of_slow_rounds(action):
+    """A rank waits for its source for two usual rounds before it asks another rank. Meanwhile its question to its
+    parent is lost again.
+    """
+    world = without_rank_1(None, action, rounds=12)
+    for world.open in range(2, 7):
+        world.idle = {0}  # the root's program computes
+        world.pass_time(4)
+        world.idle = set()
+        world.pass_time(1)
+    world.assert_done()
+    world.broken = (5, 1)
+    world.open = 12
+    world.pass_time(120)
+    assert [node.next_round() for node in world.nodes] == [13] * 9
 
 
 @pytest.mark.parametrize("losses", ["one", "all"])

@@ -654,3 +654,49 @@ def test_an_approximate_sum_uses_a_rank_that_was_silent_for_a_while():
     world.frozen = set()
     world.settle()
     assert all(1 in world.ends[rank] for rank in (0, 2, 3))
+
+
+class CutOff(World):
+    """Ranks 1 and 2 fetch nothing from each other, and MPI reports no error."""
+
+    cut_off = False
+
+    def answer(self, request):
+        if not (self.cut_off and {request[0], request[1]} == {1, 2}):
+            super().answer(request)
+
+
+@pytest.mark.parametrize("action", ["wait", "raise"])
+def test_siblings_that_do_not_reach_each_other(action):
+    """The root notices once that a section is not formed, although all ranks answer. It forms the sums of the next 8
+    rounds alone. Then it tries again, and the next pause is twice as long.
+    """
+    plan = make_plan(3, Coded(parents=(-1, 0, 0), stragglers=0))
+    script = [Call((("float64", 64),), number) for number in range(28)]
+    world = CutOff(
+        plan,
+        script,
+        random.Random(0),
+        hosts=[0, 1, 2],
+        limits=limits(action) | short_pieces(1),
+    )
+    world.open = 1
+    world.settle()
+    assert any(what == SECTION for _, _, what, _, _ in world.fetched)
+    assert not world.news[0]
+    world.cut_off = True
+    slow = []
+    for world.open in range(2, 29):
+        start = world.clock
+        while any(node.next_round() <= world.open for node in world.nodes):
+            assert world.clock < start + 10, world.describe(0)
+            world.sweep_all()
+            world.clock += 0.1
+        if world.clock > start + 1:
+            slow.append(world.open)
+    world.assert_done()
+    assert slow == [2, 11, 28]
+    first, second, third = world.news[0]
+    assert "gets no data from other ranks, although all ranks answer" in first
+    assert "rank 0 forms the long sums of the next 8 rounds alone" in first
+    assert "the next 16 rounds alone" in second and "the next 32 rounds alone" in third

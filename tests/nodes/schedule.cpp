@@ -42,7 +42,7 @@ std::vector<Planned> sums(const Group& group, Random& random, const Settings& se
       // rounding alone (docs/theory.md, "What rounding explains").
       std::map<DType, std::uint64_t> longest;
       for (const auto& [dtype, count] : call.segments) {
-        const bool narrow = size_of(dtype) < 4 && plan.amplification > 10;
+        const bool narrow = size_of(dtype) < 4 && plan.amplification > 5;
         std::uint64_t& length = longest[narrow ? DType::float32 : dtype];
         length = std::max(length, count ? std::max(count, 8 * multiple) : 0);
       }

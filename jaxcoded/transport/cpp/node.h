@@ -431,6 +431,7 @@ class Node {
   Rank stand_in(std::size_t index);
   void end_delegation();
   void abandon_sections();
+  void pause_sections(Rank maker);
   bool spreads(const Entry& entry) const;
   std::vector<Rank> those_waiting(const Entry& entry) const;
   bool will_spread_to(Rank rank, const Entry& entry) const;
@@ -676,6 +677,7 @@ class Node {
   // How long a sum in sections took from its plan on, and its bytes: the latest one that was about as long as the
   // longest.
   double section_seconds_ = 0, section_bytes_ = 0;
+  Pause pause_;  // of sums in sections
   // How many pieces to request at a time, if a fetch takes time: pieces to form a section from, and pieces of
   // formed sections.
   Window terms_ahead_{4, 24}, results_ahead_{8, 48};

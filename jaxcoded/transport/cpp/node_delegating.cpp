@@ -23,7 +23,8 @@ constexpr double unformed = 4;  // times the usual patience: how long to wait fo
 
 bool Node::may_delegate() const {
   return family_.delegates && up_.call.up && up_.call.down && !up_.whole && may_delegate_message() &&
-         up_.call.audits.empty() && !decoder_.checked() && !up_.approximating && up_.decoded.pieces == 0 &&
+         up_.call.audits.empty() && !decoder_.checked() && !up_.approximating && !pause_.lasts(next_) &&
+         up_.decoded.pieces == 0 &&
          up_.incoming.size() > 1 && up_.outgoing.bytes() >= limits_.sections_from &&
          up_.outgoing.size() == up_.incoming.size() * limits_.slices;
 }
@@ -322,6 +323,7 @@ bool Node::oversee() {
       section_bytes_ = bytes;
     }
   }
+  if (!pause_.lasts(next_)) pause_.over();
   while (!up_.all_decoded()) skip_piece();
   if (root() && !counted()) return false;
   announce_sum();
@@ -380,13 +382,28 @@ bool Node::mend_sections() {
     if (other) delegated.decodings[i] = std::move(other);
     // a child may have offered a part of its message first, and then the whole message within the offer
     if (!fetchable(*delegated.decodings[i])) return false;
-    if (left || stuck) section.maker = stand_in(i);
+    if (left) {
+      section.maker = stand_in(i);
+    } else if (stuck) {
+      if (!late) pause_sections(section.maker);
+      section.maker = family_.rank;
+    }
     section.version = section_versions_.next();
     changed = true;
   }
   delegated.changes += other_messages;
   if (changed) assign(std::move(sections));
   return true;
+}
+
+// Called if a rank does not form its section, although all ranks answer. It may be unable to reach another rank, and
+// would be unable in the next rounds, too. Form their sums without other ranks.
+void Node::pause_sections(Rank maker) {
+  if (pause_.lasts(next_)) return;
+  pause_.begin(next_);
+  news_.push_back("rank " + std::to_string(maker) + " gets no data from other ranks, although all ranks answer: look "
+                  "for errors of the network with jaxcoded doctor; " + me() + " forms the long sums of the next " +
+                  std::to_string(pause_.rounds()) + " rounds alone");
 }
 
 // Whether a child that this rank relies on answers. Asks a child that has been silent for a while. Between hosts

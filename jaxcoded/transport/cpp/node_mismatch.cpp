@@ -171,7 +171,7 @@ double Node::losses_wait() const { return std::max(least_losses_wait, 2 * durati
 // Return when the root's call will have waited long enough for messages that MPI may have lost.
 double Node::stuck_at() const {
   const Alerts::IfStuck& fault = alerts_.if_stuck();
-  if (!calling() || fault.round != undecided()) return std::numeric_limits<double>::infinity();
+  if (!calling() || fault.round != undecided() || fault.round != next_) return std::numeric_limits<double>::infinity();
   return std::max(fault.until, up_.started + losses_wait());
 }
 

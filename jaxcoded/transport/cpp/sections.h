@@ -235,6 +235,25 @@ struct Flow {
   }
 };
 
+// The rounds in which a parent forms its sums without other ranks, since some ranks may not reach each other. Each pause
+// is twice as long as the one before, until a sum has been formed in sections without trouble.
+class Pause {
+ public:
+  // Begin a pause in this round.
+  void begin(Round round) {
+    rounds_ = std::clamp<Round>(2 * rounds_, least, most);
+    last_ = round + rounds_;
+  }
+  Round rounds() const { return rounds_; }
+  bool lasts(Round round) const { return round <= last_; }
+  void over() { rounds_ = 0; }
+
+ private:
+  static constexpr Round least = 8, most = 1024;
+
+  Round rounds_ = 0, last_ = 0;
+};
+
 // What a rank of the family knows about a round whose sum is formed in sections.
 struct Sections {
   Round round = 0;  // 0: none

@@ -48,7 +48,9 @@ class Upstream {
   // offer or an answer, so the rank may be asked again. Until it sends something, it still counts as silent.
   void lost_message(Rank rank) {
     if (const auto asked = asked_.find(rank); asked != asked_.end()) asked->second.in_vain = true;
-    if (!above_.empty() && rank == parent()) unanswered_ = told_step_times_ = false;
+    if (above_.empty() || rank != parent()) return;
+    unanswered_ = told_step_times_ = false;
+    for (auto& [kind, alert] : alerts_) alert.sent = 0;
   }
   // Record that some of the result came, or that this rank calls. The wait for the source begins again.
   void moved(double now) { heard_at_ = stuck_since_ = now; }
@@ -108,16 +110,16 @@ class Upstream {
   bool stand_in_unasked(Round frontier) const {
     return source_ > 0 && asked_for_ < frontier && !silent(source());
   }
-  // Whether a rank may be asked: it may have the result, and it has answered all questions but lost ones.
-  bool may_ask(Rank rank) const {
-    if (dead(rank) || gone_from_.contains(rank)) return false;
-    const auto asked = asked_.find(rank);
-    return asked == asked_.end() || asked->second.in_vain;
-  }
-  // Return the nearest rank that may be asked. The parent may be asked only if it has answered the last offer.
+  // Whether a rank may be asked: it has answered all questions, and it may have the result.
+  bool may_ask(Rank rank) const { return !silent(rank) && !gone_from_.contains(rank); }
+  // Return the nearest rank that may be asked. The parent may be asked only if it has answered the last offer. If
+  // all have been asked, return the nearest rank to which a question may have been lost.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
       if (may_ask(rank) && !(unanswered_ && rank == parent())) return rank;
+    }
+    for (const auto& [rank, asked] : asked_) {
+      if (asked.in_vain && !dead(rank) && !gone_from_.contains(rank)) return rank;
     }
     return std::nullopt;
   }
