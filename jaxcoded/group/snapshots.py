@@ -13,7 +13,15 @@ import numpy as np
 from jaxcoded.errors import CodedError, Desynchronized
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.engine import Engine
-from jaxcoded.transport.leaves import held, is_key, named, numbers, restored, stored
+from jaxcoded.transport.leaves import (
+    held,
+    is_key,
+    is_python_number,
+    named,
+    numbers,
+    restored,
+    stored,
+)
 from jaxcoded.transport.packing import Packing
 
 _DIGEST = 32  # bytes of a digest
@@ -123,9 +131,7 @@ def _bytes_of(leaf: Any, path: Any) -> np.ndarray:
 
 def _as(leaf: Any, values: np.ndarray) -> Any:
     """Return the values as the type of a leaf."""
-    if isinstance(leaf, bool | int | float | complex) and not isinstance(
-        leaf, np.generic
-    ):
+    if is_python_number(leaf):
         return values.item()
     if not isinstance(leaf, np.ndarray | np.generic):
         with warnings.catch_warnings():

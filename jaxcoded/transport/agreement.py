@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded.errors import CodedError
+from jaxcoded.errors import CodedError, GroupMismatch
 
 T = TypeVar("T")
 LONGEST = 16 << 20  # most bytes of a rank's answer
@@ -52,12 +52,8 @@ def differences(answers: Sequence[str]) -> list[str]:
     brackets. (The engine does the same, see ``cpp/difference.h``.)
     """
     items = [_items(answer) for answer in answers]
-    shortest = min(map(len, items))
-    alike = [len(set(column)) == 1 for column in zip(*items)]
-    first = alike.index(False) if False in alike else shortest
-    alike = [len(set(column)) == 1 for column in zip(*map(reversed, items))]
-    alike = [*alike[: shortest - first], False]
-    last = alike.index(False)
+    first = len(os.path.commonprefix(items))
+    last = len(os.path.commonprefix([row[first:][::-1] for row in items]))
     return [row[first] if first + last < len(row) else "nothing" for row in items]
 
 
@@ -90,6 +86,13 @@ def disagreement(comm: MPI.Intracomm, words: str, what: str) -> str | None:
     # If the descriptions are the same after all, a rank's death has disturbed the
     # reduction.
     return in_words(ranks, what) if len(set(ranks)) > 1 else None
+
+
+def check_same(comm: MPI.Intracomm, words: str, what: str) -> None:
+    """Raise a GroupMismatch on every rank unless all descriptions are the same; see
+    `disagreement`. Collective."""
+    if (mismatch := disagreement(comm, words, what)) is not None:
+        raise GroupMismatch(mismatch)
 
 
 def in_words(texts: Sequence[str], what: str) -> str:

@@ -15,9 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded._version import __version__
-from jaxcoded.errors import GroupMismatch
 from jaxcoded.transport import engine
-from jaxcoded.transport.agreement import disagreement
+from jaxcoded.transport.agreement import check_same, disagreement
 
 
 @functools.cache
@@ -48,8 +47,7 @@ def check(comm: MPI.Intracomm) -> str:
         "ranks run different builds, which do not work together: install the same jaxcoded and "
         "NumPy for all of them"
     )
-    if (mismatch := disagreement(comm, required(), what)) is not None:
-        raise GroupMismatch(mismatch)
+    check_same(comm, required(), what)
     what = (
         "sums have the same bits on all ranks, but values computed from them may differ in the last "
         "bits: install the same JAX for all of them, or broadcast parameters with tree_bcast from "
@@ -64,5 +62,4 @@ def check_engine(comm: MPI.Intracomm) -> None:
         "the engines of the ranks were built from different sources, and may not understand each "
         "other: install the same jaxcoded for all of them"
     )
-    if (mismatch := disagreement(comm, f"engine {engine.sources()}", what)) is not None:
-        raise GroupMismatch(mismatch)
+    check_same(comm, f"engine {engine.sources()}", what)

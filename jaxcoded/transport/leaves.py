@@ -79,7 +79,7 @@ def array(leaf: Any, name: str) -> jax.Array:
     integers.
     """
     try:
-        leaf = leaf if _is_python_number(leaf) else held(leaf, name)
+        leaf = leaf if is_python_number(leaf) else held(leaf, name)
         out = jnp.asarray(leaf)
     except OverflowError:
         raise ValueError(_too_large(leaf, name)) from None
@@ -158,7 +158,7 @@ def check_no_key(dtype: Any, name: str) -> None:
 
 def _with_dtype(leaf: Any, name: str) -> tuple[Any, Any]:
     """Return the leaf, as a Python number or as `held` returns it, and its dtype."""
-    if _is_python_number(leaf):
+    if is_python_number(leaf):
         return leaf, jnp.result_type(leaf)
     leaf = held(leaf, name)
     return leaf, leaf.dtype
@@ -223,7 +223,8 @@ def _implementation(dtype: Any) -> Any:
     return implementations[0]
 
 
-def _is_python_number(leaf: Any) -> bool:
+def is_python_number(leaf: Any) -> bool:
+    """Return whether the leaf is a number of Python, not of NumPy."""
     return isinstance(leaf, bool | int | float | complex) and not isinstance(
         leaf, np.generic
     )

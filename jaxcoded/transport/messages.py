@@ -1,7 +1,6 @@
 """Send arrays as mpi4jax messages, and sum and broadcast arrays over a tree."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,11 +33,8 @@ def receive(
     like: jax.Array | jax.ShapeDtypeStruct, rank: int, comm: MPI.Intracomm
 ) -> jax.Array:
     """Receive an array of this shape and dtype."""
-    templates = cut(jax.ShapeDtypeStruct(like.shape, _wire_dtype(like.dtype)))
-    received = [
-        mpi4jax.recv(jnp.empty(each.shape, each.dtype), source=rank, comm=comm)
-        for each in templates
-    ]
+    empty = jnp.empty(like.shape, _wire_dtype(like.dtype))
+    received = [mpi4jax.recv(part, source=rank, comm=comm) for part in cut(empty)]
     return _with_bits_of(joined(received, like.shape), like.dtype)
 
 
@@ -56,19 +52,15 @@ def exchange(
     return _with_bits_of(joined(received, vector.shape), vector.dtype)
 
 
-def cut(array: Any) -> list[Any]:
-    """Cut an array, or its type, into runs of at most `MAX_ELEMENTS` elements."""
+def cut(array: jax.Array) -> list[jax.Array]:
+    """Cut an array into runs of at most `MAX_ELEMENTS` elements."""
     if array.size <= MAX_ELEMENTS:
         return [array]
-    starts = range(0, array.size, MAX_ELEMENTS)
-    ends = [min(start + MAX_ELEMENTS, array.size) for start in starts]
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return [
-            jax.ShapeDtypeStruct((end - start,), array.dtype)
-            for start, end in zip(starts, ends)
-        ]
     flat = array.reshape(-1)
-    return [jax.lax.slice_in_dim(flat, start, end) for start, end in zip(starts, ends)]
+    return [
+        jax.lax.slice_in_dim(flat, start, min(start + MAX_ELEMENTS, array.size))
+        for start in range(0, array.size, MAX_ELEMENTS)
+    ]
 
 
 def joined(arrays: Sequence[jax.Array], shape: tuple[int, ...]) -> jax.Array:

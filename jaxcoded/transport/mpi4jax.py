@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcoded.errors import GroupMismatch, TooManyErasures
+from jaxcoded.errors import TooManyErasures
 from jaxcoded.plan import Plan
 from jaxcoded.transport import primitive, registry
-from jaxcoded.transport.agreement import disagreement, wait
+from jaxcoded.transport.agreement import check_same, wait
 from jaxcoded.transport.base import Transport
 from jaxcoded.transport.kernels import accumulator, counts
 from jaxcoded.transport.messages import tree_broadcast, tree_reduce
@@ -153,7 +153,6 @@ class Mpi4jax(Traced, Transport):
             "ranks called different things in the same round, "
             "but all ranks must make the same calls in the same order"
         )
-        if (mismatch := disagreement(self._comm, words, what)) is not None:
-            raise GroupMismatch(mismatch)
+        check_same(self._comm, words, what)
         if erased is not None and (why_not := self.plan.why_not(erased)):
             raise TooManyErasures(why_not)
