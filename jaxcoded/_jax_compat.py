@@ -90,11 +90,8 @@ started = _attribute("jax._src.xla_bridge", "backends_are_initialized")
 _backend_factories = _attribute("jax._src.xla_bridge", "_backend_factories")
 _find_plugins = _attribute("jax._src.xla_bridge", "_discover_and_register_pjrt_plugins")
 
-# The type of an effect's value in compiled programs; its place in JAX differs between
-# versions.
-_TOKEN = getattr(jax.ffi, "abstract_token", None) or _attribute(
-    "jax._src.core", "abstract_token"
-)
+# The type of an effect's value in compiled programs.
+_TOKEN = _attribute("jax._src.core", "abstract_token")
 
 
 def default_backend() -> str:
@@ -168,9 +165,8 @@ def compile_alone(primitive: Any, call: Callable[..., Any]) -> None:
 
 def program_of(ctx: Any) -> Any:
     """Return the object that all operations of a program share while JAX lowers the
-    program. Return ``None`` if this version of JAX has no such object.
-    """
-    return getattr(ctx.module_context, "keepalives", None)
+    program."""
+    return ctx.module_context.keepalives
 
 
 def never_drop(primitive: Any) -> None:
@@ -248,9 +244,8 @@ def varying(x: Any) -> tuple[str, ...]:
     them."""
     described = isinstance(x, jax.ShapeDtypeStruct | ShapedArray)
     aval = x if described else jax.typeof(x)
-    kind = getattr(aval, "manual_axis_type", None)  # older versions have `vma`
-    axes = getattr(aval, "vma", None) if kind is None else kind.varying
-    return tuple(sorted(axes or ()))
+    kind = getattr(aval, "manual_axis_type", None)
+    return () if kind is None else tuple(sorted(kind.varying))
 
 
 def axes_of_vmap(closed: Any) -> list[str]:

@@ -215,7 +215,7 @@ def _check_order(ctx: Any, round: Round) -> None:
     """Raise an error unless all of a group's rounds in the program are ordered in the
     same way."""
     program = _jax_compat.program_of(ctx)
-    if getattr(_last, "program", None) is not program or program is None:
+    if getattr(_last, "program", None) is not program:
         _last.program, _last.tokened = program, {}
     tokened = "token" in round.leading
     if _last.tokened.setdefault(round.group, tokened) != tokened:
