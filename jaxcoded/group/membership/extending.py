@@ -90,17 +90,11 @@ class Extending(Change):
     def _agree(self, copying: Future[MPI.Intracomm | None]) -> Future[bool]:
         """Make the group if all ranks are ready. Return a future that tells whether all
         ranks have made it."""
-        ranks: MPI.Intracomm | None = None
-        try:
+        with self._failing():
             ranks = copying.result(0.0)
-        except Exception as error:  # noqa: BLE001
-            self._failure = self._failure or error
-        else:
             if ranks is None:
                 return pending(lambda: False)
-        with self._failing():
-            if ranks is not None:
-                self._make(ranks)
+            self._make(ranks)
         if self._failure is not None:
             for comm in self._comms:  # other ranks may wait in this communicator
                 comm.Revoke()

@@ -118,7 +118,6 @@ def joined() -> Session | None:
 def _taken_by(new_rank: NewRank) -> Session:
     all_ranks, invitation = new_rank.invited()
     comms: list[MPI.Comm] = [all_ranks]
-    session, failure = None, None
     try:
         with let_go(comms, opening_seconds(new_rank.seconds)):
             own = invitation.own(all_ranks)
@@ -128,13 +127,11 @@ def _taken_by(new_rank: NewRank) -> Session:
                 lambda _: plan_of_root(own, invitation.place),
                 0,
             )
-    except BaseException as error:  # noqa: BLE001  # other ranks wait for an answer
-        failure = error
-    new_rank.ready(failure)
-    if failure is not None:
+    except BaseException as error:
+        new_rank.ready(error)  # other ranks wait for an answer
         all_ranks.Revoke()
-        raise failure
-    assert session is not None
+        raise
+    new_rank.ready(None)
     try:
         new_rank.enter(all_ranks, invitation.size)
     except BaseException:

@@ -346,17 +346,16 @@ class Roll:
     def _known(self, visit: "_Visit") -> list[int]:
         """Return the state of each rank, from the answers to this rank's latest call."""
         out: list[int] = [State.MISSING] * self._size
-        answers = self._answers.items()
+        answers = self._answers
         for rank in visit.left():
             out[rank] = State.LEFT
-        for _, answer in answers:
+        for answer in answers.values():
             self._hindered = [*map(max, self._hindered, answer.hindered)]
             for rank in answer.left:
                 out[rank] = State.LEFT
-        for rank in {
-            rank for rank, answer in answers if answer.extends == visit.extends
-        }:
-            out[rank] = State.HERE
+        for rank, answer in answers.items():
+            if answer.extends == visit.extends:
+                out[rank] = State.HERE
         for rank in self._dead:
             out[rank] = State.DEAD
         out[self._rank] = State.HERE
