@@ -249,20 +249,15 @@ def pack(
 
 def unpack(vectors: Sequence[jax.Array], packing: Packing) -> Any:
     """Restore the pytree from `pack`. Padding at the end of vectors is dropped."""
-    sources = dict(zip(packing.vectors, vectors, strict=True))
-    counts = packing.counts
+    counts, kinds = packing.counts, packing.kinds
     leaves: list[Any] = [
         None if count else restored(jnp.zeros(0, kind.dtype), shape, dtype)
         for count, shape, dtype, kind in zip(
-            counts, packing.shapes, packing.dtypes, packing.kinds
+            counts, packing.shapes, packing.dtypes, kinds
         )
     ]
-    for kind, vector in sources.items():
-        indices = [
-            i
-            for i, (count, leaf_kind) in enumerate(zip(counts, packing.kinds))
-            if leaf_kind == kind and count
-        ]
+    for kind, vector in zip(packing.vectors, vectors, strict=True):
+        indices = [i for i, each in enumerate(kinds) if each == kind and counts[i]]
         sizes = [counts[i] for i in indices]
         starts = [0, *itertools.accumulate(sizes)]
         for i, run in zip(indices, _runs(vector, starts, sizes)):
@@ -299,17 +294,14 @@ def _runs(
     small = [
         i for i, size in enumerate(sizes) if size * vector.dtype.itemsize <= _SMALL
     ]
-    if len(small) < _MANY or not isinstance(vector, _jax_compat.Tracer):
-        small = []
-    out: list[Any] = [None] * len(sizes)
-    if small:
-        copied = slices(vector, [starts[i] for i in small], [sizes[i] for i in small])
-        for i, run in zip(small, copied):
-            out[i] = run
-    for i, (start, size) in enumerate(zip(starts, sizes)):
-        if out[i] is None:
-            out[i] = _run(vector, start, size)
-    return out
+    copied: dict[int, jax.Array] = {}
+    if len(small) >= _MANY and isinstance(vector, _jax_compat.Tracer):
+        runs = slices(vector, [starts[i] for i in small], [sizes[i] for i in small])
+        copied = dict(zip(small, runs))
+    return [
+        copied[i] if i in copied else _run(vector, start, size)
+        for i, (start, size) in enumerate(zip(starts, sizes))
+    ]
 
 
 def _run(vector: jax.Array, start: int, size: int) -> jax.Array:
