@@ -43,8 +43,8 @@ class Blocks:
         self, session: Session, batch_size: int, costs: np.ndarray | None = None
     ) -> None:
         placement = session.plan.placement
-        self._session, self._transport = session, session.transport
-        self._work = Engine.of(self._transport, "shared work needs")
+        self._session = session
+        self._work = Engine.of(session.transport, "shared work needs")
         self._words = f"the blocks of a batch of {batch_size}"
         self._starts = placement.examples(batch_size)
         self._divided: list[np.ndarray] | None = None
@@ -93,7 +93,7 @@ class Blocks:
         self._over = True
         why = "leaving the loop early" if error is None else _require.kind(error)
         self._work.leave_blocks()
-        self._transport.note_failure(f" after {why} in group.blocks")
+        self._work.note_failure(f" after {why} in group.blocks")
         if error is None:
             raise CodedError(
                 "the loop over group.blocks was left before its end: do not use what this rank "
