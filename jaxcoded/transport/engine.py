@@ -100,8 +100,7 @@ def sources() -> str:
 
 
 def fault_tolerant() -> bool:
-    """Return whether MPI survives a rank's death (ULFM). Call this only if `missing`
-    returns an empty text."""
+    """Return whether the engine is built and MPI survives a rank's death (ULFM)."""
     return not _why_missing and _engine.fault_tolerant()
 
 
