@@ -39,6 +39,9 @@ class CodedGroup:
     No round is decided without the root, which is rank 0 unless the plan has another root. `recovered` explains
     what to do if the root dies.
 
+    `replan`, `recovered` and `extended` close this group and return its successor: use the `rank`, `size` and
+    `epoch` of the successor, and compile the step with it. A ``with`` block of this group closes the successor.
+
     Args:
         comm: an mpi4py intra-communicator.
         strategy: how the work of a step is divided: `Shared`, `Coded` or `Uncoded`; or a
@@ -556,12 +559,10 @@ class CodedGroup:
         report(transport.reports(), callback)
 
     def replan(self, speeds: Sequence[float] | np.ndarray) -> "CodedGroup":
-        """Return a new group whose data is assigned in proportion to these speeds.
+        """Return a successor of this group whose data is assigned in proportion to these speeds.
 
         The call is a round like any other: all ranks call it between the same two rounds, and no rank waits for a
-        late rank. Only the root's ``speeds`` count; pass, for example, ``group.telemetry().speeds``. The call closes
-        this group: use the new group's `epoch`, and compile the step with the new group. A ``with`` block of this
-        group closes the new group when the block ends.
+        late rank. Only the root's ``speeds`` count; pass, for example, ``group.telemetry().speeds``.
 
         Args:
             speeds: relative speed of each rank, positive; see `Coded`.
@@ -617,19 +618,16 @@ class CodedGroup:
         timeout: float = 60.0,
         put_out: bool = False,
     ) -> "CodedGroup":
-        """Return a new group without the dead ranks. The new group tolerates as many stragglers as before, and its
+        """Return a successor of this group without the dead ranks. It tolerates as many stragglers as before, and its
         data is divided among the living ranks; see ``docs/recovery.md``.
 
         All living ranks call `recovered` between the same two rounds. It waits for all living ranks, so call it only
-        every few steps. If MPI reports no death, it returns this group, unchanged. If a rank is dead, it closes this
-        group: use the new group's `rank`, `size` and `epoch`, and compile the step with the new group. A ``with`` block
-        of this group closes the new group when the block ends. Ranks keep their order, except for a new root.
-        Parameters and state stay on their ranks.
+        every few steps. If MPI reports no death, it returns this group, unchanged. Ranks keep their order, except for
+        a new root. Parameters and state stay on their ranks.
 
         Also call it when a step fails because the root has died. Some ranks may then
         have received the sum of the last round, and other ranks an error. In this case
-        the new group is not `alike`: sums raise an error until the root has sent its
-        state with `tree_bcast`.
+        the new group is not `alike`.
 
         A living rank that does not call `recovered`, because its program hangs or its
         process is stopped, keeps the other ranks waiting. With ``put_out`` its process
@@ -672,7 +670,7 @@ class CodedGroup:
         command: Sequence[str] | None = None,
         timeout: float = 120.0,
     ) -> "CodedGroup":
-        """Start processes, and return a new group with these processes as additional ranks; see
+        """Start processes, and return a successor of this group with these processes as additional ranks; see
         ``docs/recovery.md``.
 
         Experimental: it relies on the behaviour of one MPI, Open MPI 5.
@@ -688,11 +686,8 @@ class CodedGroup:
             if not group.alike:
                 number, params, state = jaxcoded.tree_bcast((number, params, state), group)
 
-        The call closes this group: use the new group's `rank`, `size` and `epoch`, and
-        compile the step with the new group. A ``with`` block of this group
-        closes the new group when the block ends. The root stays the root. The other ranks keep their order,
-        and new ranks come after them. Use ``group.comm`` instead of MPI.COMM_WORLD, which
-        does not change on old ranks, and on a new rank has only the new ranks.
+        The root stays the root. The other ranks keep their order, and new ranks come after them. Use ``group.comm``
+        instead of MPI.COMM_WORLD, which does not change on old ranks, and on a new rank has only the new ranks.
 
         On several hosts the new ranks run on the host with the fewest ranks of the group. `extended` needs Open MPI 5
         and ``jaxcoded run --ft``.
