@@ -170,9 +170,8 @@ def _checking(
     return options, [f"check={name} cannot detect every error: {gaps}"] if gaps else []
 
 
-def has_died(failure: BaseException | None) -> bool:
-    """Return whether a rank's death may be why not all ranks have made a group.
-    ``failure`` is this rank's error, if any. Errors that a death cannot cause are the
-    same on all ranks.
+def has_died(failure: BaseException) -> bool:
+    """Return whether a rank's death may be the cause of an error in making a group.
+    Errors that a death cannot cause are the same on all ranks.
     """
-    return failure is None or isinstance(failure, MPI.Exception | Unreadable)
+    return isinstance(failure, MPI.Exception | Unreadable)

@@ -85,8 +85,8 @@ class Transport(Carrier):
 
     @abc.abstractmethod
     def close(self, seconds: float) -> list[int]:
-        """End the group's rounds. Return the ranks that did not take part. Collective."""
+        """End the group's rounds. Return the ranks that did not take part. Collective.
+        The session removes the group from the registry, also after `abandon`."""
 
-    @abc.abstractmethod
     def abandon(self, error: BaseException) -> None:
         """Leave the group after an error, without waiting for other ranks."""

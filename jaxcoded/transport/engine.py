@@ -232,7 +232,6 @@ class Engine(Transport):
     def close(self, seconds: float) -> list[int]:
         # Ranks further down give up first, and name the absent ranks.
         absent = self._ask("close", seconds + self._patience)
-        registry.remove(self.index)
         if not absent:
             self._put_back()
         return absent
@@ -251,7 +250,6 @@ class Engine(Transport):
         return _GIVE_UP_SECONDS * self._height
 
     def abandon(self, error: BaseException) -> None:
-        registry.remove(self.index)
         self._ask("abandon", ending.in_words(error))
         _abandoned.append(self)
 

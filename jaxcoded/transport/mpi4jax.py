@@ -96,14 +96,8 @@ class Mpi4jax(Traced, Transport):
         return other
 
     def close(self, seconds: float) -> list[int]:
-        try:
-            self._agree("close")
-        finally:
-            registry.remove(self.index)
+        self._agree("close")
         return []
-
-    def abandon(self, error: BaseException) -> None:
-        registry.remove(self.index)
 
     def _fit_together(self, vectors: Sequence[jax.Array]) -> bool:
         """Return whether several vectors, such as a count and a sum, are sent as one
