@@ -21,9 +21,7 @@ class Carrier(abc.ABC):
     rank: int  # the rank of this process
     can_lag = False  # whether rounds may be decided before a rank calls them
     takes_tokens = False  # whether a token can order rounds instead of JAX's effect
-    takes_parts = (
-        False  # whether parts of a message can be sent ahead of the other parts
-    )
+    takes_parts = False  # whether parts of a message can be sent ahead of the others
     # How many rounds can be started before the first of them is finished. 0 means that a started round would not
     # progress while its rank computes.
     most_started = 0

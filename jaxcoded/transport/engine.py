@@ -431,9 +431,8 @@ class Engine(Transport):
         try:
             yield
         finally:
-            with contextlib.suppress(
-                errors.GroupClosed
-            ):  # the group may have been closed in the block
+            # the group may have been closed in the block
+            with contextlib.suppress(errors.GroupClosed):
                 self._ask("watch", False)
 
     def agreed(self, flag: bool) -> bool:

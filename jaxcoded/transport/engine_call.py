@@ -105,10 +105,8 @@ def lower(
     def call(inner: Any, *operands: Any) -> Any:
         """Call the engine. The value that orders the call comes first, both among the
         operands and among the results."""
-        at, out_at = (
-            len(inner.avals_in) - len(vectors),
-            len(inner.avals_out) - len(given),
-        )
+        at = len(inner.avals_in) - len(vectors)
+        out_at = len(inner.avals_out) - len(given)
         avals_in = [*inner.avals_in[:at], *sent]
         avals_out = [*inner.avals_out[:out_at], *received]
         operands = (*operands[:at], *convert(operands[at:], vectors, sent, (-1, 0)))

@@ -17,9 +17,8 @@ class Round:
     the transport reads it."""
 
     group: int  # the index of the group
-    call: str = (
-        ""  # the call's name, shapes and dtypes; equal on ranks that make the same call
-    )
+    # the call's name, shapes and dtypes; equal on ranks that make the same call
+    call: str = ""
     kind: str = "round"  # the step of a round: a key of `primitive.RULES`
     vectors: tuple[Kind, ...] = ()  # the dtypes of each vector, and how it is split
     leading: tuple[str, ...] = ()  # the names of the `Operands` in front of the vectors

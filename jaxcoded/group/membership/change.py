@@ -25,9 +25,8 @@ class Change:
         self._rounds = 0  # number of the old group's rounds decided before the change
         self._new: Session | None = None
         self._failure: BaseException | None = None  # this rank's error
-        self._agreement: Future[bool] | None = (
-            None  # whether all ranks have the session
-        )
+        # whether all ranks have the session
+        self._agreement: Future[bool] | None = None
 
     def session(self, rounds: int) -> Session:
         """Return the new session after all ranks have agreed. ``rounds`` is the number
