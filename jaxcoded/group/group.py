@@ -690,12 +690,12 @@ class CodedGroup:
         instead of MPI.COMM_WORLD, which does not change on old ranks, and on a new rank has only the new ranks.
 
         On several hosts the new ranks run on the host with the fewest ranks of the group. `extended` needs Open MPI 5
-        and ``jaxcoded run --ft``.
+        and ``jaxcoded run --ft``. An error leaves this group open; all errors but ``TypeError`` are raised on every
+        rank in the call.
 
         Args:
             ranks: the number of new ranks, ≥ 1.
-            strategy: the strategy of the new group, the same on all old ranks. Default: this group's strategy.
-            options: the options of the new group. Default: this group's options.
+            strategy, options: as for `recovered`, the same on all old ranks.
             command: the command that starts each new process. Default: the command that
                 started the job's first ranks. The command runs in the folder in which
                 the rank that starts the processes has imported jaxcoded.
@@ -706,16 +706,12 @@ class CodedGroup:
             A group of all old and new ranks.
 
         Raises:
-            ValueError: an argument is invalid; MPI or its launcher does not survive the death of a rank; the strategy
-                does not fit the new number of ranks; this group's strategy fits only its own ranks
-                (``Coded(parents=…)``) and no other strategy is given; or the group has a ``record`` or ``replay``.
-                Raised on every rank; this group stays open.
+            ValueError: an argument is invalid; the launcher does not survive the death of a rank; or as `recovered`.
             TypeError: ``strategy``, ``options`` or ``command`` has a wrong type.
-            GroupMismatch: ranks gave different arguments. Raised on every rank; this group stays open.
+            GroupMismatch: ranks gave different arguments.
             CodedError: some ranks of this group are dead, or did not call `extended`;
                 or a new process was late, ended or died, in which case all new
-                processes are killed. Raised on every rank in the call; this group stays
-                open.
+                processes are killed.
 
         Example:
             >>> from mpi4py import MPI
