@@ -12,7 +12,7 @@ from jaxcoded import _jax_compat, _require
 from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import tokens
-from jaxcoded.transport.leaves import array, named
+from jaxcoded.transport.leaves import array, converted
 from jaxcoded.transport.primitive import placed
 from jaxcoded.transport.round import Operands
 
@@ -135,8 +135,7 @@ def checked_params(params: Any) -> Any:
     differentiated."""
     check_no_batch(params)
 
-    def taken(path: Any, leaf: Any) -> jax.Array:
-        name = named("params", path)
+    def taken(leaf: Any, name: str) -> jax.Array:
         dtype = getattr(leaf, "dtype", None)
         if dtype is None and isinstance(leaf, bool | int | float | complex):
             dtype = jnp.result_type(leaf)
@@ -152,7 +151,7 @@ def checked_params(params: Any) -> Any:
             )
         return array(leaf, name)
 
-    return jax.tree_util.tree_map_with_path(taken, params)
+    return converted(params, "params", taken)
 
 
 def check_no_batch(params: Any) -> None:
@@ -169,9 +168,7 @@ def checked_data(batch: Batch, group: CodedGroup) -> Any:
     check_batch(batch)
     weights, plan, rank = batch.weights, group.plan, group.rank
     weights.check(plan, rank)
-    data = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: array(leaf, named("data", path)), batch.data
-    )
+    data = converted(batch.data, "data")
     numbers = plan.parts_above[rank] * plan.slices_above[rank]
     shape, encoded = np.shape(weights.values), plan.encoded
     if len(shape) != (3 if encoded else 1) or (encoded and shape[2] != numbers):

@@ -17,7 +17,7 @@ from jaxcoded.group.batch import Batch
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport import tokens
 from jaxcoded.transport.kernels import accumulator
-from jaxcoded.transport.leaves import array, check_no_key, named
+from jaxcoded.transport.leaves import array, check_no_key, converted, named
 from jaxcoded.transport.packing import checked_wire_dtype
 
 _NAME = "coded_sum"
@@ -137,9 +137,7 @@ def coded_sum(
         group._session.check_alike()
         with group._session.failing(_NAME):
             check_no_batch(params)
-            params = jax.tree_util.tree_map_with_path(
-                lambda path, leaf: array(leaf, named("params", path)), params
-            )
+            params = converted(params, "params")
             data = checked_data(batch, group)
             if token is not None:
                 token = tokens.checked(token)
@@ -217,8 +215,7 @@ def _sums(
     """Return ``Σ_j w_j g_j`` for these examples."""
     split = _jax_compat.varying(weights)
 
-    def weigh(path: Any, leaf: Any) -> jax.Array:
-        name = named(_VALUES, path)
+    def weigh(leaf: Any, name: str) -> jax.Array:
         leaf = array(leaf, name)
         check_no_key(leaf.dtype, name)
         if leaf.shape[:1] != weights.shape:
@@ -240,7 +237,7 @@ def _sums(
     if weighted:
         out = per_example(params, data, weights)
     else:
-        out = jax.tree_util.tree_map_with_path(weigh, per_example(params, data))
+        out = converted(per_example(params, data), _VALUES, weigh)
     # raise errors for unsuitable leaves here, where the leaves have names
     floats.of(out, group, "the sum", wire_dtype)
     return jax.tree.map(lambda leaf: over_devices(jnp.asarray(leaf), split), out)

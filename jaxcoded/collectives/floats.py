@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.plan import Plan
-from jaxcoded.transport.leaves import array, check_no_key, named
+from jaxcoded.transport.leaves import array, check_no_key, converted
 from jaxcoded.transport.packing import Summands
 
 _BYTE = 256
@@ -37,8 +37,7 @@ def of(
         ValueError: integers would be rounded to the ``wire_dtype``.
     """
 
-    def floats(path: Any, leaf: Any) -> Any:
-        name = named(root, path)
+    def floats(leaf: Any, name: str) -> Any:
         if not hasattr(leaf, "dtype"):
             leaf = array(leaf, name)
         dtype = leaf.dtype
@@ -60,7 +59,7 @@ def of(
             total = np.dtype(jax.dtypes.canonicalize_dtype(np.int64))
         return Summands(_bytes(leaf, total), leaf.dtype, total)
 
-    return jax.tree_util.tree_map_with_path(floats, pytree)
+    return converted(pytree, root, floats)
 
 
 def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:

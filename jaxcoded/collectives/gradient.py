@@ -13,7 +13,7 @@ from jaxcoded.collectives import floats
 from jaxcoded.collectives.counting import over_devices
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport.kernels import accumulator
-from jaxcoded.transport.leaves import array, named
+from jaxcoded.transport.leaves import converted, named
 from jaxcoded.transport.order import ORDER
 
 
@@ -94,10 +94,7 @@ def _losses_of_examples(
                 f"losses returned {_require.kind(values)}: return one array, the loss of each example or their mean, and "
                 "anything else as aux, with has_aux=True"
             ) from None
-        aux = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: array(leaf, named("aux", path)), aux
-        )
-        return values, aux
+        return values, converted(aux, "aux")
 
     def of_one(example: Any) -> tuple[Any, Any]:
         return pair(params, jax.tree.map(lambda leaf: leaf[None], example))

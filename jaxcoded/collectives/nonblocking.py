@@ -17,7 +17,7 @@ from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
 from jaxcoded.transport import tokens
 from jaxcoded.transport.kernels import Encoded, divided
-from jaxcoded.transport.leaves import named, summand
+from jaxcoded.transport.leaves import converted, summand
 from jaxcoded.transport.packing import Packing
 from jaxcoded.transport.primitive import placed, run
 from jaxcoded.transport.primitive import results as results_of
@@ -296,9 +296,7 @@ def _buckets(
             "bucket_bytes splits a pytree of arrays, but an Encoded is one message: "
             "encode parts of the gradient and start each of them"
         )
-    x = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: summand(leaf, named("leaf", path)), x
-    )
+    x = converted(x, "leaf", summand)
     leaves, structure = jax.tree.flatten(x, is_leaf=floats.is_summands)
     buckets: list[list[Any]] = [[]]
     held = 0

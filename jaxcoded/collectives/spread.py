@@ -9,7 +9,7 @@ from jaxcoded import _jax_compat
 from jaxcoded._jax_compat import ad, batching, mlir
 from jaxcoded.collectives.allreduce import summed
 from jaxcoded.group.group import CodedGroup, check_open
-from jaxcoded.transport.leaves import array, named
+from jaxcoded.transport.leaves import converted
 
 _NAME = "spread"
 
@@ -56,8 +56,7 @@ def spread(params: Any, group: CodedGroup) -> Any:
     """
     check_open(group)
     with group._session.failing(_NAME):
-        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        arrays = [array(leaf, named("params", path)) for path, leaf in leaves]
+        arrays, structure = jax.tree.flatten(converted(params, "params"))
     group._session.spreads = True
     moves = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
     if moves:

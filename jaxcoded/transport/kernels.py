@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoded.transport.leaves import named, summand
+from jaxcoded.transport.leaves import converted, named, summand
 from jaxcoded.transport.packing import Packing, pack, unpack
 
 
@@ -184,9 +184,7 @@ def encode(
             f"{coefficients.shape}"
         )
     k = coefficients.shape[max(0, coefficients.ndim - 2)]
-    partials = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: summand(leaf, named("leaf", path)), partials
-    )
+    partials = converted(partials, "leaf", summand)
     _check_leading_axis(partials, k, "partitions")
     if coefficients.ndim == 1:
         return jax.tree.map(

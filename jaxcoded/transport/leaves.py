@@ -3,6 +3,7 @@ array."""
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -97,6 +98,16 @@ def array(leaf: Any, name: str) -> jax.Array:
                 "jax_enable_x64, or pass smaller numbers"
             )
     return out
+
+
+def converted(
+    pytree: Any, root: str, convert: Callable[[Any, str], Any] = array
+) -> Any:
+    """Return the pytree with every leaf converted by a function of the leaf and its
+    name (`named`)."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: convert(leaf, named(root, path)), pytree
+    )
 
 
 def summand(leaf: Any, name: str) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.tree_util import FlattenedIndexKey
 
 from jaxcoded import _jax_compat
 from jaxcoded.transport.leaves import (
-    named,
+    converted,
     numbers,
     restored,
     sendable,
@@ -230,10 +230,9 @@ def pack(
     `leaves.summand` accepts; otherwise accept the leaves that `leaves.sendable`
     accepts.
     """
-    paths, structure = jax.tree_util.tree_flatten_with_path(pytree)
-    taken = summand if floats_only else sendable
-    leaves = [taken(leaf, named("leaf", path)) for path, leaf in paths]
-    packing = Packing.of(jax.tree.unflatten(structure, leaves), wire_dtype, multiple)
+    pytree = converted(pytree, "leaf", summand if floats_only else sendable)
+    leaves = jax.tree.leaves(pytree)
+    packing = Packing.of(pytree, wire_dtype, multiple)
     vectors = []
     for kind, length in packing.vectors.items():
         flat = [
