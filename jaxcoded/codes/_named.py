@@ -64,7 +64,7 @@ def named(
     constructor: Callable[..., GradientCode] = getattr(codes, name)
     common = {"n": n, "stragglers": stragglers, "slices": slices, "seed": seed}
     _parse.check_arguments("code", text, constructor, given, common)
-    for name_ in ("n", "stragglers", "slices", "seed"):
+    for name_ in common:
         if name_ in given:
             raise ValueError(
                 f"code={text!r}: {name_} is the same for all codes of a plan; give it "

@@ -57,9 +57,7 @@ class Audit:
         second = kind == _ONLY_TOLD
         return jnp.concatenate(
             [
-                jnp.where(jnp.arange(self.ranks) == rank, ~finite, False).astype(
-                    jnp.float32
-                ),
+                ((jnp.arange(self.ranks) == rank) & ~finite).astype(jnp.float32),
                 jnp.where(second, 0, sketches),
                 jnp.where(second, sketches, 0),
             ]

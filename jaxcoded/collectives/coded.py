@@ -49,7 +49,7 @@ def summed(
         asked |= {"name": name, "apart": APART}
         if plan.encoded:
 
-            def send(part: Encoded, number: int) -> jax.Array | None:
+            def send(part: Encoded, number: int) -> jax.Array:
                 """Send a finished part before the other parts. Return whether this rank
                 is now behind."""
                 nonlocal token
@@ -94,7 +94,7 @@ def _encoded(
     behind: jax.Array | None,
     plan: Plan,
     parts: int,
-    send: Callable[[Encoded, int], jax.Array | None] | None,
+    send: Callable[[Encoded, int], jax.Array] | None,
     wire_dtype: np.dtype | None,
 ) -> tuple[Encoded, Any, jax.Array | None]:
     """Compute every chunk in turn. Return the coded message of the results of

@@ -124,13 +124,10 @@ def coded_sum(
 
     # compare functions by identity: equal functions may compute different things
     asked = (
-        _NAME,
-        group._session.index,
-        _require.identity(per_example),
-        weighted,
-        wire_dtype,
+        *(_NAME, group._session.index, _require.identity(per_example)),
+        *(weighted, wire_dtype),
     )
-    outside = group._session.kept(asked, lambda: Eager(reduce))
+    kept = group._session.kept(asked, lambda: Eager(reduce))
 
     def of_batch(params: Any, batch: Batch, *, token: jax.Array | None = None) -> Any:
         check_open(group)
@@ -141,8 +138,7 @@ def coded_sum(
             data = checked_data(batch, group)
             if token is not None:
                 token = tokens.checked(token)
-        reducing = reduce if _jax_compat.tracing() else outside
-        return reducing(params, data, batch.weights, token)
+        return kept(params, data, batch.weights, token)
 
     return of_batch
 

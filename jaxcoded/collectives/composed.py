@@ -173,10 +173,6 @@ def _abstract_eval(*avals: Any, sum: Sum) -> Any:
     return [*sum.traced.out_avals, *token], set() if token else {ORDER}
 
 
-def _described(avals: Sequence[Any]) -> list[Any]:
-    return [_jax_compat.like(aval, aval.shape) for aval in avals]
-
-
 def _lowering(ctx: Any, *operands: Any, sum: Sum) -> Any:
     return mlir.lower_fun(sum.round, multiple_results=True)(ctx, *operands)
 
@@ -275,14 +271,14 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
         tokens.check_derivative(sum.name, back[-1])
         token = [back[-1]]
     count = len(sum.alike) - len(which)
-    avals = [args[i].aval for i in which]
+    types = [_jax_compat.like(args[i].aval, args[i].aval.shape) for i in which]
 
     def of(args: list[Any], *rest: Any) -> list[Any]:
         known, cts = iter(args[:count]), args[count:]
         all_ = [None if i in which else next(known) for i in range(len(sum.alike))]
         function = _moving(sum.of, which, all_, *rest)
         linear = lambda *moving: [function(*moving)[i] for i in nonzero]
-        return list(jax.linear_transpose(linear, *_described(avals))(cts))
+        return list(jax.linear_transpose(linear, *types)(cts))
 
     alike = [a for i, a in enumerate(sum.alike) if i not in which]
     args = [x for i, x in enumerate(args) if i not in which]

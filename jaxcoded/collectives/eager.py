@@ -13,8 +13,8 @@ _MOST = 4  # most cached programs of one function
 
 
 class Eager:
-    """A function that is traced in each call, and compiled if the trace differs from
-    recent traces.
+    """A function that is traced in each call outside `jit`, and compiled if the trace
+    differs from recent traces.
 
     So the function uses the current values of the variables that it closes over, like
     other JAX functions outside `jit`. A loop of equal calls compiles it once.
@@ -25,6 +25,8 @@ class Eager:
         self._programs: list[tuple[Any, Callable[..., Any]]] = []
 
     def __call__(self, *args: Any) -> Any:
+        if _jax_compat.tracing():
+            return self._function(*args)
         # Make a new function, since JAX would not trace the same function again.
         trace = jax.make_jaxpr(lambda *args: self._function(*args), return_shape=True)
         closed, shape = trace(*args)
@@ -55,12 +57,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return same(list(a.items()), list(b.items()))
     if isinstance(a, np.ndarray | np.generic | jax.Array):
-        array, other = np.asarray(a), np.asarray(b)
-        return (array.dtype, array.shape, array.tobytes()) == (
-            other.dtype,
-            other.shape,
-            other.tobytes(),
-        )
+        a, b = np.asarray(a), np.asarray(b)
+        return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
     try:
         if a == b:
             return True
@@ -76,12 +74,11 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
     names: dict[Any, Any] = {}
 
     def alike(x: Any, y: Any) -> bool:
+        if x.aval != y.aval:
+            return False
         if isinstance(x, Literal) or isinstance(y, Literal):
-            values = [
-                np.asarray(each.val) for each in (x, y) if isinstance(each, Literal)
-            ]
-            return len(values) == 2 and same(*values) and x.aval == y.aval
-        return names.setdefault(x, y) is y and x.aval == y.aval
+            return type(x) is type(y) and same(np.asarray(x.val), np.asarray(y.val))
+        return names.setdefault(x, y) is y
 
     def all_alike(xs: list[Any], ys: list[Any]) -> bool:
         return len(xs) == len(ys) and all(map(alike, xs, ys))

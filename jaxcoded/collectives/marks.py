@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.plan.placement import Placement
+from jaxcoded.transport.leaves import is_key
 
 _MOST = 64  # the largest mark of a block, as a multiple of the smallest mark
 _KEYS = 63
@@ -142,8 +143,7 @@ def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
 def _plain(leaf: Any) -> jax.Array:
     """Return the bits of typed random keys; return other arrays unchanged."""
     leaf = jnp.asarray(leaf)
-    typed = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if typed else leaf
+    return jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
 
 
 def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
@@ -200,10 +200,7 @@ def _finite(leaf: jax.Array) -> jax.Array:
 
 def _corner(leaf: jax.Array) -> jax.Array:
     """Return only the numbers in one corner of a leaf, as there may be many."""
-    last = min(leaf.ndim, 2)
-    ends = (
-        [1] * (leaf.ndim - last) + [round(_OF_EACH ** (1 / last))] * last
-        if last
-        else []
-    )
+    last = min(leaf.ndim, 2)  # the axes of which several places are taken
+    places = round(_OF_EACH ** (1 / max(last, 1)))
+    ends = [1] * (leaf.ndim - last) + [places] * last
     return leaf[tuple(slice(end) for end in ends)]

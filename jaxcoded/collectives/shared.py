@@ -117,9 +117,6 @@ def summed(
         (work,), token = run(asked, operands._replace(vectors=sums, token=token))
         return work, token
 
-    def there_are_more(state: Any) -> jax.Array:
-        return state[0][0] >= 0
-
     def one_more(state: Any) -> Any:
         (block, fresh, kind), sums, auxes, token = state
         at = jnp.asarray(where)[block]
@@ -163,7 +160,7 @@ def summed(
     auxes = jax.tree.map(lambda leaf: jnp.zeros((blocks, *leaf.shape), leaf.dtype), aux)
     work, token = take(sums, operands.token, 0)
     _, _, auxes, token = jax.lax.while_loop(
-        there_are_more, one_more, (work, sums, auxes, token)
+        lambda state: state[0][0] >= 0, one_more, (work, sums, auxes, token)
     )
     types = [ShapedArray(s.shape, kind.dtype) for s, kind in zip(sums, kinds)]
     end = round.step("round", last_part=True, results=tuple(types))

@@ -140,7 +140,7 @@ def coded_value_and_grad(
         *(_NAME, group._session.index, _require.identity(losses)),
         *(has_aux, mean, residual, wire_dtype),
     )
-    outside = group._session.kept(asked, lambda: Eager(reduce))
+    kept = group._session.kept(asked, lambda: Eager(reduce))
 
     def value_and_grad(
         params: Any,
@@ -159,8 +159,7 @@ def coded_value_and_grad(
                 erasures = checked_erasures(erasures, group.size)
             if token is not None:
                 token = tokens.checked(token)
-        reducing = reduce if _jax_compat.tracing() else outside
-        out = reducing(params, data, batch.weights, erasures, token)
+        out = kept(params, data, batch.weights, erasures, token)
         reduced.note(out.value[1], group._session.index)
         return out.plain()
 
