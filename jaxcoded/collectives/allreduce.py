@@ -374,9 +374,8 @@ def sum_round(
 def results(
     out: Sequence[jax.Array], round: Round, packing: Packing
 ) -> tuple[Any, jax.Array | None]:
-    """Return the sum as a pytree, and its residual if requested. If the round has a
-    count of examples, this count is the first vector, and the transport has checked it.
-    """
+    """Return the sum as a pytree, without the count of examples, which the transport
+    has checked; and its residual if requested."""
     plan = find(round.group).plan
     residual = residual_of(plan, out[-1]) if round.residual else None
     total = unpack(out[round.counts : len(out) - round.residual], packing)
@@ -386,8 +385,7 @@ def results(
 def _probe(
     group: CodedGroup, vectors: Sequence[jax.Array], number: int | None
 ) -> jax.Array:
-    """Return the vector with which a round measures the sum's coefficients (`atoms.probe`),
-    or the part ``number`` of this vector."""
+    """Return `atoms.probe` of this rank, or the part ``number`` of this vector."""
     probe = atoms.probe(group.plan, group.rank)
     if number is not None:
         probe = probe.reshape(group.plan.parts_above[group.rank], -1)[number]
@@ -409,8 +407,7 @@ def residual_of(plan: Plan, measured: jax.Array) -> jax.Array:
 def _message(
     x: Any, group: CodedGroup, name: str, wire_dtype: Any, one_part: bool
 ) -> tuple[tuple[jax.Array, ...], Packing]:
-    """Return this rank's message, or one part of the message, and the packing of the
-    gradient."""
+    """Return this rank's message, or one part of it, and the gradient's packing."""
     plan = group.plan
     if isinstance(x, Encoded):
         parts = 1 if one_part else plan.parts_above[group.rank]
@@ -443,8 +440,7 @@ def _message(
 
 
 def _check_amplification(dtype: np.dtype, amplification: float) -> None:
-    """Raise an error if rounding makes the sums useless; warn if it leaves few
-    digits."""
+    """Raise an error if rounding makes sums useless; warn if it leaves few digits."""
     rounding = amplification * float(jnp.finfo(accumulator(dtype)).eps)
     remedy = "use fractional repetition, fewer stragglers, a smaller fan-out or a wider dtype"
     if rounding > MAX_ROUNDING:

@@ -51,8 +51,7 @@ def checked_operands(
 
 
 def divided_by(divisor: Any, group: CodedGroup) -> str:
-    """Return ``divisor`` as text. The text for a traced divisor does not have its
-    value, which is unknown."""
+    """Return ``divisor`` as text, without its value if it is traced."""
     if divisor is None:
         return ""
     if isinstance(divisor, _jax_compat.Tracer):
@@ -90,8 +89,7 @@ def divided_by(divisor: Any, group: CodedGroup) -> str:
 
 
 def levels_to_the_user() -> int:
-    """Return the ``stacklevel`` that makes a warning point to the line that calls this
-    library."""
+    """Return the ``stacklevel`` of a warning about the line that calls this library."""
     frame, level = sys._getframe(1), 1
     while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
         frame, level = frame.f_back, level + 1
@@ -99,11 +97,7 @@ def levels_to_the_user() -> int:
 
 
 def checked_erasures(erasures: Any, size: int) -> Any:
-    """Return the mask ``erasures`` as an array.
-
-    Raises:
-        ValueError: the mask is not bool ``(size,)``.
-    """
+    """Return the mask as an array. Raise a ValueError if it is not bool ``(size,)``."""
     if not isinstance(erasures, jax.Array):
         erasures = np.asarray(erasures)
     if erasures.shape != (size,) or erasures.dtype != bool:
@@ -131,8 +125,7 @@ def _checked_skip(skip: Any, group: CodedGroup) -> jax.Array:
 
 
 def checked_params(params: Any) -> Any:
-    """Return the parameters as arrays. Raise a TypeError if a leaf cannot be
-    differentiated."""
+    """Return the parameters as arrays. Raise a TypeError if a leaf has no gradient."""
     check_no_batch(params)
 
     def taken(leaf: Any, name: str) -> jax.Array:
@@ -155,8 +148,7 @@ def checked_params(params: Any) -> Any:
 
 
 def check_no_batch(params: Any) -> None:
-    """Raise a TypeError if ``params`` is a batch, since the order of arguments is
-    ``(params, batch)``."""
+    """Raise a TypeError if the batch is given as the first argument."""
     if isinstance(params, Batch):
         raise TypeError(
             "params is a batch: give the arguments in the order (params, batch)"

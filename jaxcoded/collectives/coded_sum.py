@@ -159,8 +159,8 @@ def _check_weighted(jaxpr: Jaxpr, shape: Any) -> None:
 
 
 def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
-    """Return the variables that depend on the variables in ``reached``. Raise a
-    ValueError if a variable of either kind is a divisor."""
+    """Return the variables that depend on these variables, and these variables. Raise
+    a ValueError if one of them is a divisor."""
     for equation in jaxpr.eqns:
         depends = [not isinstance(x, Literal) and x in reached for x in equation.invars]
         if not any(depends):
@@ -179,8 +179,7 @@ def _reached(jaxpr: Jaxpr, reached: set[Any]) -> set[Any]:
 
 
 def _divides(equation: Any, by: Sequence[bool]) -> bool:
-    """Return whether this operation divides by one of the operands marked in ``by``, or
-    raises it to a negative power."""
+    """Return whether this operation divides by an operand that is marked in ``by``."""
     name, operands = equation.primitive.name, equation.invars
     if name == "pow":
         power = operands[1]

@@ -59,8 +59,7 @@ class Sum:
     traced: Any = None  # the trace of `of`
 
     def adding(self, of: Callable[..., list[Any]], args: Sequence[Any]) -> "Sum":
-        """Return this description with the function ``of``, for arguments of these
-        types."""
+        """Return this description with the function ``of`` of such arguments."""
         of = _traced_once(of)
         args = [_jax_compat.like(x, jnp.shape(x)) for x in args]
         traced = of.trace(args, *self.unit).jaxpr
@@ -154,8 +153,7 @@ def summed(
 
 
 def unit(group: CodedGroup, data: Any, weights: Weights) -> tuple[Any, Any]:
-    """Return the types of the examples that a rank computes at a time, and of their
-    weights."""
+    """Return the types of the examples that a rank computes at a time, and of their weights."""
     shape, dtype = weights.values.shape, jax.dtypes.canonicalize_dtype(weights.dtype)
     if group.plan.strategy.by_blocks:
         shape, dtype = shared.shape(weights, group)[1:], jnp.float32
@@ -203,8 +201,7 @@ def _check(sum: Sum, what: str, moved: Sequence[bool]) -> None:
 def _moving(
     of: Any, which: Sequence[int], args: list[Any], *rest: Any
 ) -> Callable[..., list[Any]]:
-    """Return a function of some of the arguments, with the remaining arguments
-    fixed."""
+    """Return a function of some of the arguments, with the others fixed."""
 
     def function(*moving: Any) -> list[Any]:
         all_ = list(args)
@@ -216,8 +213,7 @@ def _moving(
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, sum: Sum) -> Any:
-    """Return the sum's jvp, which is the sum of the function's jvp and takes one more
-    round."""
+    """Return the sum, and its jvp: the sum of the function's jvp, in one more round."""
     moves = [not isinstance(t, ad.Zero) for t in tangents]
     _check(sum, "differentiated", moves)
     out = sum_p.bind(*primals, sum=sum)
@@ -256,8 +252,7 @@ ad.primitive_jvps[sum_p] = _jvp
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, sum: Sum) -> Any:
-    """Return the sum's transpose, which is the sum of the function's transpose and
-    takes one round."""
+    """Return the sum's transpose: the sum of the function's transpose, in one round."""
     args, rest, token = sum.parts(operands)
     which = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
     values = cotangents[: len(cotangents) - len(token)]

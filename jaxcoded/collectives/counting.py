@@ -162,8 +162,7 @@ def _key_on_host(number: int) -> int:
 
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
-    """Return the count for shared work as it is before any block is computed. It has both
-    numbers of `count`."""
+    """Return the count before any block of shared work, with both numbers of `count`."""
     share = rounding(group.plan, np.float32)
     number = float(weights.batch_size)
     return Count(
@@ -175,11 +174,7 @@ def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
 
 
 def check_counted(weights: Any, group: CodedGroup, name: str, call: str = "") -> None:
-    """Raise an error if a sum needs weights and ``weights`` is missing. ``call`` shows the call with weights.
-
-    Raises:
-        TypeError: the message shows the call with weights.
-    """
+    """Raise a TypeError if a sum needs weights and has none. ``call`` is the call with weights."""
     if weights is None and not (group._session.blocks or _adds_up(group.plan)):
         call = (
             call
@@ -204,8 +199,7 @@ def _adds_up(plan: Plan) -> bool:
 
 
 def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
-    """Return what this rank adds to the count if the key is 1: one number for each part
-    of its message."""
+    """Return what this rank adds to each part of the count if the key is 1."""
     if not plan.strategy.by_blocks:
         return marks.of_rank(plan, rank, batch_size, share)
     own = list(plan.placement.owned(rank))
@@ -213,8 +207,7 @@ def _mark(plan: Plan, rank: int, batch_size: int, share: float) -> np.ndarray:
 
 
 def rounding(plan: Plan, *dtypes: Any) -> float:
-    """Return the fraction by which rounding in these dtypes may change a count of
-    examples."""
+    """Return the fraction by which rounding in these dtypes may change a count."""
     eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
     return max(_MISCOUNT, (_ROUNDINGS + plan.size) * plan.amplification * eps)
 
@@ -237,6 +230,5 @@ def present(counted: jax.Array, weights: Weights, count: Count) -> jax.Array:
 
 
 def over_devices(x: Any, split: Sequence[str]) -> Any:
-    """Return the sum of ``x`` over the devices over which a batch is split, or ``x`` if
-    the batch is not split."""
+    """Return the sum of ``x`` over the devices over which a batch is split, if any."""
     return jax.lax.psum(x, tuple(split)) if split else x

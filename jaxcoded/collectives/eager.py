@@ -40,8 +40,7 @@ class Eager:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return whether two traces, or parts of traces, certainly give the same
-    program."""
+    """Return whether two traces, or parts of them, certainly give the same program."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -99,7 +98,6 @@ def _same_jaxprs(a: Jaxpr, b: Jaxpr) -> bool:
 
 
 def _computed(params: dict[str, Any]) -> dict[str, Any]:
-    """Return an operation's parameters without its derivative rules, which the program
-    does not run."""
+    """Return parameters without derivative rules, which the program does not run."""
     rules = {"jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "bwd_thunk"}
     return {name: value for name, value in params.items() if name not in rules}

@@ -63,8 +63,7 @@ def of(
 
 
 def on_host(array: np.ndarray, group: CodedGroup, wire_dtype: Any) -> Any:
-    """Return what `of` returns, for one NumPy array. Unlike `of`, always keep all bytes
-    of 64-bit integers."""
+    """Return `of` one NumPy array, always with all bytes of 64-bit integers."""
     dtype = array.dtype
     if dtype.kind == "c":
         return Summands((array.real, array.imag), dtype, dtype)
@@ -81,8 +80,7 @@ def sum_on_host(dtype: np.dtype) -> np.dtype:
 
 
 def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
-    """Write the sum to ``out``. ``total`` contains the sums of the arrays that
-    `on_host` returns, one after the other."""
+    """Write the sum to ``out``, from the joined sums of the arrays of `on_host`."""
     total = total.reshape(-1, *out.shape)
     if out.dtype.kind == "c":
         out.real, out.imag = total
@@ -93,8 +91,7 @@ def restore_on_host(total: np.ndarray, out: np.ndarray) -> None:
 
 
 def restored(total: Any) -> Any:
-    """Return the sum of pytrees, given the sum of the pytrees that `of` returned for
-    them. The sum of bools is the number of true values."""
+    """Return the sum of pytrees from the sum of the results of `of`."""
     return jax.tree.map(_restored, total, is_leaf=is_summands)
 
 

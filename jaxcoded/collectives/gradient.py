@@ -110,8 +110,7 @@ def _losses_of_examples(
 
 
 def check_alone(name: str, traced: ClosedJaxpr) -> None:
-    """Raise a TypeError if the function calls a collective, so that a rank cannot
-    compute it alone."""
+    """Raise a TypeError if a rank cannot compute the function alone."""
     if ORDER in traced.effects:
         raise TypeError(
             f"{name} calls a collective, but a late rank skips {name}, and the other ranks would wait for it: call "
@@ -158,9 +157,8 @@ def unless_behind(
     weights: jax.Array,
     behind: jax.Array | None = None,
 ) -> tuple[Any, Any]:
-    """Return the ``gradient`` of a batch. If all weights are 0 or this rank is
-    ``behind``, return zeros without computing it. All devices of a split batch make the
-    same decision, since they may need each other for the gradient.
+    """Return the gradient of a batch, or zeros if all weights are 0 or this rank is
+    ``behind``. All devices of a split batch decide alike, since they may need each other.
     """
 
     def compute() -> tuple[Any, Any]:

@@ -180,8 +180,7 @@ def _sum_of(
     examples: tuple[float, float] | None,
     counts: np.dtype | None,
 ) -> Round:
-    """Return the round that sums arrays of this shape and dtype. ``counts`` is the
-    dtype of the count of examples, if there is a count."""
+    """Return the round that sums such arrays. ``counts`` is the count's dtype, if any."""
     live_group = group()
     assert live_group is not None  # the caller keeps the group alive
     like = jax.tree.map(

@@ -125,8 +125,8 @@ def mixed(x: Any) -> Any:
 
 
 def _checksum(pytree: Any, *, to_the_bit: bool) -> jax.Array:
-    """Return a uint32 checksum of all bits of the pytree's arrays. Unless ``to_the_bit``,
-    leave out arrays whose numbers may be rounded."""
+    """Return a uint32 checksum of all bits of the arrays. Unless ``to_the_bit``, leave
+    out arrays whose numbers may be rounded."""
     out = jnp.uint32(0)
     for leaf in map(_plain, jax.tree.leaves(pytree)):
         if jnp.issubdtype(leaf.dtype, jnp.inexact) and not to_the_bit:
@@ -189,8 +189,7 @@ def _across(x: jax.Array, number: int) -> jax.Array:
 
 
 def _finite(leaf: jax.Array) -> jax.Array:
-    """Return a leaf as real numbers, float32 or wider, with 0 in place of NaN and
-    infinities."""
+    """Return real numbers, float32 or wider, with 0 in place of NaN and infinities."""
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if jnp.finfo(leaf.dtype).bits < 32:

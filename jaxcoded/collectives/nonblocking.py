@@ -285,9 +285,7 @@ def _buckets(
     x: Any, bucket_bytes: int | None, groups: tuple[CodedGroup, ...]
 ) -> tuple[list[Any], Any]:
     """Return the buckets in the order in which they start, with the last leaves first,
-    and the pytree's structure. The structure is ``None`` if the whole pytree is the
-    only bucket.
-    """
+    and the pytree's structure, or ``None`` if the whole pytree is the only bucket."""
     if bucket_bytes is None:
         return [x], None
     bucket_bytes = _require.integer("bucket_bytes", bucket_bytes, 1)

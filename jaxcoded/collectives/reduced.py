@@ -22,11 +22,8 @@ def note(pytree: Any, group: int) -> None:
 
 
 def check(pytree: Any, group: int) -> None:
-    """Raise an error if a leaf is known to be reduced over the group with this index.
-
-    Raises:
-        ValueError: the message names the leaf.
-    """
+    """Raise a ValueError that names the leaf if a leaf is known to be reduced over the
+    group with this index."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(pytree):
         known = _known.get(id(leaf))
         if known is not None and known[0]() is leaf and known[1] == group:

@@ -180,8 +180,7 @@ def summed(
 
 
 def shape(weights: Weights, group: CodedGroup) -> tuple[int, int]:
-    """Return the number of blocks that a rank holds, and the number of examples of a
-    block, with padding."""
+    """Return a rank's number of blocks, and of examples of a block, with padding."""
     blocks = max(len(group.plan.placement.held(group.rank)), 1)
     assert len(weights) % blocks == 0, (len(weights), blocks)
     return blocks, len(weights) // blocks

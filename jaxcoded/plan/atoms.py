@@ -24,10 +24,9 @@ def sizes(plan: Plan) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def coefficients(plan: Plan, rank: int) -> np.ndarray:
-    """Return the coefficients of each atom in one rank's message: float64 ``(atoms, P,
-    M)``. They are 0 if the rank does not hold the atom. ``P`` and ``M`` are the rank's
-    `Plan.parts_above` and `Plan.slices_above`.
-    """
+    """Return the coefficients of each atom in a rank's message, 0 if the rank does not
+    hold the atom: float64 ``(atoms, P, M)`` with its `Plan.parts_above` and
+    `Plan.slices_above`."""
     bounds = _bounds(plan)
     place = {bound: i for i, bound in enumerate(bounds)}
     out = np.zeros((len(bounds) - 1, plan.parts_above[rank], plan.slices_above[rank]))

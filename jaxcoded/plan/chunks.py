@@ -36,10 +36,9 @@ def assignment(plan: Plan, rank: int, batch_size: int) -> tuple[np.ndarray, np.n
 
 
 def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.ndarray]:
-    """Return the positions of examples in chunks of at most ``chunk_size``. The
-    examples of a chunk have equal coefficients. The chunks are sorted by stage
-    (`_alike`), and each stage has the same number of chunks.
-    """
+    """Return the positions of examples in chunks of at most ``chunk_size`` examples
+    with equal coefficients. Each stage (`_alike`) has the same number of chunks, the
+    first stage first."""
     stages: list[list[np.ndarray]] = [[] for _ in range(coefficients.shape[1])]
     for stage, alike in _alike(coefficients):
         stages[stage] += [
@@ -55,9 +54,8 @@ def _chunks(coefficients: np.ndarray, chunk_size: int, chunks: int) -> list[np.n
 
 
 def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
-    """Return each set of examples with equal coefficients, as its stage and the
-    examples' positions. The stage is the first part to which the examples
-    contribute."""
+    """Return each set of examples with equal coefficients: its stage, which is the first
+    part to which it contributes, and the examples' positions."""
     _, first, number = np.unique(
         coefficients, axis=0, return_index=True, return_inverse=True
     )
@@ -69,11 +67,8 @@ def _alike(coefficients: np.ndarray) -> list[tuple[int, np.ndarray]]:
 
 
 def _grid(plan: Plan, batch_size: int, ranks: Iterable[int]) -> tuple[int, int]:
-    """Return the number and size of chunks, which are the same for all ``ranks``. The
-    chunks must hold every rank's examples, with equal coefficients in each chunk. Among
-    the possible sizes, the size with the least padding is chosen, and among these the
-    largest size.
-    """
+    """Return the number and size of the chunks of all these ranks: the size with the
+    least padding, and among equal sizes the largest."""
     # for every rank, the numbers of examples with equal coefficients, by stage
     sizes: list[list[list[int]]] = []
     for rank in ranks:

@@ -130,8 +130,7 @@ class CodeTree(Strategy, named=False):
         return str(self.code[tree.layers[rank]])
 
     def parameters(self, tree: Tree, rank: int) -> tuple[int, int]:
-        """Return ``s`` and ``m`` of a parent. They are smaller than the strategy's
-        ``s`` and ``m`` if the parent has too few children."""
+        """Return ``s`` and ``m`` of a parent, which are smaller for too few children."""
         children = len(tree.children[rank])
         slices = min(self.slices, children)
         code = self.code_of(tree, rank)
@@ -146,8 +145,7 @@ class CodeTree(Strategy, named=False):
 
     @property
     def _needed(self) -> int:
-        """Return how many children a parent needs for the code that needs the
-        fewest."""
+        """Return how many children the code needs that needs the fewest."""
         codes: Any = [self.code] if isinstance(self.code, str) else self.code
         texts = dict(codes).values() if self._names_ranks else codes
         lost, m = self.stragglers, self.slices

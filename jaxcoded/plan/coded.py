@@ -99,8 +99,7 @@ class Coded(CodeTree):
 
 
 def _checked_code(code: Any) -> str | tuple[Any, ...]:
-    """Return the checked ``code``: a text, one text for each layer, or pairs of a rank
-    and a text."""
+    """Return a text, one text for each layer, or pairs of a rank and a text."""
     if isinstance(code, Mapping):
         # in JSON all keys are texts
         ranks = {int(k) if str(k).isdecimal() else k: text for k, text in code.items()}

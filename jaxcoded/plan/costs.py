@@ -12,10 +12,8 @@ _LEAST = 1e-3  # the least cost of a block, relative to the mean
 
 
 def checked(costs: Any, examples: int) -> np.ndarray:
-    """Return the costs of the examples relative to the largest cost: float64
-    ``(examples,)``, read-only. Raise a TypeError or ValueError with the remedy unless
-    each cost is a finite number ≥ 0.
-    """
+    """Return the costs relative to the largest cost: float64 ``(examples,)``, read-only.
+    Raise a TypeError or ValueError unless each cost is a finite number ≥ 0."""
     try:
         given = np.asarray(_arrays.viewed(costs))
         # dtypes of ml_dtypes, such as bfloat16, have the kind "V"
@@ -86,7 +84,6 @@ def divided(costs: np.ndarray, rooms: Sequence[Sequence[int]]) -> list[np.ndarra
 
 
 def relative(costs: Sequence[float]) -> list[float]:
-    """Return the costs of blocks as multiples of the mean cost. Every block takes some
-    time, so each cost is at least 1/1000."""
+    """Return the costs of blocks as multiples of the mean cost, at least 1/1000."""
     mean = sum(costs) / len(costs)
     return [max(float(cost / mean), _LEAST) if mean else 1.0 for cost in costs]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Run(NamedTuple):
-    """Consecutive examples and their coefficients ``(P, M)`` in a rank's message. ``P`` is
-    `Plan.parts_above`, and ``M`` is `Plan.slices_above`."""
+    """Consecutive examples and their coefficients in a rank's message, ``(P, M)`` with its
+    `Plan.parts_above` and `Plan.slices_above`."""
 
     start: Fraction
     end: Fraction
@@ -132,8 +132,7 @@ def bounds(plan: Plan) -> tuple[Fraction, ...]:
 
 
 def cuts(plan: Plan, batch_size: int) -> list[np.ndarray]:
-    """Return the positions at which a batch of examples is cut into runs: the start and
-    end of each run."""
+    """Return the start and end of each run of a batch of examples."""
     ends = _ends(plan, Fraction(batch_size), whole=True)
     return [np.array(pair, np.int64) for pair in itertools.pairwise(ends)]
 

@@ -87,8 +87,7 @@ def _exceptions(plan: "Plan", strategy: "CodeTree") -> list[str]:
 
 
 def _span(values: Iterable[Any], show: Callable[[Any], str] = str) -> str:
-    """Return the value if all values are equal, otherwise the smallest and the largest
-    value."""
+    """Return the smallest and the largest value, or one value if all are equal."""
     ordered = sorted(values)
     if not ordered:
         return "-"

@@ -28,8 +28,7 @@ class Coding:
 
     @property
     def copies(self) -> int:
-        """The number of children that send the same message. One of these messages
-        suffices."""
+        """The number of children that send the same message, of which one suffices."""
         code = self.code
         alike = np.bincount(code.classes)
         # With an approximate code a parent waits for any n − s children, whether or not
@@ -39,10 +38,8 @@ class Coding:
 
     @property
     def needs(self) -> int:
-        """The number of messages that suffice, with copies counted once. With some codes
-        it also matters which messages have arrived; for these codes the number is
-        ``n − s``.
-        """
+        """The number of messages that suffice, with copies counted once; ``n − s`` for
+        codes with which it also matters which messages have arrived."""
         code, copies = self.code, self.copies
         return code.n // copies if copies > 1 else code.n - code.stragglers
 
@@ -88,6 +85,13 @@ def largest_coded_sets(
     return best
 
 
+def uncoded(capacities: tuple[Fraction, ...], name: str = "uncoded") -> Coding:
+    """Return the coding of children that each hold one partition."""
+    n = len(capacities)
+    code = dataclasses.replace(codes.uncoded(n), name=name, sizes=capacities)
+    return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
+
+
 @functools.lru_cache(maxsize=1024)
 def coding_of(
     capacities: tuple[Fraction, ...], stragglers: int, slices: int, kind: str, seed: int
@@ -105,8 +109,7 @@ def coding_of(
     check_size(n, n, slices)
     plain = kind == AUTO or not parsed(kind)[1]
     if stragglers == 0 and slices == 1 and plain:
-        code = dataclasses.replace(codes.uncoded(n), sizes=capacities)
-        return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
+        return uncoded(capacities)
     largest = largest_coded_set(capacities, stragglers + slices)
     if kind == AUTO and slices == 1 and n % (stragglers + 1) == 0:
         repetition = _fractional_repetition(capacities, stragglers)

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -33,21 +34,13 @@ class Placement:
     @functools.cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that hold each block, its owner first."""
-        n = len(self.ranks)
-        return tuple(
-            tuple(
-                self.ranks[each]
-                for each in (
-                    owner,
-                    *(
-                        (owner + 1 + (block * self.replicas + i) % (n - 1)) % n
-                        for i in range(self.replicas)
-                    ),
-                )
-            )
-            for owner in range(n)
-            for block in range(self.blocks)
-        )
+        n, replicas = len(self.ranks), self.replicas
+        holders = []
+        for owner, block in itertools.product(range(n), range(self.blocks)):
+            turns = range(block * replicas, (block + 1) * replicas)
+            others = [(owner + 1 + turn % (n - 1)) % n for turn in turns]
+            holders.append(tuple(self.ranks[each] for each in (owner, *others)))
+        return tuple(holders)
 
     def owned(self, rank: int) -> tuple[int, ...]:
         """Return the blocks that a rank computes if no rank is late."""
@@ -61,8 +54,7 @@ class Placement:
 
     def examples(self, batch_size: int) -> np.ndarray:
         """Return the beginning of each block in a batch, and the end of the batch:
-        int64 ``(blocks + 1,)``. The sizes of blocks differ by at most 1.
-        """
+        int64 ``(blocks + 1,)``. The sizes of blocks differ by at most 1."""
         number = len(self.holders)
         starts = [block * batch_size // number for block in range(number + 1)]
         return np.array(starts, np.int64)  # the products may not fit into an int64

@@ -71,8 +71,7 @@ class Plan:
 
     @functools.cached_property
     def placement(self) -> Placement:
-        """The placement of the batch's blocks. It has no blocks if the plan has
-        codes."""
+        """The placement of the batch's blocks, without blocks if the plan has codes."""
         return self.strategy.placement(self.size)
 
     # The tree.
@@ -93,8 +92,7 @@ class Plan:
         return self.tree.root
 
     def coded_children(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's children in the order of its code's rows. A leaf has no
-        children."""
+        """Return a rank's children in the order of its code's rows."""
         coding = self.codings[rank]
         rows = () if coding is None else coding.rows
         return tuple(self.tree.children[rank][row] for row in rows)
@@ -159,11 +157,8 @@ class Plan:
 
     @functools.cached_property
     def slices_above(self) -> tuple[int, ...]:
-        """The number ``M`` of slices in each rank's message: the product of the slices
-        of its ancestors' codes.
-
-        A rank sends ``1/M`` of a gradient.
-        """
+        """The number ``M`` of slices of a gradient, of which each rank sends one: the
+        product of the slices of its ancestors' codes."""
         return self._product_above(lambda code: code.m)
 
     @functools.cached_property
@@ -174,9 +169,7 @@ class Plan:
 
     @functools.cached_property
     def encoded(self) -> bool:
-        """Whether messages are not single weighted gradients, but shorter vectors
-        (slices) or several vectors (parts).
-        """
+        """Whether messages have slices or parts, and are not single weighted gradients."""
         return max(self.slices_above) > 1 or max(self.parts_above) > 1
 
     @functools.cached_property
@@ -186,8 +179,7 @@ class Plan:
 
     @property
     def padding_multiple(self) -> int:
-        """Gradients are padded to a multiple of this number. The number of slices of
-        each rank's message divides it."""
+        """Gradients are padded to a multiple of this number, a multiple of `slices_above`."""
         return math.lcm(*self.slices_above)
 
     def result_length(self, rank: int, length: int) -> int:
@@ -284,8 +276,7 @@ class Plan:
         )
 
     def tolerance(self, rank: int) -> int:
-        """Return the largest number of children of a rank of which any may be missing, or
-        0 for a leaf."""
+        """Return how many of a rank's children may be missing, whichever they are."""
         coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 
@@ -307,9 +298,7 @@ class Plan:
         return own / self.capacities[self.root]
 
     def own_share(self, rank: int) -> Fraction:
-        """Return which fraction of the set assigned to its subtree a rank computes
-        itself. The rank's code divides the rest among its children.
-        """
+        """Return the fraction of its subtree's set that a rank computes itself."""
         return self.speed(rank) / self.capacities[rank]
 
     @functools.cached_property

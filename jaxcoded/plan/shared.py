@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from jaxcoded import _require, codes
+from jaxcoded import _require
 from jaxcoded._format import fraction, s
-from jaxcoded.plan.parent_code import Coding
+from jaxcoded.plan.parent_code import Coding, uncoded
 from jaxcoded.plan.placement import MOST_BLOCKS, Placement
 from jaxcoded.plan.strategy import Assigned, Strategy
 from jaxcoded.plan.tree import NO_PARENT, Tree
@@ -89,9 +89,7 @@ class Shared(Strategy):
 
     def coding(self, tree: Tree, rank: int, capacities: tuple[Fraction, ...]) -> Coding:
         del tree, rank
-        n = len(capacities)
-        code = dataclasses.replace(codes.uncoded(n), name="shared", sizes=capacities)
-        return Coding(code, tuple(range(n)), sum(capacities, Fraction(0)))
+        return uncoded(capacities, "shared")
 
     def describe(self, plan: Plan) -> str:
         placed = plan.placement
@@ -139,11 +137,8 @@ class Shared(Strategy):
         return indices, np.ones((len(indices), 1, 1))
 
     def assignment(self, plan: Plan, rank: int, batch_size: int) -> Assigned:
-        """Return the examples of the blocks that a rank holds, its own blocks first.
-        All blocks are padded to the same length. Weights are 1 in the rank's own blocks
-        and 0 in other blocks: without sharing, the rank adds only its own blocks to a
-        sum.
-        """
+        """Return the examples of a rank's blocks, all padded to the same length. Weights
+        are 0 in other ranks' blocks, which a rank without sharing does not sum."""
         placed = plan.placement
         starts = placed.examples(batch_size)
         held, owned = placed.held(rank), placed.owned(rank)

@@ -74,8 +74,7 @@ class Strategy(abc.ABC):
         """Return the coding of a parent whose children have these capacities."""
 
     def placement(self, size: int) -> Placement:
-        """Return the placement of a batch's blocks. A strategy with codes has no
-        blocks."""
+        """Return the placement of a batch's blocks. Strategies with codes have none."""
         del size
         return NOTHING
 
@@ -127,8 +126,7 @@ class Strategy(abc.ABC):
     # Which features the groups of a strategy support.
 
     def require_blocks(self, what: str) -> None:
-        """Raise a ValueError unless ranks compute each other's blocks. ``what`` is the
-        feature that needs shared blocks."""
+        """Raise a ValueError unless ranks share blocks, as the feature ``what`` needs."""
         if not self.by_blocks:
             raise ValueError(
                 f"{what} needs a group that shares its work, but this group has {self!r}: make the group "
@@ -136,23 +134,18 @@ class Strategy(abc.ABC):
             )
 
     def refuse(self, given: str) -> None:
-        """Raise a ValueError if the argument ``given`` of a call, ``erasures`` or
-        ``residual``, has no meaning with this strategy.
-        """
+        """Raise a ValueError if the strategy has no ``erasures`` or no ``residual``."""
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:
-        """Return why devices cannot split a rank's examples, or an empty text if they
-        can."""
+        """Return why devices cannot split a rank's examples, or an empty text."""
 
     @abc.abstractmethod
     def why_not_compared(self, plan: Plan, wait: bool | str) -> str:
-        """Return why a group cannot have a `Check` with this ``wait``, or an empty text
-        if it can."""
+        """Return why a group cannot have a `Check` with this ``wait``, or an empty text."""
 
     def gaps(self, plan: Plan) -> str:
-        """Return which mistakes a ``check`` cannot detect with this plan, or an empty
-        text if it can detect all."""
+        """Return which mistakes a ``check`` cannot detect, or an empty text."""
         del plan
         return ""
 
@@ -172,8 +165,7 @@ class Strategy(abc.ABC):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, as values that both Python and
-        JSON have."""
+        """The fields that differ from their defaults, as values that JSON has, too."""
         strategy: Any = self  # every strategy is a dataclass
         return {
             each.name: _plain(value)
@@ -186,15 +178,13 @@ class Strategy(abc.ABC):
         return f"{type(self).__name__}({arguments})"
 
     def to_json(self) -> str:
-        """Return the strategy as JSON text, from which `from_json` makes an equal
-        strategy."""
+        """Return the strategy as JSON text for `from_json`."""
         fields = {"strategy": type(self).__name__} | self.fields
         return json.dumps(fields, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Strategy:
-        """Return the strategy from a text that `to_json` returned. Raise a ValueError for
-        any other text."""
+        """Return the strategy from a text of `to_json`. Raise a ValueError for others."""
         fields = _parse.document(text)
         name = fields.pop("strategy", None) if isinstance(fields, dict) else None
         if name not in list(_KINDS):
