@@ -89,8 +89,7 @@ def _residues(n: int) -> np.ndarray:
 
 
 def _space(p: int, dimension: int) -> np.ndarray:
-    """Return bool ``(n, n)``: whether point ``j`` of the space lies on hyperplane
-    ``i``."""
+    """Return bool ``(n, n)``: whether point ``j`` lies on hyperplane ``i``."""
     vectors = np.array(list(itertools.product(range(p), repeat=dimension + 1))[1:])
     first = vectors[np.arange(len(vectors)), (vectors != 0).argmax(axis=1)]
     points = vectors[first == 1]

@@ -50,9 +50,8 @@ class Block:
         return A0, left[:, rank:].T
 
     def solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``A`` ``(sets, m, r)`` for missing rows, bool ``(sets, r)``, and
-        whether it is exact for each set, bool ``(sets,)``.
-        """
+        """Return ``A`` ``(sets, m, r)`` for missing rows, bool ``(sets, r)``, and for
+        which sets it is exact."""
         A0, N = self.solution
         counts = missing.sum(axis=1)
         if not counts.any():
@@ -107,8 +106,7 @@ class Block:
         return A
 
     def _damped(self, missing: np.ndarray, damping: float) -> np.ndarray:
-        """Return the ``A``, zero at missing rows, that minimizes ``‖A·M − T‖² +
-        δ²‖A‖²``."""
+        """Return the ``A``, 0 at missing rows, that minimizes ``‖A·M − T‖² + δ²‖A‖²``."""
         A = np.zeros((len(self.target), len(self.M)))
         equations, target = self.M[~missing].T, self.target.T
         if damping:
@@ -151,10 +149,8 @@ def blocks(M: np.ndarray) -> list[tuple[Block, np.ndarray]]:
 
 
 def _without_copies(M: np.ndarray) -> np.ndarray:
-    """If all classes of equal partitions have the same size, return ``M`` ``(r, c, m)``
-    with one partition of each class, otherwise ``M`` itself. This changes neither the
-    exact solutions nor the best solution.
-    """
+    """Return ``M`` ``(r, c, m)`` with one partition of each class of equal partitions if
+    all classes have the same size, which changes no solution. Otherwise return ``M``."""
     first, which = alike(M.swapaxes(0, 1).reshape(M.shape[1], -1))
     counts = np.bincount(which)
     return M[:, np.sort(first)] if (counts == counts[0]).all() else M
@@ -172,8 +168,7 @@ def alike(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return the connected components of a bool matrix: the sorted indices of each
-    component's rows and columns."""
+    """Return the rows and columns of each connected component of a bool matrix."""
     components = []
     left = support.any(axis=1)
     while left.any():
@@ -190,10 +185,8 @@ def _components(support: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def _pseudoinverse(N: np.ndarray) -> np.ndarray:
-    """Return pseudo-inverses of matrices whose rows are parts of orthonormal rows.
-    Singular values count as zero in comparison with 1, and not with the largest
-    singular value, which may itself be a rounding error.
-    """
+    """Return pseudo-inverses of matrices whose rows are parts of orthonormal rows. Their
+    singular values are compared with 1: even the largest may be a rounding error."""
     left, values, right = np.linalg.svd(N, full_matrices=False)
     inverse = np.where(values > _RANK, 1 / np.maximum(values, _RANK), 0.0)
     return (right.swapaxes(-1, -2) * inverse[..., None, :]) @ left.swapaxes(-1, -2)

@@ -74,8 +74,7 @@ def parity_check(generator: np.ndarray) -> np.ndarray:
 
 def independent(H: np.ndarray, e: int) -> bool:
     """Return whether any ``e`` columns are linearly independent. Raise a ValueError if
-    the first 200,000 sets are independent, but more sets exist.
-    """
+    the first 200,000 sets are, but more sets exist."""
     if e > len(H):
         return False
     return e == 0 or all(
@@ -86,8 +85,7 @@ def independent(H: np.ndarray, e: int) -> bool:
 
 def submatrices(matrix: np.ndarray, e: int) -> Iterator[np.ndarray]:
     """Yield all choices of ``e`` columns, in batches ``(sets, rows, e)``. Raise a
-    ValueError after 200,000 choices if more exist.
-    """
+    ValueError after 200,000 choices if more exist."""
     sets = itertools.combinations(range(matrix.shape[1]), e)
     tried = 0
     while batch := list(itertools.islice(sets, _BATCH)):

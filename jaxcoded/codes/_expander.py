@@ -81,9 +81,8 @@ def _second_eigenvalue(adjacency: np.ndarray) -> float:
 
 
 def _circulant(n: int, degree: int) -> np.ndarray:
-    """Return the edges of a circulant graph, int ``(n·degree/2, 2)``. Every vertex has
-    edges to the next vertices and, for an odd degree, to the opposite vertex.
-    """
+    """Return edges, int ``(n·degree/2, 2)``, from every vertex to the next vertices and,
+    for an odd degree, to the opposite vertex."""
     vertices = np.arange(n)
     edges = [
         np.stack([vertices, (vertices + step) % n], axis=1)

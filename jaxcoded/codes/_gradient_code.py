@@ -281,8 +281,7 @@ class GradientCode:
     @functools.cached_property
     def absolute_amplification(self) -> float:
         """``max_F max_u Σ_i |A[u,i]|`` over the same sets as `amplification`: the factor
-        by which an error grows that is as large in all messages.
-        """
+        by which an error grows that is as large in all messages."""
         return float(self._decodings.sum(-1).max())
 
     @property
@@ -369,8 +368,7 @@ class GradientCode:
 
     @property
     def classes(self) -> tuple[int, ...]:
-        """The class of each row of ``B``. Equal rows have the same class, and one row of
-        each class suffices."""
+        """The class of each row of ``B``; one of the equal rows of a class suffices."""
         return tuple(self._copies[1].tolist())
 
     @functools.cached_property
@@ -395,8 +393,8 @@ class GradientCode:
 
     @functools.cached_property
     def _units(self) -> np.ndarray:
-        """The unit of each message, a power of 2. Without units, a set of messages on
-        different scales could look singular."""
+        """The unit of each message, a power of 2, so that no set of messages looks
+        singular only because their scales differ."""
         _, exponents = np.frexp(np.abs(self.B).max(axis=(1, 2)))
         return np.ldexp(1.0, exponents - 1)
 
@@ -407,9 +405,8 @@ class GradientCode:
 
     def _solve(self, missing: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return three arrays for missing classes, bool ``(sets, classes)``: ``A``
-        ``(sets, m, classes)``, whether it is exact for each set, bool ``(sets,)``, and
-        a bound on its amplification, float64 ``(sets,)``.
-        """
+        ``(sets, m, classes)``, for which sets it is exact, and a bound on its
+        amplification for each set."""
         A = np.zeros((len(missing), self.m, missing.shape[1]))
         exact = np.full(len(missing), self.support.any(axis=0).all())
         bounds = np.zeros(len(missing))
@@ -425,9 +422,7 @@ class GradientCode:
 
     def _exact(self, missing: np.ndarray) -> np.ndarray | None:
         """Return an ``A`` ``(m, classes)`` that gives the exact sum within the code's
-        amplification for missing classes, bool ``(classes,)``. Return None if the
-        present classes do not suffice.
-        """
+        amplification without the missing classes, or None if there is none."""
         (A,), (exact,), (bound,) = self._solve(missing[None])
         if not exact:
             return None
@@ -439,9 +434,8 @@ class GradientCode:
         return A if (enough != missing).all() else self._solve(~enough[None])[0][0]
 
     def _promised(self, missing: np.ndarray) -> np.ndarray | None:
-        """Return the classes that a promise needs, bool ``(classes,)``. Take the first
-        promise, and the first children, for which all these classes are present.
-        """
+        """Return the classes that a promise needs, bool ``(classes,)``, for the first
+        promise and the first children of which all these classes are present."""
         heard = ~missing[self._copies[1]].reshape(self.n, self.parts)
         came = np.logical_and.accumulate(heard, axis=1).sum(axis=1)
         for late, parts, first in self._all_promises:
@@ -524,8 +518,7 @@ class GradientCode:
 
     def _hardest(self) -> np.ndarray:
         """The hardest sets of missing messages that the code must tolerate, bool
-        ``(sets, rows)``. If there are more than 256 sets, this is a sample.
-        """
+        ``(sets, rows)``, or a sample of more than 256 sets."""
         promises = sorted(set(self._all_promises))
         out, most = [], MAX_SETS
         for left, (late, parts, first) in zip(range(len(promises), 0, -1), promises):
@@ -535,12 +528,8 @@ class GradientCode:
         return np.concatenate(out)
 
     def _hardest_patterns(self, late: int, most: int) -> np.ndarray:
-        """Return patterns of at most ``late`` children, bool ``(sets, n)``, which
-        include the hardest patterns.
-
-        Blocks are decoded one by one, so patterns within one block of each kind
-        suffice.
-        """
+        """Return the hardest patterns of at most ``late`` children, bool ``(sets, n)``.
+        Blocks are decoded one by one, so patterns in one block of each kind suffice."""
         if _count(self.n, late) <= most:
             return self._patterns(np.arange(self.n), late, most)
         holds = np.zeros((self.n, len(self._copies[0])), bool)
@@ -558,10 +547,8 @@ class GradientCode:
         )
 
     def _patterns(self, children: np.ndarray, late: int, most: int) -> np.ndarray:
-        """Return all sets of at most ``late`` of these children, bool ``(sets, n)``. If
-        there are more than ``most`` sets, return ``most`` random sets of exactly
-        ``late`` children.
-        """
+        """Return all sets of at most ``late`` of these children, bool ``(sets, n)``, or
+        ``most`` random sets of exactly ``late`` children if there are more sets."""
         if _count(len(children), late) <= most:
             sizes = range(late + 1)
             sets = [E for e in sizes for E in itertools.combinations(children, e)]

@@ -18,10 +18,8 @@ def check_size(*shape: int) -> None:
 def checked(
     n: int, stragglers: int, slices: int, load: int | None
 ) -> tuple[int, int, int, int]:
-    """Return the checked ``n``, ``s``, ``m`` and load ``d``. The default of ``d`` is
-    ``s+m``, the least possible load. Raise a ValueError if a value is out of range, or
-    ``d < s+m``.
-    """
+    """Return the checked ``n``, ``s``, ``m`` and load ``d``, by default the least possible
+    load ``s+m``. Raise a ValueError if a value is out of range, or ``d < s+m``."""
     n = _require.integer("n", n, 1)
     s = _require.integer("stragglers", stragglers, 0)
     m = _require.integer("slices", slices, 1)

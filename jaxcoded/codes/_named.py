@@ -95,6 +95,5 @@ def needed(text: str, stragglers: int, slices: int) -> int:
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a code's name and arguments from its text. Raise a ValueError if the text
-    has no name."""
+    """Return a code's name and arguments. Raise a ValueError if the text has no name."""
     return _parse.parsed("code", text, NAMES, besides=("auto",))

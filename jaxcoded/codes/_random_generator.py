@@ -87,13 +87,9 @@ def random_generator(
 
 
 def _deal(loads: np.ndarray, n: int, holders: int) -> np.ndarray:
-    """Return which partitions each child holds, bool ``(n, k)``. The children take
-    their ``loads`` in turn, cyclically."""
-    if (
-        loads.shape != (n,)
-        or not np.issubdtype(loads.dtype, np.integer)
-        or loads.min() < 0
-    ):
+    """Return which partitions each child holds, bool ``(n, k)``, dealt cyclically."""
+    integers = np.issubdtype(loads.dtype, np.integer)
+    if loads.shape != (n,) or not integers or loads.min() < 0:
         raise ValueError(f"loads must be {n} integers >= 0, got {loads.tolist()}")
     k, rest = divmod(int(loads.sum()), holders)
     if rest or k == 0 or loads.max() > k:

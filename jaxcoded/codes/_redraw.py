@@ -18,13 +18,10 @@ MAX_ROUNDING = 1e-3
 
 
 def usual_amplification(n: int, stragglers: int, slices: int) -> float:
-    """Return a bound that the best of 64 draws rarely exceeds: ``n · m · √((s+1) · C(n, s))``.
-
-    The bound is an empirical fit to cyclic repetition and random generators with n = 2 …
-    64; see ``docs/codes.md``.
-    """
-    choices = (stragglers + 1) * math.comb(n, stragglers)
-    return n * slices * math.sqrt(choices)
+    """Return an empirical bound that the best of 64 draws rarely exceeds: ``n · m · √((s+1)
+    · C(n, s))``, fitted to cyclic repetition and random generators with n = 2 … 64; see
+    ``docs/codes.md``."""
+    return n * slices * math.sqrt((stragglers + 1) * math.comb(n, stragglers))
 
 
 def draws(n: int, stragglers: int, parts: int = 1) -> int:
@@ -54,9 +51,8 @@ def accepted(
     patterns: Iterable[np.ndarray] = (),
 ) -> GradientCode:
     """Return the code with this ``B``. Raise a ValueError if float64 cannot decode it
-    from some set of ``n−s`` children, or amplification · eps(float64) > 1e-3.
-    ``patterns`` are sets of missing children that are tried in addition to the sets
-    that `GradientCode` tries."""
+    from some set of ``n−s`` children, or amplification · eps(float64) > 1e-3. The sets
+    of missing children in ``patterns`` are tried, too."""
     start = (
         f"{name} with n = {B.shape[0]}, stragglers = {stragglers}, slices = "
         f"{B.shape[2]} cannot be decoded in float64: "

@@ -115,8 +115,7 @@ def stochastic_block(
 
 
 def _draw(probability: np.ndarray, seed: int) -> np.ndarray:
-    """Draw a 0/1 matrix ``(n, n)`` with these probabilities. No row and no column is
-    empty."""
+    """Draw a 0/1 matrix with these probabilities and no empty row or column."""
     n = len(probability)
     held = np.random.default_rng([seed, n]).random((n, n)) < probability
     for partition in np.flatnonzero(~held.any(axis=0)):
