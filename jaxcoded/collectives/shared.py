@@ -77,7 +77,11 @@ def summed(
             residual=residual,
             **fields,
         )
-    nonempty = [(kind, n) for kind, n in zip(packing.kinds, packing.counts) if n]
+
+    def not_empty(pytree: Any) -> list[Any]:
+        """Return the leaves that are not empty."""
+        return [leaf for leaf in jax.tree.leaves(pytree) if leaf.size]
+
     # An additional vector. If the sum may lack a part of the batch, it shows which
     # blocks are in the sum. In a group with a check, it has the reports that `audit`
     # compares.
@@ -85,11 +89,11 @@ def summed(
     if residual and group.approximate:
         probes = [jnp.zeros(len(sizes), jnp.float32)]
     if group.options.check and placement.replicas:
-        reported = tuple(leaf for leaf in jax.tree.leaves(local) if leaf.size)
-        audited = audit.Audit(group.size, reported)
+        audited = audit.Audit(group.size, tuple(not_empty(local)))
         probes.append(audited.zeros())
 
     counted, *_ = round.vectors
+    nonempty = [(kind, n) for kind, n in zip(packing.kinds, packing.counts) if n]
     kinds = [
         *(counted, *(kind for kind, _ in nonempty)),
         *(Kind(probe.dtype, probe.dtype) for probe in probes),
@@ -101,11 +105,6 @@ def summed(
         number=1,
         results=(ShapedArray((3,), np.int32),),
     )
-
-    def flat(pytree: Any) -> list[jax.Array]:
-        """Return the leaves that are not empty, in the dtypes of their sums."""
-        leaves = [leaf for leaf in jax.tree.leaves(pytree) if leaf.size]
-        return [leaf.reshape(-1).astype(accumulator(leaf.dtype)) for leaf in leaves]
 
     def take(
         sums: Sequence[jax.Array], token: jax.Array | None, number: int = 1
@@ -139,14 +138,15 @@ def summed(
         )
         if key is not None:
             total += key * jnp.asarray(marked)[block]
-        added = [jnp.stack([total, present_examples]), *flat(local)]
+        leaves = not_empty(local)
+        added = [jnp.stack([total, present_examples])]
+        added += [x.reshape(-1).astype(accumulator(x.dtype)) for x in leaves]
         if audited is not None:
             # Results that are computed only for comparison are not added.
             added = [jnp.where(audit.added(kind), x, 0) for x in added]
             aux = jax.tree.map(
                 lambda all, x: jnp.where(audit.added(kind), x, all[at]), auxes, aux
             )
-            leaves = [leaf for leaf in jax.tree.leaves(local) if leaf.size]
             added.append(audited.report(kind, group.rank, leaves))
         elif probes:
             added.append(probes[0].at[block].set(1.0))
