@@ -16,4 +16,5 @@ def coded_reduce(x, group, **asked):
 
 
 def coded_allreduce_start(x, group, bucket_bytes=None, **asked):
-    return nonblocking.started(x, group, bucket_bytes=bucket_bytes, **asked)
+    groups = nonblocking._taking_turns(group)
+    return nonblocking.started(x, groups, bucket_bytes=bucket_bytes, **asked)

@@ -5,7 +5,16 @@ from typing import Any
 from jaxcoded import _parse, codes
 from jaxcoded.codes._gradient_code import GradientCode
 
-EXACT = (
+# In these codes all children except one may be missing, whatever the number of slices.
+APPROXIMATE = (
+    "ignore_stragglers",
+    "bernoulli",
+    "stochastic_block",
+    "expander",
+    "block_design",
+    "grouped",
+)
+NAMES = (
     "uncoded",
     "fractional_repetition",
     "cyclic_repetition",
@@ -19,17 +28,8 @@ EXACT = (
     "partial_stragglers",
     "progressive",
     "adaptive",
+    *APPROXIMATE,
 )
-# In these codes all children except one may be missing, whatever the number of slices.
-APPROXIMATE = (
-    "ignore_stragglers",
-    "bernoulli",
-    "stochastic_block",
-    "expander",
-    "block_design",
-    "grouped",
-)
-NAMES = (*EXACT, *APPROXIMATE)
 
 
 def named(

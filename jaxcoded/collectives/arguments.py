@@ -44,7 +44,7 @@ def checked_operands(
         erasures = jnp.asarray(checked_erasures(erasures, group.size))
     return placed(
         group._session.transport,
-        None if token is None else tokens.checked(token),
+        tokens.checked(token),
         skip=None if skip is None else _checked_skip(skip, group),
         erasures=erasures,
     )

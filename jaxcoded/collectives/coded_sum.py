@@ -136,8 +136,7 @@ def coded_sum(
             check_no_batch(params)
             params = converted(params, "params")
             data = checked_data(batch, group)
-            if token is not None:
-                token = tokens.checked(token)
+            token = tokens.checked(token)
         return kept(params, data, batch.weights, token)
 
     return of_batch
@@ -223,9 +222,7 @@ def _sums(
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             dtype = None if leaf.dtype == bool else leaf.dtype
             return jnp.where(w != 0, leaf, 0).sum(0, dtype=dtype)
-        each = leaf
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            each = leaf.astype(accumulator(leaf.dtype))
+        each = leaf.astype(accumulator(leaf.dtype))
         weighed = w.astype(each.real.dtype) * each
         return jnp.where(w != 0, weighed, 0).sum(0).astype(leaf.dtype)
 

@@ -146,7 +146,7 @@ def coded_allreduce_start(
 
 def started(
     x: Any,
-    group: CodedGroup | Sequence[CodedGroup],
+    groups: tuple[CodedGroup, ...],
     count: Count = NOT_COUNTED,
     bucket_bytes: int | None = None,
     *,
@@ -154,7 +154,6 @@ def started(
     **asked: Any,
 ) -> Any:
     """Start the rounds of a sum; `prepared` explains the options."""
-    groups = _taking_turns(group)
     with groups[0]._session.failing("coded_allreduce"):
         if not isinstance(x, Encoded):
             counts = count.examples is not None
@@ -230,8 +229,7 @@ def coded_allreduce_done(
             )
         )
     transports = [find(end.group) for end in handle.ends]
-    if token is not None:
-        token = tokens.checked(token)
+    token = tokens.checked(token)
     before = [jax.lax.stop_gradient(jnp.asarray(x)) for x in jax.tree.leaves(after)]
     sums: list[Any] = []
     residuals: list[jax.Array] = []

@@ -101,12 +101,9 @@ def coded_value_and_grad(
     check_open(group)
     with group._session.failing(_NAME):
         _require.function("losses", losses)
-        for name, value in {
-            "has_aux": has_aux,
-            "mean": mean,
-            "residual": residual,
-        }.items():
-            _require.boolean(name, value)
+        _require.boolean("has_aux", has_aux)
+        _require.boolean("mean", mean)
+        _require.boolean("residual", residual)
         wire_dtype = checked_wire_dtype(wire_dtype)
     strategy = group.plan.strategy
     known: set[Any] = set()
@@ -157,8 +154,7 @@ def coded_value_and_grad(
             if erasures is not None:
                 strategy.refuse("erasures")
                 erasures = checked_erasures(erasures, group.size)
-            if token is not None:
-                token = tokens.checked(token)
+            token = tokens.checked(token)
         out = kept(params, data, batch.weights, erasures, token)
         reduced.note(out.value[1], group._session.index)
         return out.plain()

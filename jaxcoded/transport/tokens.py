@@ -26,12 +26,11 @@ _NO_DERIVATIVE = (
 )
 
 
-def checked(token: Any) -> jax.Array:
-    """Return the token as an array.
-
-    Raises:
-        TypeError: ``token`` is neither an int32 nor a float32 number.
-    """
+def checked(token: Any) -> jax.Array | None:
+    """Return the token, if any, as an array. Raise a TypeError if it is neither an int32
+    nor a float32 number."""
+    if token is None:
+        return None
     token = jnp.asarray(token)
     if token.shape or token.dtype not in (np.int32, np.float32):
         raise TypeError(
