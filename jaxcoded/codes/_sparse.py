@@ -118,10 +118,9 @@ def _draw(probability: np.ndarray, seed: int) -> np.ndarray:
     """Draw a 0/1 matrix with these probabilities and no empty row or column."""
     n = len(probability)
     held = np.random.default_rng([seed, n]).random((n, n)) < probability
-    for partition in np.flatnonzero(~held.any(axis=0)):
-        loads = np.where(probability[:, partition] > 0, held.sum(axis=1), n)
-        held[loads.argmin(), partition] = True
-    for child in np.flatnonzero(~held.any(axis=1)):
-        holders = np.where(probability[child] > 0, held.sum(axis=0), n)
-        held[child, holders.argmin()] = True
+    # the partitions, then the children
+    for rows, chances in ((held.T, probability.T), (held, probability)):
+        for row in np.flatnonzero(~rows.any(axis=1)):
+            entries = np.where(chances[row] > 0, rows.sum(axis=0), n)
+            rows[row, entries.argmin()] = True
     return held.astype(float)

@@ -163,14 +163,10 @@ def _key_on_host(number: int) -> int:
 
 def count_of_blocks(weights: Weights, group: CodedGroup) -> Count:
     """Return the count before any block of shared work, with both numbers of `count`."""
-    share = rounding(group.plan, np.float32)
-    number = float(weights.batch_size)
-    return Count(
-        jnp.zeros(2, jnp.float32),
-        None if group.approximate else (number, share),
-        f", for a batch of {weights.batch_size}",
-        2,
-    )
+    sizes = (weights.batch_size,)
+    fixed = _fixed(group.plan, group.rank, sizes, np.dtype(np.float32))
+    examples = None if group.approximate else fixed.examples
+    return Count(jnp.zeros(2, jnp.float32), examples, fixed.words, 2)
 
 
 def check_counted(weights: Any, group: CodedGroup, name: str, call: str = "") -> None:
