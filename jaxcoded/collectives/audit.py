@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcoded.collectives.marks import mixed
+from jaxcoded.collectives.marks import across
+from jaxcoded.transport.kernels import accumulator
 
 # What the engine tells a rank to do with a block's result.
 _NONE, _ONLY_TOLD = 0, 2
@@ -73,14 +74,10 @@ def _sketch(leaf: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return an exponent of 2, the norm of a leaf, and the sum of the leaf's numbers
     with signs. Norm and sum are returned in units of 2 to this exponent.
     """
-    x = leaf.reshape(-1)
-    if jnp.finfo(x.dtype).bits < 32:
-        x = x.astype(jnp.float32)
+    x = leaf.reshape(-1).astype(accumulator(leaf.dtype))
     info = jnp.finfo(x.dtype)
     exponent = jnp.floor(jnp.log2(jnp.max(jnp.abs(x))))
     # limit the exponent, so that leaves of zeros work, too
     exponent = jnp.clip(exponent, info.minexp, info.maxexp - 2)
     x = (x * jnp.exp2(-exponent)).astype(jnp.float32)
-    minus = mixed(jnp.arange(x.size, dtype=jnp.uint32)) & 1
-    total = jnp.sum(jnp.where(minus == 1, -x, x))
-    return exponent.astype(jnp.float32), jnp.sqrt(jnp.sum(x * x)), total
+    return exponent.astype(jnp.float32), jnp.sqrt(jnp.sum(x * x)), across(x)

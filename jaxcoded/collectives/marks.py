@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxcoded.plan import Plan, atoms
 from jaxcoded.plan.placement import Placement
+from jaxcoded.transport.kernels import accumulator
 from jaxcoded.transport.leaves import is_key
 
 _MOST = 64  # the largest mark of a block, as a multiple of the smallest mark
@@ -176,11 +177,11 @@ def _resemblance(pytree: Any, *, scaled: bool = False) -> jax.Array:
         root = jnp.exp2((-log / 2).astype(x.dtype))
         x = (x * root * root).astype(jnp.float32)  # the numbers are at most about 1
         size = jnp.sqrt(jnp.sum(x * x) + jnp.exp2(2 * (least - log)))
-        out += jnp.sin(jnp.log2(size) + log + 2 * _across(x, number) / size)
+        out += jnp.sin(jnp.log2(size) + log + 2 * across(x, number) / size)
     return _SWING / math.sqrt(len(parts)) * out
 
 
-def _across(x: jax.Array, number: int) -> jax.Array:
+def across(x: jax.Array, number: int = 0) -> jax.Array:
     """Return the sum of an array's numbers, each with a sign that depends on its place."""
     place = jnp.full(x.shape, number, jnp.uint32)
     for axis in range(x.ndim):
@@ -192,8 +193,7 @@ def _finite(leaf: jax.Array) -> jax.Array:
     """Return real numbers, float32 or wider, with 0 in place of NaN and infinities."""
     if jnp.iscomplexobj(leaf):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
-    if jnp.finfo(leaf.dtype).bits < 32:
-        leaf = leaf.astype(jnp.float32)
+    leaf = leaf.astype(accumulator(leaf.dtype))
     return jnp.where(jnp.isfinite(leaf), leaf, 0)
 
 
