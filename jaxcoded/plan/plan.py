@@ -179,7 +179,7 @@ class Plan:
 
     @property
     def padding_multiple(self) -> int:
-        """Gradients are padded to a multiple of this number, a multiple of `slices_above`."""
+        """Gradients are padded to a multiple of this number, the lcm of `slices_above`."""
         return math.lcm(*self.slices_above)
 
     def result_length(self, rank: int, length: int) -> int:
@@ -276,7 +276,7 @@ class Plan:
         )
 
     def tolerance(self, rank: int) -> int:
-        """Return how many of a rank's children may be missing, whichever they are."""
+        """Return how many of a rank's children may be missing, whichever; 0 at a leaf."""
         coding = self.codings[rank]
         return 0 if coding is None else coding.code.stragglers
 

@@ -134,7 +134,7 @@ class Strategy(abc.ABC):
             )
 
     def refuse(self, given: str) -> None:
-        """Raise a ValueError if the strategy has no ``erasures`` or no ``residual``."""
+        """Raise a ValueError if calls cannot take ``given``: "erasures" or "residual"."""
 
     @abc.abstractmethod
     def why_not_split(self, plan: Plan) -> str:
@@ -184,7 +184,7 @@ class Strategy(abc.ABC):
 
     @staticmethod
     def from_json(text: str) -> Strategy:
-        """Return the strategy from a text of `to_json`. Raise a ValueError for others."""
+        """Return the strategy from a text of `to_json`. Raise a ValueError for any other."""
         fields = _parse.document(text)
         name = fields.pop("strategy", None) if isinstance(fields, dict) else None
         if name not in list(_KINDS):
