@@ -13,7 +13,7 @@ import numpy as np
 from jaxcoded.group.telemetry import TOLD, Telemetry
 from jaxcoded.plan import Coded, Plan, make_plan
 from jaxcoded.plan.code_tree import CodeTree
-from jaxcoded.plan.tree import NO_PARENT, balanced_parents
+from jaxcoded.plan.tree import balanced_parents
 from jaxcoded.tools.simulator import Layout, Network, Ring, simulate
 from jaxcoded.tools.simulator.stragglers import Measured, Stragglers
 
@@ -341,8 +341,6 @@ def _of_others(table: np.ndarray) -> np.ndarray:
 
 def _tree(size: int, fanout: int, needed: int, root: int) -> tuple[int, ...]:
     """Return a balanced tree with the same root."""
-    if fanout == size - 1:
-        return tuple(NO_PARENT if rank == root else root for rank in range(size))
     parents = balanced_parents(size, fanout, needed)
     swapped = {0: root, root: 0}
     renamed = [swapped.get(parent, parent) for parent in parents]
