@@ -124,7 +124,8 @@ class Ends:
         alike: dict[int, list[int]] = {}
         for number, (code, _) in self.ended.items():
             alike.setdefault(code, []).append(number)
-        missing = sorted({*range(self.ranks), *self.begun} - set(self.ended))
+        first_ranks = {*range(self.ranks)}
+        missing = (first_ranks | self.begun) - set(self.ended)
         if set(alike) == {0} and not missing:
             return []
         lines = []
@@ -136,19 +137,14 @@ class Ends:
         why = "mpirun ended the job first"
         if not self._near:
             why += ", or a host does not answer"
-        unheard = [number for number in missing if number not in self.begun]
-        begun = [
-            number for number in missing if number in self.begun and number < self.ranks
-        ]
-        joined = [number for number in missing if number >= self.ranks]
         by_others = f"the ranks that had started them ended them, or {why}"
-        for numbers, what in (
-            (unheard, f"no report at all: {why}"),
-            (begun, f"no report of the end: {why}"),
-            (joined, f"no report of the end: {by_others}"),
+        for some, what in (
+            (missing - self.begun, f"no report at all: {why}"),
+            (missing & self.begun & first_ranks, f"no report of the end: {why}"),
+            (missing - first_ranks, f"no report of the end: {by_others}"),
         ):
-            if numbers:
-                lines.append(f"{_format.ranks(numbers)}: {what}")
+            if some:
+                lines.append(f"{_format.ranks(some)}: {what}")
         return lines
 
 

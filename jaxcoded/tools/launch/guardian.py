@@ -99,13 +99,10 @@ def kill_all(name: str) -> None:
 
 def processes(name: str) -> dict[pathlib.Path, dict[str, str]]:
     """Return the environment of each of a job's processes, by its folder in /proc."""
-    environments = {
-        place: _environment(place) for place in pathlib.Path("/proc").glob("[0-9]*")
-    }
     return {
         place: environment
-        for place, environment in environments.items()
-        if _named(environment, name)
+        for place in pathlib.Path("/proc").glob("[0-9]*")
+        if _named(environment := _environment(place), name)
     }
 
 
