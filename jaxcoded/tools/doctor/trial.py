@@ -45,10 +45,9 @@ def main() -> None:
         "backend": jax.default_backend(),
         "devices": [f"{each.device_kind}" for each in jax.local_devices()],
         "cuda_aware": cuda_aware.why_not(),
+        "reads": _reads(comm),
+        **_summed(comm),
     }
-    findings["took"], findings["wrong"], findings["transport"], findings["reads"] = (
-        _summed(comm)
-    )
     everything = gathered(comm, findings)
     if comm.rank == 0:
         answer(everything)
@@ -66,10 +65,8 @@ def _imported(name: str) -> str:
     return ""
 
 
-def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
-    """Return four values: the median time of a call, in seconds, for each of `SIZES`; the number
-    of wrong sums; the transport; and whether this rank can read the next rank's memory.
-    """
+def _summed(comm: MPI.Intracomm) -> dict[str, Any]:
+    """Return the median time of a call, in seconds, for each of `SIZES`; the number of wrong sums; and the transport."""
     took, wrong = [], 0
     batch = _EXAMPLES * comm.size
     with CodedGroup(comm, Uncoded()) as group:
@@ -87,7 +84,8 @@ def _summed(comm: MPI.Intracomm) -> tuple[list[float], int, str, bool]:
                 wrong += bool(np.any(np.asarray(y) != batch * (batch - 1) / 2))
             took.append(float(np.median(times[1:])))
         fast = group._session.transport.name == "engine"
-        return took, wrong, "the engine" if fast else "mpi4jax", _reads(comm)
+    transport = "the engine" if fast else "mpi4jax"
+    return {"took": took, "wrong": wrong, "transport": transport}
 
 
 def _reads(comm: MPI.Intracomm) -> bool:
