@@ -26,11 +26,8 @@ from jaxcoded.tools.simulator.stragglers import Delays
 # These constants are the engine's (``ledger.cpp``, ``node.h``).
 # seconds after which the ledger gives up a rank that does not answer a recall
 _PATIENCE = 0.05
-_WORTH = (
-    # the fraction of a block's time by which a rank must be faster to take the block
-    # back
-    0.1
-)
+# the fraction of a block's time by which a rank must be faster to take the block back
+_WORTH = 0.1
 _SHORTEST = 1e-12  # the shortest time of a block, in seconds
 _MORE = 1 + 1e-6  # equally fast ranks must not take blocks from each other in turn
 

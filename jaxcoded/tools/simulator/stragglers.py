@@ -119,7 +119,7 @@ class Exponential(Stragglers):
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _require_numbers(self, least=0.0)
+        _require_numbers(self)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         draw = np.random.default_rng(seed).standard_exponential
@@ -145,7 +145,7 @@ class Pareto(Stragglers):
     scale: float = 0.2
 
     def __post_init__(self) -> None:
-        _require_numbers(self, above=0.0)
+        _require_numbers(self, above=True)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         rng = np.random.default_rng(seed)
@@ -169,7 +169,7 @@ class FixedSlow(Stragglers):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", _ranks(self.ranks))
-        _require_numbers(self, least=0.0)
+        _require_numbers(self)
 
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         delays = _delays(size)
@@ -197,7 +197,7 @@ class Bursty(Stragglers):
     factor: float = 5.0
 
     def __post_init__(self) -> None:
-        _require_numbers(self, least=0.0)
+        _require_numbers(self)
         if not (0 < self.begin <= 1 and 0 < self.end <= 1):
             raise ValueError(
                 f"begin and end must be probabilities above 0, got {self.begin!r} and "
@@ -298,7 +298,7 @@ class Stopped(Stragglers):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", _ranks(self.ranks))
-        _require_numbers(self, least=0.0)
+        _require_numbers(self)
         _require.integer("round", self.round, 1)
         _require.integer("every", self.every, 0)
 
@@ -434,10 +434,8 @@ def _within(ranks: tuple[int, ...], size: int) -> list[int]:
     return [rank % size for rank in ranks]
 
 
-def _require_numbers(
-    model: Any, least: float | None = None, above: float | None = None
-) -> None:
-    """Raise a ValueError unless all fields but ``ranks`` are numbers in this range."""
+def _require_numbers(model: Any, above: bool = False) -> None:
+    """Raise a ValueError unless all fields but ``ranks`` are numbers ≥ 0, or > 0 with ``above``."""
     for name, value in vars(model).items():
         if name == "ranks":
             continue
@@ -445,7 +443,6 @@ def _require_numbers(
             raise ValueError(
                 f"{name} must be a finite number, got {_require.shown(value)}"
             )
-        if least is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value!r}")
-        if above is not None and value <= above:
-            raise ValueError(f"{name} must be above {above}, got {value!r}")
+        if value < 0 or (above and value == 0):
+            wanted = "above" if above else "at least"
+            raise ValueError(f"{name} must be {wanted} 0.0, got {value!r}")
