@@ -225,11 +225,7 @@ def _cluster(
 
 def only_one(**given: Any) -> None:
     """Raise a ValueError that names two of these options if more than one is given."""
-    names = [
-        f"--{name.replace('_', '-')}"
-        for name, value in given.items()
-        if value is not None
-    ]
+    names = [f"--{name}" for name, value in given.items() if value is not None]
     if len(names) > 1:
         raise ValueError(f"{names[1]} cannot go with {names[0]}: leave one of them out")
 

@@ -107,24 +107,15 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
     hosts = sorted({each["host"] for each in everything})
     yield Finding("ranks", GOOD, f"{ranks} on {', '.join(hosts)}")
     libraries = [who + words for words, who in reports("library")]
-    alike = len(libraries) == 1
-    yield Finding(
-        "MPI",
-        GOOD if alike else BAD,
-        "; ".join(libraries),
-        "" if alike else "install the same MPI, mpi4py and jaxcoded on all hosts",
-    )
+    if len(libraries) == 1:
+        yield Finding("MPI", GOOD, libraries[0])
+    else:
+        yield Finding("MPI", BAD, "; ".join(libraries), _REMEDIES["library"])
     for words, who in reports("threads"):
-        many = words == machine.MULTIPLE
-        yield Finding(
-            "MPI threads",
-            GOOD if many else NOTE,
-            who + words,
-            ""
-            if many
-            else "the engine needs MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level as it is, or "
-            "use an MPI that is built for it",
-        )
+        if words == machine.MULTIPLE:
+            yield Finding("MPI threads", GOOD, who + words)
+        else:
+            yield Finding("MPI threads", NOTE, who + words, _REMEDIES["threads"])
     for name, state in (("mpi4jax", BAD), ("engine", NOTE), ("cuda_aware", BAD)):
         for words, who in reports(name):
             yield Finding(name.replace("_", "-"), state, who + words, _REMEDIES[name])
@@ -156,22 +147,15 @@ def _of_ranks(ranks: int, everything: list[dict[str, Any]]) -> Iterator[Finding]
             'pip install "jax[cuda13]" or "jax[cuda12]", as the driver allows; and leave JAX_PLATFORMS and '
             "CUDA_VISIBLE_DEVICES unset",
         )
-    wrong = sum(each["wrong"] for each in everything)
+    if wrong := sum(each["wrong"] for each in everything):
+        yield Finding("sums", BAD, f"{wrong} of them are wrong", _REMEDIES["wrong"])
+        return
     small, large = (
         _format.seconds(max(each["took"][i] for each in everything)) for i in (0, 1)
     )
     transport = everything[0]["transport"]
-    yield Finding(
-        "sums",
-        BAD if wrong else GOOD,
-        f"{wrong} of them are wrong"
-        if wrong
-        else f"exact on all ranks, over {transport}; {small} for one number, {large} for 4 MiB",
-        "memory, a network or the MPI corrupts numbers: run with fewer --hosts to find the faulty host, and try "
-        "another MPI"
-        if wrong
-        else "",
-    )
+    words = f"exact on all ranks, over {transport}; {small} for one number, {large} for 4 MiB"
+    yield Finding("sums", GOOD, words)
 
 
 _KINDS = {
@@ -185,6 +169,11 @@ _KINDS = {
     **dict.fromkeys(("reads", "driver"), bool),
 }
 _REMEDIES = {
+    "library": "install the same MPI, mpi4py and jaxcoded on all hosts",
+    "threads": "the engine needs MPI_THREAD_MULTIPLE: leave mpi4py.rc.thread_level as it is, or use an MPI that is "
+    "built for it",
+    "wrong": "memory, a network or the MPI corrupts numbers: run with fewer --hosts to find the faulty host, and try "
+    "another MPI",
     "mpi4jax": "install it again, built for this MPI: pip install --no-cache-dir --no-binary "
     "mpi4jax --no-build-isolation mpi4jax",
     "engine": "without the engine, groups use mpi4jax, wait for all ranks, and cannot share work (docs/engine.md)",

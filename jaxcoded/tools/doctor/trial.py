@@ -66,7 +66,7 @@ def _imported(name: str) -> str:
 
 
 def _summed(comm: MPI.Intracomm) -> dict[str, Any]:
-    """Return the median time of a call, in seconds, for each of `SIZES`; the number of wrong sums; and the transport."""
+    """Return the median time of a call, in seconds, for each of `SIZES`; the number of wrong sums; the transport."""
     took, wrong = [], 0
     batch = _EXAMPLES * comm.size
     with CodedGroup(comm, Uncoded()) as group:

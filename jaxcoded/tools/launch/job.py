@@ -104,7 +104,7 @@ def play(
             # rich.
             from jaxcoded.tools.terminal import lines
 
-            handed_on = lines.HandedOn({1: process.stdout, 2: process.stderr})
+            handed_on = lines.HandedOn(process.stdout, process.stderr)
             stack.callback(handed_on.end, _GRACE)
         stack.callback(guardian.kill_all, name)
         late: list[bool] = []

@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import IO
 
 from jaxcoded.tools.terminal import output
@@ -40,15 +40,18 @@ def _byte(reference: re.Match[bytes]) -> bytes:
 
 
 class HandedOn:
-    """Pass the output in each pipe on to the file descriptor that belongs to the pipe."""
+    """Pass the output in two pipes on to standard output and standard error, which share a display if they are the same
+    file."""
 
-    def __init__(self, pipes: Mapping[int, IO[bytes]]) -> None:
-        shown = _displays(pipes)
+    def __init__(self, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        same = os.path.sameopenfile(1, 2)
+        first = _display(1, same)
+        second = first if same else _display(2, same)
         self._reads = {}
-        for to, pipe in pipes.items():
-            thread = threading.Thread(target=_read, args=(pipe, shown[to]), daemon=True)
+        for pipe, display in ((stdout, first), (stderr, second)):
+            thread = threading.Thread(target=_read, args=(pipe, display), daemon=True)
             thread.start()
-            self._reads[thread] = shown[to]
+            self._reads[thread] = display
 
     def end(self, seconds: float) -> None:
         """Wait until everything that has arrived is written, even if the reader is slow. Wait at most ``seconds``
@@ -70,18 +73,8 @@ def _read(pipe: IO[bytes], display: File) -> None:
                     display.add(source, data)
 
 
-def _displays(files: Iterable[int]) -> dict[int, File]:
-    """Return a display for each file descriptor. Standard output and standard error share a
-    display if they are the same file."""
-    names = {file: (os.fstat(file).st_dev, os.fstat(file).st_ino) for file in files}
-    shown: dict[tuple[int, int], File] = {}
-    for number, name in names.items():
-        if name not in shown:
-            alone = len(set(names.values())) == 1
-            shown[name] = (
-                Terminal(number, alone) if output.is_terminal(number) else File(number)
-            )
-    return {number: shown[name] for number, name in names.items()}
+def _display(to: int, alone: bool) -> File:
+    return Terminal(to, alone) if output.is_terminal(to) else File(to)
 
 
 def variables(ranks: int) -> dict[str, str]:

@@ -65,7 +65,7 @@ def table(
     header, wraps, extra = (
         list(map(plain.words, names)) for names in (header, wraps, extra)
     )
-    rows = [[plain.words(str(text)) for text in row] for row in rows]
+    rows = [[plain.words(text) for text in row] for row in rows]
     widths = []
     for name, *texts in zip(header, *rows):
         if name in wraps:  # texts are never broken within a word
