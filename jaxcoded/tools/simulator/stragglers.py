@@ -63,15 +63,11 @@ class Stragglers(abc.ABC):
 
 def _delays(
     size: int,
-    factor: np.ndarray | None = None,
-    seconds: np.ndarray | None = None,
-    stopped: np.ndarray | None = None,
+    factor: np.ndarray | float = 1.0,
+    seconds: np.ndarray | float = 0.0,
+    stopped: np.ndarray | bool = False,
 ) -> Delays:
-    return Delays(
-        np.ones(size) if factor is None else factor,
-        np.zeros(size) if seconds is None else seconds,
-        np.zeros(size, bool) if stopped is None else stopped,
-    )
+    return Delays(*(np.full(size, each) for each in (factor, seconds, stopped)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +120,9 @@ class Exponential(Stragglers):
     def rounds(self, size: int, seed: int = 0) -> Iterator[Delays]:
         draw = np.random.default_rng(seed).standard_exponential
         while True:
-            factor = 1 + self.work * draw(size) if self.work else None
-            yield _delays(
-                size, factor, self.seconds * draw(size) if self.seconds else None
-            )
+            factor = 1 + self.work * draw(size) if self.work else 1.0
+            seconds = self.seconds * draw(size) if self.seconds else 0.0
+            yield _delays(size, factor, seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +240,7 @@ class Measured(Stragglers):
             row = line[columns]
             dead = np.isinf(row)
             if self.seconds:
-                yield _delays(size, None, row, dead)
+                yield _delays(size, 1.0, row, dead)
             else:
                 # add infinite seconds, since a factor would not delay a rank without work
                 factor = np.where(dead, 1.0, row)
