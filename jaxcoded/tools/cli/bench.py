@@ -138,7 +138,8 @@ def _show(seen: Measurement) -> None:
     )
     _rest(len(links), "faster links")
     output.say()
-    factors, speeds = seen.stragglers.factors, seen.speeds
+    low, high, worst = np.quantile(seen.stragglers.factors, [0.05, 0.95, 0.99], axis=0)
+    speeds = seen.speeds
     order = np.argsort(speeds, kind="stable")
     output.table(
         ["rank", "host", "speed", "5 … 95 % of turns", "99 %"],
@@ -147,8 +148,8 @@ def _show(seen: Measurement) -> None:
                 str(rank),
                 seen.hosts[rank],
                 f"{speeds[rank]:.2f}",
-                "{:.2f} … {:.2f}".format(*np.quantile(factors[:, rank], [0.05, 0.95])),
-                f"{np.quantile(factors[:, rank], 0.99):.2f}",
+                f"{low[rank]:.2f} … {high[rank]:.2f}",
+                f"{worst[rank]:.2f}",
             ]
             for rank in order[:_MANY].tolist()
         ],

@@ -295,7 +295,7 @@ def _draw_arrivals(path: pathlib.Path, seen: Telemetry) -> None:
     usual = np.ma.median(np.ma.masked_invalid(came), axis=0)
     # the latest child at the top
     order = np.lexsort((np.ma.filled(usual, np.inf), share))
-    rows = [order[-_ROWS:][i : i + 1] for i in range(min(_ROWS, len(order)))]
+    rows = list(order[-_ROWS:, None])
     names = [f"rank {seen.children[row[0]]}" for row in rows]
     if len(order) > _ROWS:
         rows.insert(0, order[:-_ROWS])

@@ -136,8 +136,7 @@ def command(
             own_files=not where.away,
             marked=marked,
         )
-    # MPICH does not always report a failed rank. Neither does Open MPI after it has lost its
-    # daemons.
+    # MPICH, and Open MPI without its daemons, do not always report a failed rank.
     status = end.status or heard.failure
     limit = timeout if end.too_long else None
     first = _words(chosen, status, fault_tolerant, limit, heard.heard_any, where.asked)

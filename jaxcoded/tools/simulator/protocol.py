@@ -242,7 +242,7 @@ class _Job:
         in_sections = forms_sections(layout, network, payload)
         # the simulated sections of the root's sum
         self.sections = Sections(layout, network, payload) if in_sections else None
-        self.family = slice(0, 1 + int(layout.counts[0]) if in_sections else 0)
+        self.family = slice(0, 1 + int(layout.counts[0]))
         self.parents = [
             parents
             for layer in reversed(layout.layers[1:] if in_sections else layout.layers)
