@@ -62,36 +62,31 @@ def table(
     best: int | None = None,  # the row to highlight
 ) -> None:
     """Print a table of rows below a header."""
-    header, wraps, extra = (
-        list(map(plain.words, names)) for names in (header, wraps, extra)
-    )
-    rows = [[plain.words(text) for text in row] for row in rows]
-    widths = []
-    for name, *texts in zip(header, *rows):
+    columns = {
+        name: [plain.words(text) for text in texts]
+        for name, *texts in zip(header, *rows)
+    }
+    widths = {}
+    for name, texts in columns.items():
         if name in wraps:  # texts are never broken within a word
-            texts = [word for text in texts for word in text.split()]
-        widths.append(max(map(len, [name, *texts])))
-    kept = list(range(len(header)))
+            texts = " ".join(texts).split()
+        widths[name] = max(map(len, [plain.words(name), *texts]))
     for name in extra:
-        if sum(widths[place] + _GAP for place in kept) - _GAP > _console().width:
-            kept = [place for place in kept if header[place] != name]
+        if sum(widths[each] + _GAP for each in columns) - _GAP > _console().width:
+            del columns[name]
     out = Table(
         *(
-            Column(
-                header[place],
-                no_wrap=header[place] not in wraps,
-                min_width=widths[place],
-            )
-            for place in kept
+            Column(plain.words(name), no_wrap=name not in wraps, min_width=widths[name])
+            for name in columns
         ),
         box=box.Box(plain.words(str(box.SIMPLE_HEAD)), ascii=True),
         show_edge=False,
         pad_edge=False,
         padding=(0, _GAP - 1, 0, 0),
     )
-    for number, row in enumerate(rows):
+    for number, row in enumerate(zip(*columns.values())):
         style = "bold green" if number == best else None
-        out.add_row(*(Text(row[place]) for place in kept), style=style)
+        out.add_row(*map(Text, row), style=style)
     show(out)
 
 
