@@ -260,9 +260,8 @@ def check_fits(launcher: Launcher) -> None:
     from mpi4py import MPI
 
     library = MPI.Get_library_version()
-    known = {OPEN_MPI, MPICH}
-    others = known - {launcher.mpi} if launcher.mpi in known else set()
-    if any(library.startswith(other) for other in others):
+    other = {OPEN_MPI: MPICH, MPICH: OPEN_MPI}.get(launcher.mpi)
+    if other and library.startswith(other):
         raise Unfit(
             f"{launcher.path} belongs to {launcher.mpi}, but mpi4py uses "
             f"{library.partition(',')[0].split(chr(10))[0].strip()}",
