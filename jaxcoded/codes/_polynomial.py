@@ -1,7 +1,6 @@
-import warnings
-
 import numpy as np
 
+from jaxcoded._warn import warn
 from jaxcoded.codes._gradient_code import GradientCode
 from jaxcoded.codes._load import checked
 from jaxcoded.codes._redraw import accepted, usual_amplification
@@ -77,10 +76,9 @@ def polynomial(
     neighbours = np.argsort(points)[(np.arange(s) + np.arange(n)[:, None]) % n]
     code = accepted(B, s, "polynomial", remedy, neighbours)
     if code.amplification > 10 * usual_amplification(n, s, m):
-        warnings.warn(
+        warn(
             f"polynomial with n = {n}, stragglers = {s}, slices = {m}: the amplification "
             f"{code.amplification:.1e} is far above the amplification of random codes; use "
-            "random_generator",
-            stacklevel=2,
+            "random_generator"
         )
     return code

@@ -1,9 +1,9 @@
 import math
-import warnings
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from jaxcoded._warn import warn
 from jaxcoded.codes._gradient_code import MAX_SETS, GradientCode
 
 MAX_DRAWS = 64
@@ -119,10 +119,9 @@ def least_amplified(
             "fewer stragglers, fewer slices, a smaller fan-out or fractional repetition"
         )
     if parts == 1 and best.amplification > 10 * usual:
-        warnings.warn(
+        warn(
             f"{name} with n = {n}, stragglers = {stragglers}, slices = {slices}: the "
             f"amplification {best.amplification:.1e} is far above the usual "
-            f"{usual:.1e}; another seed or support may do better",
-            stacklevel=3,
+            f"{usual:.1e}; another seed or support may do better"
         )
     return best

@@ -1,6 +1,5 @@
 """The coded collectives, for use inside and outside ``jit``."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,12 @@ import numpy as np
 
 from jaxcoded import _require
 from jaxcoded._jax_compat import ShapedArray
+from jaxcoded._warn import warn
 from jaxcoded.codes._redraw import MAX_ROUNDING
 from jaxcoded.collectives import floats
 from jaxcoded.collectives.arguments import (
     checked_operands,
     divided_by,
-    levels_to_the_user,
 )
 from jaxcoded.collectives.counting import NOT_COUNTED, Count, counted
 from jaxcoded.group.group import CodedGroup, check_open
@@ -451,8 +450,7 @@ def _check_amplification(dtype: np.dtype, amplification: float) -> None:
         )
     narrow = amplification * float(jnp.finfo(dtype).eps)
     if dtype != accumulator(dtype) and narrow > MAX_NARROW_ROUNDING:
-        warnings.warn(
+        warn(
             f"messages in {dtype} with the plan's amplification "
-            f"kappa = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}",
-            stacklevel=levels_to_the_user(),
+            f"kappa = {amplification:.1e} may be off by {narrow:.0%} of the sum: {remedy}"
         )

@@ -1,7 +1,5 @@
 """Check the arguments of a coded sum."""
 
-import sys
-import warnings
 from typing import Any
 
 import jax
@@ -9,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcoded import _jax_compat, _require
+from jaxcoded._warn import warn
 from jaxcoded.group.batch import Batch, check_batch, check_length
 from jaxcoded.group.group import CodedGroup
 from jaxcoded.transport import tokens
@@ -80,20 +79,11 @@ def divided_by(divisor: Any, group: CodedGroup) -> str:
     if not _jax_compat.tracing() and len(known) < _MOST_DIVISORS:
         known.add(float(divisor))
         if len(known) == _MOST_DIVISORS:
-            warnings.warn(
+            warn(
                 f"this group has divided by {_MOST_DIVISORS} numbers outside jit, the last one {divisor}: each "
-                "compiles a program, which stays in memory. Divide the sum yourself, or call the collective in jit",
-                stacklevel=levels_to_the_user(),
+                "compiles a program, which stays in memory. Divide the sum yourself, or call the collective in jit"
             )
     return f", divided by {float(divisor)}"
-
-
-def levels_to_the_user() -> int:
-    """Return the ``stacklevel`` of a warning about the line that calls this library."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].startswith("jaxcoded."):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def checked_erasures(erasures: Any, size: int) -> Any:

@@ -1,6 +1,5 @@
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Self, overload
 
@@ -9,6 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcoded import _jax_compat, _require
+from jaxcoded._warn import warn
 from jaxcoded.group import snapshots
 from jaxcoded.group.batch import Batch, number_of_examples
 from jaxcoded.group.blocks import Blocks
@@ -163,7 +163,7 @@ class CodedGroup:
         # group.
         for warning in session.warnings:
             if session.rank == 0:
-                warnings.warn(warning, RuntimeWarning, stacklevel=3)
+                warn(warning, RuntimeWarning)
 
     @classmethod
     def _of(cls, session: Session) -> Self:
@@ -784,7 +784,7 @@ class CodedGroup:
             return
         primitive.effects_barrier()
         if warning := self._session.close(timeout):
-            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+            warn(warning, RuntimeWarning)
 
     def __enter__(self) -> Self:
         check_open(self)

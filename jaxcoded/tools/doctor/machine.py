@@ -109,7 +109,9 @@ def _started() -> Iterator[Finding]:
     if not (words := alone.words(1)):
         return
     program = "from mpi4py import MPI; print(MPI.COMM_WORLD.size)"
-    if (count := _printed(sys.executable, "-c", program).strip()).isdigit():
+    lines = _printed(sys.executable, "-c", program).splitlines()
+    # MPI may print warnings
+    if count := next(filter(str.isdigit, lines), ""):
         words = alone.words(int(count))
     if words:
         yield Finding("tasks", BAD, *words.split(". ", 1))

@@ -235,8 +235,8 @@ struct Flow {
   }
 };
 
-// The rounds in which a parent forms its sums without other ranks, since some ranks may not reach each other. Each pause
-// is twice as long as the one before, until a sum has been formed in sections without trouble.
+// The rounds in which a parent forms its sums without other ranks, since some ranks may not reach each other. Each
+// pause is twice as long as the one before, until a sum has been formed in sections without trouble.
 class Pause {
  public:
   // Begin a pause in this round.
