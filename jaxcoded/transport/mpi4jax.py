@@ -112,15 +112,23 @@ class Mpi4jax(Traced, Transport):
         """Agree on this round; return the coefficients of the children, ``(m, n)``."""
         index, plan, rank = self.index, self.plan, self.rank
         coefficients = plan.coefficients(rank)
-        dtype = np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors))
         masks = [] if erased is None else [erased]
-        like = [jax.ShapeDtypeStruct(coefficients.shape, dtype) for _ in masks]
+        like = [
+            jax.ShapeDtypeStruct(
+                coefficients.shape,
+                np.result_type(np.float32, *(accumulator(v.dtype) for v in vectors)),
+            )
+            for _ in masks
+        ]
 
         def begin(*masks: np.ndarray) -> tuple[np.ndarray, ...]:
             transport = registry.find(index)  # compiled code holds only the index
             assert isinstance(transport, Mpi4jax)
             transport._agree(str(round), *masks)
-            return tuple(plan.coefficients(rank, mask).astype(dtype) for mask in masks)
+            return tuple(
+                plan.coefficients(rank, mask).astype(out.dtype)
+                for mask, out in zip(masks, like)
+            )
 
         looked_up = primitive.on_host(begin, like, *masks)
         return looked_up[0] if masks else coefficients
