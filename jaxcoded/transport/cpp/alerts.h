@@ -30,8 +30,8 @@ class Alerts {
     double until = 0;
   };
   // Keep the first such fault of the latest round.
-  void if_stuck(const IfStuck& fault) {
-    if (if_stuck_.round != fault.round) if_stuck_ = fault;
+  void if_stuck(IfStuck fault) {
+    if (if_stuck_.round != fault.round) if_stuck_ = std::move(fault);
   }
   const IfStuck& if_stuck() const { return if_stuck_; }
 

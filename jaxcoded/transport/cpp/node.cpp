@@ -296,10 +296,10 @@ void Node::finish(Outcome outcome, std::string error) {
   telemetry_.ended(round, now, static_cast<std::uint8_t>(outcome), bytes_of(up_.call.total));
   if (const RoundRecord* record = telemetry_.find(round); record && hook_) hook_(*record);
   if (now - told_step_times_ > limits_.step_times_seconds) tell_step_times();
-  if (!up_.overdue) {  // deadlines must not grow with the rounds that miss them
-    durations_.add(now - up_.started);
-    if (outcome == Outcome::done) waited(now - started);
-  }
+  // deadlines must not grow with the rounds that miss them
+  const bool done = outcome == Outcome::done;
+  if (!up_.overdue || (done && limits_.on_deadline == OnDeadline::wait)) durations_.add(now - up_.started);
+  if (!up_.overdue && done) waited(now - started);
   forget();
 }
 

@@ -432,6 +432,7 @@ class Node {
   void end_delegation();
   void abandon_sections();
   void pause_sections(Rank maker);
+  bool answers_since(const Child& child, double since) const;
   bool spreads(const Entry& entry) const;
   std::vector<Rank> those_waiting(const Entry& entry) const;
   bool will_spread_to(Rank rank, const Entry& entry) const;
@@ -581,6 +582,7 @@ class Node {
   Round undecided() const;
   void answer_losses();
   void answer_loss(Rank other, std::uint8_t alarm_flags);
+  std::string lost_words(Rank other) const;
   double losses_wait() const;
   double stuck_at() const;
   void fail_stuck();

@@ -197,8 +197,8 @@ bool Node::only_silent_lack() {
 // itself. The rank then tells the ranks below, which may wait even while its own program makes no call.
 void Node::watch_above() {
   const double now = wire_.now();
-  const bool waits = calling() ? next_ == frontier_ : awaited_below();
-  const auto silent = upstream_.forsaken(!root() && waits, now);
+  const bool own = calling() && next_ == frontier_;
+  const auto silent = upstream_.forsaken(!root() && (own || awaited_below()), now);
   if (!silent) {
     up_.forsaken = false;
     return;
@@ -208,7 +208,7 @@ void Node::watch_above() {
     return decide_alone(without_a_root(frontier_));
   }
   const double seconds = deadline(1);
-  const double since = calling() ? up_.started : upstream_.stuck_since();
+  const double since = own ? up_.started : upstream_.stuck_since();
   up_.forsaken = now - since >= seconds && *silent >= limits_.silent_seconds;
   if (up_.forsaken && limits_.on_deadline != OnDeadline::wait) {
     decide_alone(too_late(frontier_, seconds) + lacking());

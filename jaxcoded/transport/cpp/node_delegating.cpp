@@ -274,6 +274,7 @@ void Node::add_terms(SectionPlan& plan, std::size_t job) {
 
 void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const SectionPlan& plan,
                          std::size_t job) {
+  if (plan.purpose != Purpose::copy) up_.told_sections.insert(to);
   Message message{header(Kind::delegate, round)};
   message.header.fingerprint = fingerprint;
   message.header.ready = static_cast<std::uint32_t>(job);
@@ -356,8 +357,10 @@ bool Node::mend_sections() {
     Section& section = sections.emplace_back(known.section);
     if (known.taken == section.last) continue;
     bool lost = false, late = false;  // whether messages are lost or late
+    bool answered = true;             // whether all ranks have answered since the last piece came
     for (const std::size_t row : delegated.decodings[i]->rows) {
       Child& child = child_of_row(row);
+      answered = answered && answers_since(child, delegated.flows[i].moved);
       lost |= !usable(row, up_.incoming.size() - 1) || child.dead;
       late |= !is_responsive(child);
     }
@@ -382,11 +385,12 @@ bool Node::mend_sections() {
     if (other) delegated.decodings[i] = std::move(other);
     // a child may have offered a part of its message first, and then the whole message within the offer
     if (!fetchable(*delegated.decodings[i])) return false;
-    if (left) {
-      section.maker = stand_in(i);
-    } else if (stuck) {
-      if (!late) pause_sections(section.maker);
+    answered = answered && maker && answers_since(*maker, delegated.flows[i].moved);
+    if (stuck && !left && !late && answered) {
+      pause_sections(section.maker);
       section.maker = family_.rank;
+    } else if (left || stuck) {
+      section.maker = stand_in(i);
     }
     section.version = section_versions_.next();
     changed = true;
@@ -394,6 +398,11 @@ bool Node::mend_sections() {
   delegated.changes += other_messages;
   if (changed) assign(std::move(sections));
   return true;
+}
+
+// Whether a child has sent something since then, and owes no answer.
+bool Node::answers_since(const Child& child, double since) const {
+  return child.heard > since && (!child.asked || wire_.now() - child.asked < limits_.orphan_seconds);
 }
 
 // Called if a rank does not form its section, although all ranks answer. It may be unable to reach another rank, and

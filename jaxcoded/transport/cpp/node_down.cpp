@@ -486,7 +486,8 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   while (first < head.round && alone(history_.find(first))) ++first;
   listener.want(first, head.last);
   if (head.flags & calls) {
-    if (!calling() && !awaited_below()) upstream_.waits(wire_.now());
+    const bool own_call = calling() && next_ == frontier_;
+    if (!own_call && !awaited_below()) upstream_.waits(wire_.now());
     listener.called = head.round;
   }
   if (root() && departures_.leaving()) refuse_called(rank, listener);

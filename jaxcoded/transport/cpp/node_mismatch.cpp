@@ -142,7 +142,14 @@ void Node::lost_message(Rank other) {
     departures_.unheard();
   }
   if (is_above(other)) asked_pieces_.clear();  // it may have been the note of a lost request
-  if (losses_.may_answer(other, wire_.now())) answer_loss(other, 0);
+  if (losses_.may_answer(other, wire_.now())) return answer_loss(other, 0);
+  // The lost message may have taken back sections, and the other rank may use them once the round is decided.
+  if (up_.told_sections.contains(other)) alarm(lost_words(other));
+}
+
+std::string Node::lost_words(Rank other) const {
+  return "MPI has lost a message to or from rank " + std::to_string(other) +
+         ": look for errors of the network with jaxcoded doctor";
 }
 
 void Node::answer_losses() {
@@ -155,9 +162,7 @@ void Node::answer_loss(Rank other, std::uint8_t alarm_flags) {
   const Child* child = child_of(other);
   const bool has_left = departures_.leaving() && may_leave();
   if (!has_left && !(child && child->left)) {
-    alarm("MPI has lost a message to or from rank " + std::to_string(other) +
-              ": look for errors of the network with jaxcoded doctor",
-          alarm_flags);
+    alarm(lost_words(other), alarm_flags);
     upstream_.lost_message(other);
     // the other rank asks again when it learns that this rank is there
     if (listeners_.contains(other)) note(other, newest_, Flag::lost);
