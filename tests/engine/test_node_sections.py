@@ -700,3 +700,25 @@ def test_siblings_that_do_not_reach_each_other(action):
     assert "gets no data from other ranks, although all ranks answer" in first
     assert "rank 0 forms the long sums of the next 8 rounds alone" in first
     assert "the next 16 rounds alone" in second and "the next 32 rounds alone" in third
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_stops_is_not_taken_for_an_error_of_the_network(seed):
+    """It is late, so another rank forms its section, and the next sums are formed in sections, too."""
+    plan = make_plan(7, Coded(fanout=6, stragglers=1, code="fractional_repetition"))
+    script = [Call((("float64", 400 * plan.padding_multiple),), k) for k in range(3)]
+    world = World(
+        plan, script, random.Random(seed), hosts=range(7), limits=short_pieces(1)
+    )
+    world.open = 1
+    world.settle()
+    world.open = 2
+    while not makers(world):
+        world.step()
+    world.frozen = {1 + seed}
+    end = world.clock + 10
+    while world.clock < end and world.nodes[0].next_round() == 2:
+        world.clock += 0.002
+        world.sweep()
+    assert world.nodes[0].next_round() == 3
+    assert not any("gets no data" in text for text in world.news[0])
