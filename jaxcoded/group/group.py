@@ -627,7 +627,8 @@ class CodedGroup:
 
         Also call it when a step fails because the root has died. Some ranks may then
         have received the sum of the last round, and other ranks an error. In this case
-        the new group is not `alike`.
+        the new group is not `alike`: sums raise an error until the root has sent its
+        state with `tree_bcast`.
 
         A living rank that does not call `recovered`, because its program hangs or its
         process is stopped, keeps the other ranks waiting. With ``put_out`` its process
@@ -706,7 +707,9 @@ class CodedGroup:
             A group of all old and new ranks.
 
         Raises:
-            ValueError: an argument is invalid; the launcher does not survive the death of a rank; or as `recovered`.
+            ValueError: an argument is invalid; MPI or its launcher does not survive the death of a rank; the strategy
+                does not fit the new number of ranks; this group's strategy fits only its own ranks
+                (``Coded(parents=…)``) and no other strategy is given; or the group has a ``record`` or ``replay``.
             TypeError: ``strategy``, ``options`` or ``command`` has a wrong type.
             GroupMismatch: ranks gave different arguments.
             CodedError: some ranks of this group are dead, or did not call `extended`;

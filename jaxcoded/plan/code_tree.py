@@ -145,7 +145,7 @@ class CodeTree(Strategy, named=False):
 
     @property
     def _needed(self) -> int:
-        """Return how many children the code needs that needs the fewest."""
+        """Return how many children the least demanding code needs."""
         codes: Any = [self.code] if isinstance(self.code, str) else self.code
         texts = dict(codes).values() if self._names_ranks else codes
         lost, m = self.stragglers, self.slices

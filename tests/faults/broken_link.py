@@ -19,9 +19,8 @@ tree = jaxcoded.Coded(parents=(-1, 0, 0, 0), stragglers=1)
 options = jaxcoded.Options(deadline=3, on_deadline="raise")
 group = jaxcoded.CodedGroup(board.comm, tree, transport="engine", options=options)
 mpi = ctypes.CDLL(os.environ["LD_PRELOAD"])
-share = float(
-    np.sum(group.batch(12).weights)
-)  # of the sum of 12 examples, each of which is 1
+# of the sum of 12 examples, each of which is 1
+share = float(np.sum(group.batch(12).weights))
 errors = {}
 for step in range(1, 21):
     if step == 5 and board.rank == sender:

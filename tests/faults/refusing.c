@@ -52,8 +52,8 @@ int MPI_Irecv(void* data, int count, MPI_Datatype type, int from, int tag, MPI_C
 int MPI_Isend(const void* data, int count, MPI_Datatype type, int to, int tag, MPI_Comm comm, MPI_Request* request) {
   if (each && tag == control && ++asked % each == 0) return MPI_ERR_NO_MEM;
   const int asks = tag == control && *(const unsigned char*)data == pull, brings = tag >= first_vector;
-  if ((tag == control && (to == loses_to || (loses_sent && --loses_sent == 0))) || (asks && loses_asking && --loses_asking == 0) ||
-      (brings && loses_piece && --loses_piece == 0)) {
+  if ((tag == control && (to == loses_to || (loses_sent && --loses_sent == 0))) ||
+      (asks && loses_asking && --loses_asking == 0) || (brings && loses_piece && --loses_piece == 0)) {
     lost = 1;
     ++losses;
     *request = MPI_REQUEST_NULL;  // the engine asks for the outcome of this request next

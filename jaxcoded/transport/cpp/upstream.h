@@ -113,7 +113,7 @@ class Upstream {
   // Whether a rank may be asked: it has answered all questions, and it may have the result.
   bool may_ask(Rank rank) const { return !silent(rank) && !gone_from_.contains(rank); }
   // Return the nearest rank that may be asked. The parent may be asked only if it has answered the last offer. If
-  // all have been asked, return the nearest rank to which a question may have been lost.
+  // all have been asked, return a rank to which a question may have been lost.
   std::optional<Rank> next() const {
     for (const Rank rank : above_) {
       if (may_ask(rank) && !(unanswered_ && rank == parent())) return rank;
