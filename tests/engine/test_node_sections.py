@@ -524,17 +524,17 @@ def test_a_message_within_an_offer_whose_first_part_was_elsewhere():
     world.assert_done()
 
 
-def decided_by_the_root(world, lost):
-    """Let ranks continue until the root and rank 1 have ended round 1. The root's message to rank 1 for which ``lost``
-    is true gets lost, and rank 1's alert comes too late.
+def decided_by_the_root(world, lost, told):
+    """Let ranks continue until the root and rank 1 have ended the open round. The root's message to rank 1 for which
+    ``lost`` is true gets lost, as MPI tells the rank ``told``, and rank 1's alert comes too late.
     """
-    while not all(world.nodes[rank].next_round() > 1 for rank in (0, 1)):
+    while not all(world.nodes[rank].next_round() > world.open for rank in (0, 1)):
         for rank in (0, 2, 1):
             world.advance(rank)
             for link in [link for link in world.queues if link[1] == rank]:
                 while queue := world.queues[link]:
                     if link == (0, 1) and lost(queue[0]):
-                        world.lose(link, 1)
+                        world.lose(link, told)
                     elif link == (1, 0) and queue[0][0] == ALERT:
                         break
                     else:
@@ -549,28 +549,35 @@ def decided_by_the_root(world, lost):
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("why", ["lost", "too little memory"])
+@pytest.mark.parametrize("why", ["lost", "lost again", "too little memory"])
 def test_the_message_that_gives_sections_up_does_not_come(seed, why):
     """At the deadline a rank is missing, and the root forms another sum by itself. MPI loses the root's message about
-    this, and tells the receiver; or the receiver has too little memory. The receiver does not mix pieces of both sums.
+    this, and tells the receiver or, after an earlier loss, the root; or the receiver has too little memory. The receiver
+    does not mix pieces of both sums.
     """
     call = Partial((("float64", 160),), 3)
     world = World(
         make_plan(4, Coded(stragglers=0)),
-        [call, call],
+        [call, call, call],
         random.Random(seed),
         hosts=list(range(4)),
         limits=limits("approximate", piece_bytes=64, announced_bytes=128)
         | {"sections_from": 1},
     )
-    world.open = 1
+    told, world.open = 1, 0
+    if why == "lost again":
+        told, world.open = 0, 1
+        world.nodes[0].lost_message(1)  # fails round 1
+        world.settle()
+        world.clock = 0.0
+    world.open += 1
     for _ in range(random.Random(seed).randint(100, 1000)):
         world.step()
         world.clock = 0.0
-    if world.nodes[0].next_round() > 1:
+    if world.nodes[0].next_round() > world.open:
         return
     world.frozen.add(3)
-    if why != "lost":
+    if why == "too little memory":
         world.short_of_memory.add(1)
     for _ in range(200):
         world.sweep()
@@ -580,14 +587,14 @@ def test_the_message_that_gives_sections_up_does_not_come(seed, why):
 
     def lost(m):
         gives_up = m[0] == DELEGATE and not any(m[HEADER.size :][:8])
-        return why == "lost" and gives_up
+        return why != "too little memory" and gives_up
 
-    decided_by_the_root(world, lost)
+    decided_by_the_root(world, lost, told)
     world.frozen.clear()
     world.short_of_memory.clear()
-    world.open = 2
+    world.open += 1
     world.settle()  # the world compares the bytes
-    assert all(2 in ends for ends in world.ends)
+    assert all(world.open in ends for ends in world.ends)
 
 
 def test_the_root_hands_its_own_sum_over_while_others_form_sections():
