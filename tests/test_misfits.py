@@ -66,6 +66,20 @@ def test_a_launcher_that_fails_once_is_tried_again(nothing_set, monkeypatch):
     assert "OMPI_MCA_pml=ucx" in found and remedy == "unset OMPI_MCA_pml"
 
 
+def test_a_start_that_was_slow_once_gets_more_time(nothing_set, monkeypatch):
+    """A loaded machine needs 12 s with variables that fit. Only the start with the wrong one hangs."""
+    monkeypatch.setenv("OMPI_MCA_pml", "ucx")
+    monkeypatch.setenv("UCX_TLS", "rc")
+
+    def play(command, environment, *, seconds, output):
+        needed = {"OMPI_MCA_pml": 1e9, "UCX_TLS": 12.0}
+        return job.End(int(seconds < max([needed.get(n, 0) for n in environment])))
+
+    monkeypatch.setattr(misfits.job, "play", play)
+    found, remedy = misfits.blame(MPIRUN)
+    assert "OMPI_MCA_pml=ucx" in found and remedy == "unset OMPI_MCA_pml"
+
+
 @pytest.mark.parametrize(
     ("wrong", "found", "unset"),
     [

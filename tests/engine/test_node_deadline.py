@@ -414,6 +414,39 @@ def test_a_root_that_does_not_call_to_the_end(action):
         assert ends[2].outcome == (FAILED if action == "raise" else DONE)
 
 
+@pytest.mark.parametrize("parents", [(-1, 0, 1), (-1, 0, 0, 1, 1, 2, 2)])
+@pytest.mark.parametrize("relative", [False, True])
+def test_ranks_below_children_that_do_not_call_either(parents, relative):
+    """The programs of the root and of all its children are away. The root learns of the ranks
+    that wait from their questions alone.
+    """
+    plan = make_plan(len(parents), Coded(parents=parents, stragglers=0))
+    deadline = limits("raise")
+    if relative:
+        deadline = limits("raise", deadline_seconds=0.0, deadline_rounds=3.0)
+    script = [Call((("float64", 8),), 0)] * 9
+    world = World(plan, script, random.Random(0), limits=deadline)
+    for world.open in range(1, 9):
+        world.idle = {0}
+        world.sweep_all()
+        world.clock += 1.0
+        world.idle = set()
+        world.settle()
+    world.assert_done()
+    world.idle = {rank for rank, parent in enumerate(parents) if parent in (-1, 0)}
+    world.open, start = 9, world.clock
+    waiting = {*range(plan.size)} - world.idle
+    while any(9 not in world.ends[rank] for rank in waiting):
+        assert world.clock < start + 4 * SECONDS
+        world.sweep_all()
+        world.clock += 0.25
+    ends = {world.ends[rank][9] for rank in waiting}
+    assert all("rank 0, the root, has not called it" in end.error for end in ends)
+    world.idle = set()
+    world.settle()
+    assert {rank_ends[9].outcome for rank_ends in world.ends} == {FAILED}
+
+
 @pytest.mark.parametrize("action", ["wait", "approximate"])
 def test_ranks_wait_for_a_root_that_does_not_call(action):
     plan = make_plan(4, Coded(stragglers=1))

@@ -9,6 +9,7 @@ from schedules import many, seeds
 pytest.importorskip("_nodes", reason="built without the engine")
 
 from simulation import (
+    BYE,
     DONE,
     FAILED,
     NOTE,
@@ -104,6 +105,50 @@ def test_a_lost_offer_of_a_round_that_its_receiver_does_not_know():
     for rank in range(4):
         outcomes = [end.outcome for end in world.ends[rank].values()]
         assert outcomes == [DONE, FAILED, FAILED, DONE, DONE, DONE]
+
+
+@pytest.mark.parametrize("told", [0, 1])
+@pytest.mark.parametrize("action", ["wait", "raise"])
+def test_a_lost_message_that_no_more_offers_will_come(action, told):
+    """Rank 1 tells the root that it cannot offer a sum any more, as the rank below it has
+    left. No round is waited for.
+    """
+    tree = make_plan(4, Coded(parents=(-1, 0, 1, 0), stragglers=0))
+    world = world_of(tree, action)
+    world.leave(2)
+    world.sweep_all()
+    world.open = 2
+    while not (queue := world.queues[1, 0]) or queue[0][0] != BYE:
+        world.step()
+    world.lose((1, 0), told)
+    world.open = 6
+    for _ in range(100):
+        world.sweep_all()
+        world.clock += TICK
+    for rank in (0, 1, 3):
+        errors = [end.error for end in world.ends[rank].values() if end.error]
+        assert "MPI has lost a message" in errors[0]
+        assert len(errors) == 5, world.describe(rank)
+        assert all("rank 2 closed the group" in error for error in errors[1:])
+
+
+def test_losses_in_rounds_that_usually_take_long():
+    """Rounds take twice the 5 s that the first losses wait. A second loss on a link waits longer
+    than a round, and fails none.
+    """
+    pair = make_plan(3, Coded(parents=(-1, 0, 0), stragglers=0))
+    script = [Call((("float64", 8),), seed) for seed in range(12)]
+    world = world_of(pair, "wait", script)
+    for world.open in range(2, 13):
+        world.idle = {2}
+        world.sweep_all()
+        if world.open in (10, 11):
+            world.nodes[0].lost_message(1)
+        pass_time(world, lambda end=world.clock + 12: world.clock > end)
+        world.idle = set()
+        world.sweep_all()
+    failed = [n for n, end in world.ends[0].items() if end.outcome != DONE]
+    assert failed == [10]
 
 
 # Links that lose all messages.

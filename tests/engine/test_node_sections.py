@@ -526,15 +526,20 @@ def test_a_message_within_an_offer_whose_first_part_was_elsewhere():
 
 def decided_by_the_root(world, lost, told):
     """Let ranks continue until the root and rank 1 have ended the open round. The root's message to rank 1 for which
-    ``lost`` is true gets lost, as MPI tells the rank ``told``, and rank 1's alert comes too late.
+    ``lost`` is true gets lost, as MPI tells the rank ``told``, and rank 1's alert comes too late. If ``told`` is
+    ``None``, MPI tells the root after the round.
     """
+    later = []
     while not all(world.nodes[rank].next_round() > world.open for rank in (0, 1)):
         for rank in (0, 2, 1):
             world.advance(rank)
             for link in [link for link in world.queues if link[1] == rank]:
                 while queue := world.queues[link]:
                     if link == (0, 1) and lost(queue[0]):
-                        world.lose(link, told)
+                        if told is None:
+                            later.append(queue.popleft())
+                        else:
+                            world.lose(link, told)
                     elif link == (1, 0) and queue[0][0] == ALERT:
                         break
                     else:
@@ -546,14 +551,18 @@ def decided_by_the_root(world, lost, told):
                 world.answers.remove(answer)
                 world.arrive(answer)
         world.clock += 0.05
+    for _ in later:
+        world.nodes[0].lost_message(1)
 
 
 @pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("why", ["lost", "lost again", "too little memory"])
+@pytest.mark.parametrize(
+    "why", ["lost", "lost again", "told later", "too little memory"]
+)
 def test_the_message_that_gives_sections_up_does_not_come(seed, why):
     """At the deadline a rank is missing, and the root forms another sum by itself. MPI loses the root's message about
-    this, and tells the receiver or, after an earlier loss, the root; or the receiver has too little memory. The receiver
-    does not mix pieces of both sums.
+    this, and tells the receiver; or it tells the root, after an earlier loss or after the round; or the receiver has
+    too little memory. The receiver does not mix pieces of both sums.
     """
     call = Partial((("float64", 160),), 3)
     world = World(
@@ -570,6 +579,8 @@ def test_the_message_that_gives_sections_up_does_not_come(seed, why):
         world.nodes[0].lost_message(1)  # fails round 1
         world.settle()
         world.clock = 0.0
+    elif why == "told later":
+        told = None
     world.open += 1
     for _ in range(random.Random(seed).randint(100, 1000)):
         world.step()

@@ -316,6 +316,32 @@ def test_a_rank_below_ranks_that_make_no_call(left, dead):
         )
 
 
+@pytest.mark.parametrize("open_call", [False, True])
+@pytest.mark.parametrize("death", ["dead", "frozen"])
+def test_a_rank_below_a_program_between_two_parts_of_its_call(open_call, death):
+    """Round 2 is decided without rank 1, whose program has given only a part of its message.
+    Then the root is gone, and rank 5 calls round 3 below rank 1.
+    """
+    tree = Coded(parents=(-1, 0, 0, 0, 0, 1), stragglers=1, code={0: "progressive"})
+    plan = make_plan(6, tree)
+    assert plan.parts_above[1] > 1
+    script = [Call((("float64", 8 * plan.padding_multiple),), s) for s in range(3)]
+    world = world_of(plan, "raise", script)
+    world.open = 2
+    if open_call:
+        world.begins_with[1, 2] = 1
+        world.submit(1)
+    world.idle = {1}
+    pass_time(world, ended(world, {0, 5}, 2))
+    if death == "dead":
+        world.kill(0, known=True)
+    else:
+        world.frozen = {0}
+    world.open = 3
+    pass_time(world, ended(world, {2, 3, 4, 5}, 3))
+    assert {world.ends[rank][3].outcome for rank in (2, 3, 4, 5)} == {FAILED}
+
+
 def test_nobody_is_patient_with_a_parent_reported_dead():
     """Ranks ask another rank for the result at once, even after long rounds."""
     world = world_of(SEVEN, "wait", inline=(1 << 20,))

@@ -17,7 +17,9 @@ _SECONDS = 30.0  # seconds for a start of MPI without any of the variables
 _SLOWER, _LEAST = 5.0, 5.0
 _PROGRAM = ["-c", "from mpi4py import MPI; MPI.COMM_WORLD.Barrier()"]
 _RANKS = 2
-_TRIES = 2  # on a machine under load, mpirun may fail once with variables that fit
+# On a machine under load, mpirun may fail once with variables that fit, or be slow. So the second try may take
+# this many times as long as the first.
+_TRIES = 1, 4
 # Variables with settings of an MPI. Each of them may be wrong by itself.
 _SETTING = re.compile(
     "(OMPI|PRTE|PMIX)_MCA_.+|(OPAL|PRTE|PMIX|PMIX_INSTALL)_PREFIX"
@@ -82,13 +84,15 @@ def blame(mpirun: launcher.Launcher, *, begun: bool = False) -> tuple[str, str] 
 def _starts(
     mpirun: launcher.Launcher, without: Collection[str], seconds: float
 ) -> bool:
-    """Return whether MPI starts on this host without these variables, in this many seconds."""
+    """Return whether MPI starts on this host without these variables. The first try takes up to ``seconds``."""
     command, environment = launcher.command(
         mpirun, _RANKS, ["-P", *_PROGRAM], named=False
     )
     kept = {name: environment[name] for name in environment if name not in without}
     with tempfile.TemporaryFile("w+") as ignored:
         return any(
-            not job.play(command, kept, seconds=seconds, output=ignored).status
-            for _ in range(_TRIES)
+            not job.play(
+                command, kept, seconds=min(_SECONDS, longer * seconds), output=ignored
+            ).status
+            for longer in _TRIES
         )

@@ -23,6 +23,7 @@ struct Entry {
   std::uint32_t ready = 0;          // pieces that are available
   std::uint32_t remains = 0;        // pieces that were available before the round failed
   std::vector<bool> arrived = {};   // which pieces have arrived, also out of order
+  std::uint32_t sections = 0;            // the version of the sections that formed the result; 0: none
   std::uint64_t counted = 0;        // bytes, see `History::account`
 
   bool complete() const { return ready == layout.size(); }

@@ -11,7 +11,8 @@ namespace jaxcoded {
 struct Listener {
   Round first = 1, last = 0;  // the results that the rank wants and does not know of yet
   std::uint32_t known_pieces = 0;  // pieces of the result of `first` that the rank knows of
-  Round called = 0;                // the round that the rank waits for in a call
+  Round called = 0;                // the round that the rank, or a rank below it, waits for in a call
+  double called_at = 0;            // when this rank heard so
   bool gone = false;               // the rank has left, or is dead: it waits for nothing
   bool wants_state = false;
   Signatures::Known introduced = {};

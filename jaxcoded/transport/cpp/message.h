@@ -25,7 +25,7 @@ enum class Kind : std::uint8_t {
   alert,       // a fault, in words; for example, the calls of some ranks do not match
   bye,         // I and all ranks below me have left; the body: ranks that were given up
   // Down the tree.
-  result,  // `ready` pieces of the result of `round` are available
+  result,  // `ready` pieces of the result of `round` are available; sections with the version `done` formed it
   note,    // round `last` is decided
   gone,    // I no longer have the result of `round`
   state,   // my snapshot of `round` is available; round 0: I have none
@@ -68,7 +68,7 @@ struct Header {
   std::uint32_t before = 0;  // bytes of the body that earlier messages have brought (wires only)
   Round round = 0;
   Round last = 0;
-  Round done = 0;  // up: the first round whose result the sender or a rank below it still lacks
+  Round done = 0;  // up: the first round whose result the sender or a rank below it still lacks; in a result see there
   std::uint64_t fingerprint = 0;
   std::uint64_t session = 0;  // of the group; set and checked by wires
 };

@@ -108,8 +108,6 @@ void Node::lack_memory(bool for_call) {
   if (up_.told_little_memory) return;
   up_.call.lacks = me() + " (too little memory)";
   stop_contributing();
-  // a message about sections may be the one for which there was no memory; a copy's sections never change
-  if (sections_.purpose != Purpose::copy) distrust_sections();
   alert(next_, "CodedError: " + text);
   up_.told_little_memory = true;
 }
@@ -434,7 +432,11 @@ void Node::understand(Rank from, const Message& message) {
     case Kind::note:
       if (!is_above(from)) break;
       newest_ = std::max(newest_, head.last);
-      if (head.flags & Flag::lost) asked_pieces_.clear();  // ask again; a piece may then come twice
+      if (head.flags & Flag::lost) {  // the rank above may have missed a question, or that this rank leaves
+        asked_pieces_.clear();        // ask again; a piece may then come twice
+        departures_.unheard();
+        check_offers();
+      }
       break;
     case Kind::gone:
       if (is_above(from)) on_gone(from, head.round, head.last);

@@ -442,7 +442,7 @@ class Node {
   Message about_section(Round round, std::size_t index, std::uint32_t version) const;
   void tell_unformed(Round round, std::size_t index, std::uint32_t version, const std::vector<Rank>& members);
   void learn_sections(SectionPlan plan);
-  void distrust_sections();
+  void check_sections(const Header& result);
   Entry* begin_entry();
   struct Destination {
     const Layout& layout;
@@ -506,6 +506,7 @@ class Node {
   void begin_approximating();
   double deadline(double share) const { return deadline(share, up_.call.fingerprint); }
   double deadline(double share, std::uint64_t fingerprint) const;
+  double longest_deadline() const;
   double overdue_at() const;
   double uncalled_at() const;
   void fail_uncalled();

@@ -2,6 +2,7 @@
 #include "node.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <limits>
 #include <utility>
@@ -65,9 +66,25 @@ double Node::uncalled_at() const {
   double out = std::numeric_limits<double>::infinity();
   const bool called = calling() && next_ == frontier_;
   if (!root() || called || departures_.leaving() || limits_.on_deadline != OnDeadline::raise) return out;
+  // ranks may have waited before the root's program could call this round
+  const auto wait = [&](double since, double seconds) { out = std::min(out, std::max(since, ended_at_) + seconds); };
   for (const Child& child : children_) {
     if (child.offer.round != frontier_ || child.dead) continue;
-    out = std::min(out, child.offer.seen + deadline(limits_.deadline_share, child.offer.fingerprint));
+    wait(child.offer.seen, deadline(limits_.deadline_share, child.offer.fingerprint));
+  }
+  // the programs of all children may be late, too, while ranks below them wait
+  for (const auto& [rank, listener] : listeners_) {
+    if (listener.called == frontier_ && !listener.gone) wait(listener.called_at, longest_deadline());
+  }
+  return out;
+}
+
+// Return the deadline of a call that is not known.
+double Node::longest_deadline() const {
+  double out = deadline(limits_.deadline_share, 0);
+  for (const auto& [fingerprint, seconds] : waits_) {
+    const double such = deadline(limits_.deadline_share, fingerprint);
+    if (std::isfinite(such)) out = std::isfinite(out) ? std::max(out, such) : such;
   }
   return out;
 }
@@ -77,11 +94,12 @@ void Node::fail_uncalled() {
   const double at = uncalled_at();
   if (at == std::numeric_limits<double>::infinity() || wire_.now() < at) return;
   const auto first = std::ranges::find(children_, frontier_, [](const Child& child) { return child.offer.round; });
-  const std::uint64_t fingerprint = first->offer.fingerprint;
+  const std::uint64_t fingerprint = first == children_.end() ? 0 : first->offer.fingerprint;
+  const double seconds = fingerprint ? deadline(limits_.deadline_share, fingerprint) : longest_deadline();
   const std::string text = !alerts_.pending().empty()
                                ? alerts_.pending()
-                               : too_late(frontier_, deadline(limits_.deadline_share, fingerprint)) + "rank " +
-                                     std::to_string(family_.rank) + ", the root, has not called it";
+                               : too_late(frontier_, seconds) + "rank " + std::to_string(family_.rank) +
+                                     ", the root, has not called it";
   alerts_.over();
   fail_round(frontier_, fingerprint, text);
 }

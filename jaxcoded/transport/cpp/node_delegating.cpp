@@ -274,7 +274,6 @@ void Node::add_terms(SectionPlan& plan, std::size_t job) {
 
 void Node::tell_sections(Rank to, Round round, std::uint64_t fingerprint, const SectionPlan& plan,
                          std::size_t job) {
-  if (plan.purpose != Purpose::copy) up_.told_sections.insert(to);
   Message message{header(Kind::delegate, round)};
   message.header.fingerprint = fingerprint;
   message.header.ready = static_cast<std::uint32_t>(job);

@@ -84,6 +84,7 @@ void Node::on_result(Rank from, const Message& message) {
     news.body = message.body;
   } else {
     read_announcement(news, message);
+    check_sections(head);
   }
   announced_[head.round] = std::move(news);
 }
@@ -438,6 +439,7 @@ void Node::tell(Rank rank, Listener& listener) {
       message.header.flags = entry->alone ? failed | alone : failed;
       message.append(entry->error.data(), entry->error.size());
     } else {
+      message.header.done = entry->sections;
       message.header.segments = static_cast<std::uint32_t>(entry->layout.segments().size());
       for (const Segment& segment : entry->layout.segments()) {
         const std::uint64_t row[2] = {static_cast<std::uint64_t>(segment.dtype), segment.count};
@@ -488,7 +490,7 @@ void Node::on_want(Rank rank, Listener& listener, const Header& head) {
   if (head.flags & calls) {
     const bool own_call = calling() && next_ == frontier_;
     if (!own_call && !awaited_below()) upstream_.waits(wire_.now());
-    listener.called = head.round;
+    if (std::exchange(listener.called, head.round) != head.round) listener.called_at = wire_.now();
   }
   if (root() && departures_.leaving()) refuse_called(rank, listener);
   tell(rank, listener);

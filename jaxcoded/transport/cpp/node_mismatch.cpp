@@ -137,14 +137,9 @@ void Node::alarm(const std::string& why, std::uint8_t flags) {
 }
 
 void Node::lost_message(Rank other) {
-  if (!root() && other == upstream_.parent()) {
-    if (!left()) distrust_sections();
-    departures_.unheard();
-  }
+  if (!root() && other == upstream_.parent()) departures_.unheard();
   if (is_above(other)) asked_pieces_.clear();  // it may have been the note of a lost request
-  if (losses_.may_answer(other, wire_.now())) return answer_loss(other, 0);
-  // The lost message may have taken back sections, and the other rank may use them once the round is decided.
-  if (up_.told_sections.contains(other)) alarm(lost_words(other));
+  if (losses_.may_answer(other, wire_.now())) answer_loss(other, 0);
 }
 
 std::string Node::lost_words(Rank other) const {

@@ -153,10 +153,13 @@ void Node::learn_sections(SectionPlan plan) {
   if (sections.all.empty()) sections = {};
 }
 
-// Forget the sections of the call in progress, because a message that takes them back may be lost. Their pieces must
-// then not be mixed with pieces of the result.
-void Node::distrust_sections() {
-  if (calling() && !root() && sections_.round == next_) learn_sections({.purpose = sections_.purpose});
+// The root has announced this result. Forget sections of another sum: the message that takes them back was lost, or
+// there was too little memory for it. Their pieces must not be mixed with pieces of the result.
+void Node::check_sections(const Header& result) {
+  if (sections_.round != result.round || sections_.purpose != Purpose::result) return;
+  if (sections_.version() == result.done) return;
+  if (Entry* entry = history_.find(result.round)) entry->arrived.assign(entry->layout.size(), false);
+  end_sections();
 }
 
 // Whether some sections come from another host. On one host it saves no time to copy sections before the round

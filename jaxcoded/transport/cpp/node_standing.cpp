@@ -99,8 +99,8 @@ void Node::watch_children() {
     } else if (now - behind.since < limits_.stuck_seconds) {
       continue;
     } else if (behind.asked == 0) {
-      behind.asked = now;
       wire_.send(child.rank, {header(Kind::ask, 0)});
+      behind.asked = now;
     } else if (behind.answered >= behind.asked) {
       if (behind.in_program && behind.next <= newest_) {
         behind.reported = true;

@@ -352,6 +352,7 @@ void Node::announce_sum() {
   if (up_.call.shared) remember_division();
   if (up_.call.shared && work_.hook) work_.hook({next_, up_.call.signature, work_.ledger->division()});
   Entry& entry = *history_.find(next_);
+  if (up_.delegated) entry.sections = sections_.version();
   if (up_.call.down) {
     decided(entry, up_.summed(entry.layout, entry.ready));
   } else if (up_.all_decoded()) {

@@ -293,6 +293,12 @@ struct Sections {
     return purpose == Purpose::copy ? Object::What::result : Object::What::own;
   }
 
+  // Return the version of the newest section. A change of the plan makes a newer one.
+  std::uint32_t version() const {
+    std::uint32_t out = 0;
+    for (const Known& known : all) out = std::max(out, known.section.version);
+    return out;
+  }
   std::size_t of_piece(std::uint32_t piece) const {
     std::size_t index = 0;
     while (index < all.size() && piece >= all[index].section.last) ++index;

@@ -81,7 +81,6 @@ struct WayUp : Incoming {
 
   // If children form the sum in sections.
   std::optional<Delegated> delegated = {};
-  std::set<Rank> told_sections = {};  // ranks that were told which sections to form, or that there are none
   bool whole = false;        // in this round the sum is not formed in sections any more
   double sufficient_at = 0;  // when enough messages had arrived, while this rank waits for latecomers
 
