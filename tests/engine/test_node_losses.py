@@ -151,6 +151,33 @@ def test_losses_in_rounds_that_usually_take_long():
     assert failed == [10]
 
 
+def test_a_lost_request_in_rounds_that_take_minutes():
+    """MPI loses a rank's request for the result, and tells the root. It is the second loss on
+    this link. The rank asks again after 5 s, not after two usual rounds.
+    """
+    pair = make_plan(2, Coded(parents=(-1, 0), stragglers=0))
+    script = [Call((("float64", 8),), seed) for seed in range(10)]
+    world = World(pair, script, random.Random(0), hosts=[0, 1], limits=limits("wait"))
+    world.recovers = False
+    for world.open in range(1, 9):
+        world.idle = {1}
+        world.sweep_all()
+        world.clock += 500
+        world.idle = set()
+        world.settle()
+    world.assert_done()
+    world.nodes[0].lost_message(1)  # fails round 9
+    world.open = 10
+    for _ in range(1000):
+        if lost := [request for request in world.requests if request[:2] == (1, 0)]:
+            break
+        world.step()
+    world.requests.remove(lost[0])
+    world.nodes[0].lost_message(1)
+    pass_time(world, lambda: 10 in world.ends[1])
+    assert world.ends[1][10].outcome == DONE
+
+
 # Links that lose all messages.
 
 

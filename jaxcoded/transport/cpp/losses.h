@@ -14,15 +14,17 @@ namespace jaxcoded {
 // losses on this link wait for a while, until the link has lost nothing for longer.
 class Losses {
  public:
+  static constexpr double wait = 5;  // in seconds
+
   // Whether the node may answer a loss on the link to this rank now. If not, the loss waits.
   bool may_answer(Rank rank, double now) {
     const auto link = links_.find(rank);
     if (link == links_.end() || now >= link->second.calm) return true;
-    if (!link->second.waits_until) link->second.waits_until = now + link->second.wait;
+    if (!link->second.waits_until) link->second.waits_until = now + wait;
     return false;
   }
-  // Record that the node has answered the losses on the link to this rank. Further losses `wait` for so many seconds.
-  void answered(Rank rank, double now, double wait) { links_[rank] = {wait, now + most_waits * wait, std::nullopt}; }
+  // Record that the node has answered the losses on the link to this rank. For so many seconds, further losses wait.
+  void answered(Rank rank, double now, double calm) { links_[rank] = {now + calm, std::nullopt}; }
   // Record that this rank is dead: nothing needs to be answered.
   void dead(Rank rank) { links_.erase(rank); }
 
@@ -46,10 +48,8 @@ class Losses {
   }
 
  private:
-  static constexpr double most_waits = 12;
-
   struct Link {
-    double wait = 0, calm = 0;  // seconds; from `calm` on, a loss is answered at once
+    double calm = 0;  // from then on, a loss is answered at once
     std::optional<double> waits_until = {};
   };
   std::map<Rank, Link> links_;

@@ -631,7 +631,7 @@ class Node {
   // would crowd out its siblings' pieces in their parent's port, and layers would take turns instead of working
   // at once.
   static constexpr std::uint32_t pieces_ahead = 2;
-  static constexpr double least_losses_wait = 5;  // in seconds, see `losses_wait`
+  static constexpr double calm_waits = 12;  // times `losses_wait`; a link that loses nothing for so long is sound again
 
   Family family_;
   Decoder decoder_;

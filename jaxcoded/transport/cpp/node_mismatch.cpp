@@ -162,11 +162,11 @@ void Node::answer_loss(Rank other, std::uint8_t alarm_flags) {
     // the other rank asks again when it learns that this rank is there
     if (listeners_.contains(other)) note(other, newest_, Flag::lost);
   }
-  losses_.answered(other, wire_.now(), losses_wait());
+  losses_.answered(other, wire_.now(), calm_waits * losses_wait());
 }
 
 // If MPI loses messages on one link again and again, a code usually decides a round without them in this time.
-double Node::losses_wait() const { return std::max(least_losses_wait, 2 * durations_.median()); }
+double Node::losses_wait() const { return std::max(Losses::wait, 2 * durations_.median()); }
 
 // Return when the root's call will have waited long enough for messages that MPI may have lost.
 double Node::stuck_at() const {
