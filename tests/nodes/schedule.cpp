@@ -11,12 +11,12 @@ constexpr double deadline = 5;  // in seconds
 constexpr std::size_t rounds = 10;
 
 enum class Happening : std::uint8_t {
-  stop, stay_away, come_back, queue_calls, settle, report, go_on,  // harmless
+  stop, stay_away, slow_down, come_back, queue_calls, settle, report, go_on,  // harmless
   lack_memory, die, leave, lose, break_link, wait, raise_between_blocks, call_something_else, break_off, alarm, watch,
 };
 constexpr std::size_t harmless = static_cast<std::size_t>(Happening::go_on);
 constexpr const char* names[] = {
-    "ranks stop", "programs stay away", "all come back", "calls are queued", "the ranks settle",
+    "ranks stop", "programs stay away", "ports are slow", "all come back", "calls are queued", "the ranks settle",
     "deaths are reported", "the ranks go on", "ranks lack memory", "a rank dies", "a rank leaves",
     "a message is lost", "a link breaks", "time passes", "an exception between blocks", "a rank calls something else",
     "calls are broken off", "a rank raises an alarm", "ranks watch the ranks above"};
@@ -230,6 +230,7 @@ class Player {
     switch (kind) {
       case Happening::stop: return world_.frozen.assign(some());
       case Happening::stay_away: return world_.idle.assign(some());
+      case Happening::slow_down: return world_.slow.assign(some());
       case Happening::come_back: return come_back();
       case Happening::queue_calls: return world_.started.assign(some());
       case Happening::settle:
@@ -258,6 +259,7 @@ class Player {
   void come_back() {
     world_.frozen.clear();
     world_.idle.clear();
+    world_.slow.clear();
     world_.short_of_memory.clear();
     world_.broken.clear();
   }

@@ -110,7 +110,8 @@ class World::SimulatedWire : public Wire, Source {
 
 World::World(const Group& group, std::vector<Planned> script, const Settings& settings, Random& random)
     : frozen(group.size()), idle(group.size()), started(group.size()), leaving(group.size()),
-      dead(group.size()), reported(group.size()), short_of_memory(group.size()), ends(group.size()), costs(group.size()),
+      dead(group.size()), reported(group.size()), short_of_memory(group.size()), slow(group.size()), ends(group.size()),
+      costs(group.size()),
       group_(group), script_(std::move(script)), settings_(settings), random_(random),
       links_seed_(random.bits()), inboxes_(group.size()), requests_(group.size()), answers_(group.size()),
       running_(group.size()), left_behind_(group.size()), given_back_(group.size()), must_replan_(group.size()),
@@ -935,7 +936,7 @@ void World::step() {
     }
     if (waiting.empty()) return;
     const auto [from, to] = random_.pick(waiting);
-    deliver(from, to);
+    if (passes(from, to)) deliver(from, to);
   } else if (kind < 0.6) {
     move_a_piece();
   } else if (kind < 0.97) {
@@ -970,10 +971,10 @@ void World::move_a_piece() {
   };
   if (!asked.empty() && (ready.empty() || random_.chance(0.5))) {
     const auto [rank, which] = random_.pick(asked);
-    answer(take(requests_[index(rank)], which));
+    if (passes(requests_[index(rank)][which].asker, rank)) answer(take(requests_[index(rank)], which));
   } else if (!ready.empty()) {
     const auto [rank, which] = random_.pick(ready);
-    arrive(take(answers_[index(rank)], which));
+    if (passes(answers_[index(rank)][which].source, rank)) arrive(take(answers_[index(rank)], which));
   }
 }
 

@@ -139,6 +139,7 @@ class World {
   Ranks dead;     // ranks whose processes have ended
   Ranks reported; // dead ranks whose death MPI has reported
   Ranks short_of_memory;  // ranks that get no memory for vectors
+  Ranks slow;     // ranks whose network ports let few messages through
   // Links on which MPI loses all messages from the first rank to the second. It informs the rank that stands here.
   std::map<std::pair<Rank, Rank>, Rank> broken;
   std::map<std::pair<Rank, Round>, Planned> deviations;  // calls that differ from the script
@@ -163,6 +164,11 @@ class World {
   static std::size_t index(Rank rank) { return static_cast<std::size_t>(rank); }
   const std::vector<Rank>& above(Rank rank) const { return group_.families[index(rank)].ancestors; }
   bool stopped(Rank rank) const { return frozen.has(rank) || dead.has(rank); }
+  // Whether the ports of both ranks let something through now.
+  bool passes(Rank from, Rank to) {
+    constexpr double share = 0.05;
+    return !(slow.has(from) || slow.has(to)) || random_.chance(share);
+  }
   bool on_one_host(Rank one, Rank other) const {
     return group_.hosts[index(one)] == group_.hosts[index(other)];
   }
