@@ -257,6 +257,18 @@ def test_sections_whose_holders_are_stopped_or_sleep(hosts, tmp_path):
     assert all(report["formed"] for report in reports)
 
 
+def test_a_message_to_a_rank_that_dies_does_not_end_its_sender(hosts):
+    """In this schedule rank 7 asks rank 1, for the first time, while rank 1 dies. Open MPI ended rank 7, as the request
+    of this message was freed before the connection failed.
+    """
+    launch.needs_fault_tolerance()
+    job = finished(
+        *(sys.executable, ROOT / "tests" / "chaos" / "chaos.py"),
+        *("--replay", "3012109", "--ranks", "9", "--hosts", "3"),
+    )
+    assert job.returncode == 0, job.stdout[-4000:] + job.stderr[-8000:]
+
+
 @pytest.mark.exhaustive
 def test_sections_of_a_tree_that_follows_hosts(hosts, tmp_path):
     """One rank of each host adds up its host's messages, and forms the sum together with such ranks of other hosts."""

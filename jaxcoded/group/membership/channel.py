@@ -181,9 +181,11 @@ def looks(until: float) -> Iterator[None]:
 
 
 def _is_over(request: MPI.Request) -> bool:
-    """Return whether a message has been sent, or its receiver no longer exists."""
+    """Return whether MPI is done with a message. Open MPI would end this process if it freed a message to a dead
+    rank before the connection fails, as ``Test`` does by itself.
+    """
     try:
-        return request.Test()
+        return request.Get_status() and request.Test()
     except MPI.Exception as error:
         _why_in_vain(error)
         return True

@@ -106,7 +106,7 @@ std::vector<int> in_world(MPI_Comm comm) {
 void tell(MPI_Comm comm, Rank to, int tag, const unsigned char* byte = nullptr) {
   MPI_Request sent;
   if (MPI_Isend(byte, byte != nullptr, MPI_BYTE, to, tag, comm, &sent) == MPI_SUCCESS) {
-    MPI_Request_free(&sent);
+    outcome_of(sent);
   }
 }
 

@@ -63,6 +63,14 @@ bool fault_tolerant() {
 #endif
 }
 
+std::optional<int> outcome_of(MPI_Request& request) noexcept {
+  int over = 0;
+  MPI_Status status;
+  MPI_Request_get_status(request, &over, &status);
+  if (!over) return std::nullopt;
+  return MPI_Test(&request, &over, MPI_STATUS_IGNORE);
+}
+
 MpiWire::MpiWire(MPI_Comm comm, std::uint64_t session, const std::vector<Rank>& peers,
                  const std::vector<Card>& cards, Validity& validity,
                  const std::atomic<std::uint32_t>& messages, Source& shared_memory, Source& memory)
@@ -96,24 +104,18 @@ MpiWire::~MpiWire() {
     MPI_Request& request = inboxes_[i];
     if (request == MPI_REQUEST_NULL) continue;
     MPI_Cancel(&request);
-    int over = 0;
-    if (MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over) continue;
     // A message that has come in part may never be complete, if its sender is stopped.
-    MPI_Request_free(&request);
-    static_cast<void>(peers_[ranks_[i]].inbox.release());
+    if (!outcome_of(request)) static_cast<void>(peers_[ranks_[i]].inbox.release());
   }
   // No rank will send these pieces or take these messages any more. MPI may still use their memory, so it is
   // never freed.
   for (Transfer& transfer : fetches_) {
-    if (transfer.request == MPI_REQUEST_NULL) continue;
-    MPI_Cancel(&transfer.request);
-    MPI_Request_free(&transfer.request);
+    if (transfer.request != MPI_REQUEST_NULL) MPI_Cancel(&transfer.request);
   }
-  for (Transfer& transfer : outgoing_) {
-    if (transfer.request != MPI_REQUEST_NULL) MPI_Request_free(&transfer.request);
+  for (Transfers* const transfers : {&fetches_, &outgoing_}) {
+    transfers->remove_if([](Transfer& transfer) { return outcome_of(transfer.request).has_value(); });
+    left_to_mpi_->splice(left_to_mpi_->end(), *transfers);
   }
-  left_to_mpi_->splice(left_to_mpi_->end(), fetches_);
-  left_to_mpi_->splice(left_to_mpi_->end(), outgoing_);
   if (!left_to_mpi_->empty()) static_cast<void>(left_to_mpi_.release());
 }
 
@@ -144,11 +146,10 @@ void MpiWire::post(Transfers ready) noexcept {
       refused_.splice(refused_.end(), ready, ready.begin());
       continue;
     }
-    int sent = 0;
-    const int outcome = MPI_Test(&transfer.request, &sent, MPI_STATUS_IGNORE);
+    const auto outcome = outcome_of(transfer.request);
     tell(transfer.other);
-    if (may_try_again(outcome)) transfer.state = Transfer::lost;
-    const bool over = transfer.state != Transfer::lost && (outcome != MPI_SUCCESS || sent);
+    if (outcome && may_try_again(*outcome)) transfer.state = Transfer::lost;
+    const bool over = outcome && transfer.state != Transfer::lost;
     over ? ready.pop_front() : outgoing_.splice(outgoing_.end(), ready, ready.begin());
   }
 }
@@ -326,6 +327,10 @@ bool MpiWire::open_inbox(std::size_t peer, Node& node) {
   } else if (sender.unread == Unread::too_long) {
     node.garbled(from, "too long");
   } else if (sender.unread == Unread::death) {
+    for (auto next = outgoing_.begin(); next != outgoing_.end();) {
+      const auto at = next++;  // MPI may never be done with it
+      if (at->other == from && at->state == Transfer::pending) left_to_mpi_->splice(left_to_mpi_->end(), outgoing_, at);
+    }
     node.lost(from);
   } else if (sender.unread == Unread::lost) {
     node.lost_message(from);
@@ -365,18 +370,33 @@ void MpiWire::understand(Rank from, Peer& peer, Node& node) {
   peer.begun = {};
 }
 
-// Note the outcome of all transfers that are on their way. One check of the network serves all of them: a check
-// for each transfer would take more time than the messages.
-void MpiWire::complete_some() {
-  auto& [requests, transfers, indices, statuses] = look_;
+// Note the outcome of messages that are on their way. Messages to one rank usually end in order, and MPI looks at the
+// network for each message that is not over.
+void MpiWire::complete_sends() {
+  std::vector<Rank>& waiting = look_.waiting;
+  waiting.clear();
+  for (Transfer& transfer : outgoing_) {
+    if (transfer.state != Transfer::pending) continue;
+    if (std::ranges::find(waiting, transfer.other) != waiting.end()) continue;
+    if (const auto outcome = outcome_of(transfer.request)) {
+      const bool lost = may_try_again(*outcome);
+      transfer.state = lost ? Transfer::lost : *outcome == MPI_SUCCESS ? Transfer::done : Transfer::failed;
+    } else {
+      waiting.push_back(transfer.other);
+    }
+  }
+}
+
+// Note the outcome of all pieces that are on their way. One look at the network serves all of them: a look for each
+// piece would take more time than the pieces.
+void MpiWire::complete_fetches() {
+  auto& [requests, transfers, indices, statuses, waiting] = look_;
   requests.clear();
   transfers.clear();
-  for (Transfers* list : {&outgoing_, &fetches_}) {
-    for (Transfer& transfer : *list) {
-      if (transfer.state != Transfer::pending) continue;  // MPI had no memory for it
-      requests.push_back(transfer.request);
-      transfers.push_back(&transfer);
-    }
+  for (Transfer& transfer : fetches_) {
+    if (transfer.state != Transfer::pending) continue;  // MPI had no memory for it
+    requests.push_back(transfer.request);
+    transfers.push_back(&transfer);
   }
   if (requests.empty()) return;
   indices.resize(requests.size());
@@ -460,7 +480,8 @@ bool MpiWire::poll(Node& node, bool anyway) {
   // An inbox holds one message. All messages that were sent before the last wake-up must be seen now.
   for (int i = 0; i < most_at_once && attempts.make([&] { return open_inboxes(node); }); ++i) news = true;
   attempts.make([&] {
-    complete_some();
+    complete_fetches();
+    complete_sends();
     return true;
   });
   post(std::exchange(refused_, {}));

@@ -27,6 +27,12 @@ constexpr int first_vector = 5, last_vector = 32767;         // every MPI allows
 // Whether MPI continues when a rank dies, and reports the death (ULFM).
 bool fault_tolerant();
 
+// Return MPI's code of success or error if MPI is done with a request, which becomes null; otherwise nothing.
+//
+// A pending send must not be freed: if it then fails, as the other rank dies, Open MPI ends this process (MPI 4.1,
+// section 3.7.3). `MPI_Test` frees pending sends to dead ranks, so it is only called for requests that are over.
+std::optional<int> outcome_of(MPI_Request& request) noexcept;
+
 // The traffic from one other rank to this rank.
 struct Link {
   std::uint64_t bytes = 0;  // of messages of all kinds
@@ -104,13 +110,15 @@ class MpiWire : public Wire {
     std::vector<Transfer*> transfers = {};
     std::vector<int> indices = {};
     std::vector<MPI_Status> statuses = {};
+    std::vector<Rank> waiting = {};  // ranks to which a message is on its way
   };
 
   bool open_inboxes(Node& node);
   bool open_inbox(std::size_t peer, Node& node);
   void understand(Rank from, Peer& peer, Node& node);
   void receive(std::size_t peer);
-  void complete_some();
+  void complete_sends();
+  void complete_fetches();
   bool end_fetch(Transfer& transfer, Node& node);
   static bool is_of_fetch(const Transfer& transfer);
   void remove(Transfers& from, Transfers::iterator transfer);

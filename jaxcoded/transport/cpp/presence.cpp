@@ -26,7 +26,7 @@ bool Presence::answer() {
   asked_ = std::min(asked_ + 1, 2);
   MPI_Request sent;
   if (MPI_Isend(nullptr, 0, MPI_BYTE, root_, tag::answer, comm_, &sent) == MPI_SUCCESS) {
-    MPI_Request_free(&sent);
+    outcome_of(sent);
   }
   listen();
   return true;
