@@ -301,14 +301,18 @@ void EndOfJob::wait() {
 }
 
 // Continue once all roots of this process's groups continue. A root waits until every rank has received the
-// root's message, since MPI may move no messages in `MPI_Finalize`.
+// root's message, since MPI may move no messages in `MPI_Finalize`. Nobody waits for a dead rank.
 void EndOfJob::go_on(const std::vector<Below>& below) {
-  std::vector<MPI_Request> requests;
+  struct Pending {
+    MPI_Request request;
+    int other;  // rank of the world
+  };
+  std::vector<Pending> pending;
   const auto add = [&](auto start, MPI_Comm comm, Rank other) {
     MPI_Request request;
     // MPI may report that the other rank is dead
     if (start(nullptr, 0, MPI_BYTE, other, tag::go_on, comm, &request) == MPI_SUCCESS) {
-      requests.push_back(request);
+      pending.push_back({request, in_world(comm)[static_cast<std::size_t>(other)]});
     }
   };
   for (const auto& [comm, root] : below) add(MPI_Irecv, MPI_Comm_f2c(comm), root);
@@ -319,11 +323,9 @@ void EndOfJob::go_on(const std::vector<Below>& below) {
     }
   }
   for (double each = go_on_seconds;; each = std::min(2 * each, look_seconds)) {
-    std::erase_if(requests, [](MPI_Request& request) {
-      int over = 0;
-      return MPI_Test(&request, &over, MPI_STATUS_IGNORE) != MPI_SUCCESS || over;
-    });
-    if (requests.empty()) return;
+    const std::set<int> gone = dead();
+    std::erase_if(pending, [&](Pending& one) { return outcome_of(one.request) || gone.contains(one.other); });
+    if (pending.empty()) return;
     if (now() >= dies_at_) die();
     nap(each);
   }
